@@ -1,0 +1,30 @@
+"""Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
+
+from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, refs
+from .placement import (
+    PARTIAL,
+    REPLICATE,
+    Partial,
+    Placement,
+    Ratio,
+    Replicate,
+    Shard,
+    dual,
+    even_ratio,
+    make_ratio,
+    shard_offsets,
+    shard_sizes,
+    support,
+)
+from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
+from .text import parse_program, print_instruction, print_program
+from .types import DTYPE_BYTES, TensorType, ValueType, local_bytes, local_shape, participants
+
+__all__ = [
+    "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
+    "Arg", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
+    "Replicate", "Shard", "TensorType", "ValueType",
+    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "parse_program",
+    "participants", "print_instruction", "print_program", "redistribution", "refs", "shard_offsets",
+    "shard_sizes", "support",
+]  # fmt: skip

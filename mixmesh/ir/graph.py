@@ -1,0 +1,148 @@
+"""The logical graph: what a model computes, at global shapes, with no word on who computes it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .types import ValueType
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A use of a value."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A dtype as an argument, so that it cannot be taken for a string."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+# An argument: Ref, DType, int, float, bool, str, None, or a tuple of arguments.
+Arg = Any
+
+LEAVES = ("input", "param", "buffer", "const")
+
+
+def refs(args: Arg) -> Iterator[Ref]:
+    """Every use in an argument tree, in order, repeated uses included."""
+    if isinstance(args, Ref):
+        yield args
+    elif isinstance(args, tuple):
+        for arg in args:
+            yield from refs(arg)
+
+
+def map_refs(args: Arg, fn) -> Arg:
+    if isinstance(args, Ref):
+        return fn(args)
+    if isinstance(args, tuple):
+        return tuple(map_refs(arg, fn) for arg in args)
+    return args
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), or an ``update`` of a buffer.
+
+    ``results`` has a None for a result that nobody uses. Operators are named as in ATen, the overload
+    left out where it is ``default``: ``aten.linear``, ``aten.add.Tensor``.
+    """
+
+    results: tuple[str | None, ...]
+    types: tuple[ValueType, ...]
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    location: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values used, in order of appearance, repeated uses included."""
+        return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in LEAVES
+
+    @property
+    def result(self) -> str:
+        (name,) = self.results
+        return name
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Nodes in topological order; ``loss`` names the scalar that is minimised."""
+
+    name: str
+    nodes: tuple[Node, ...]
+    loss: str
+
+    @cached_property
+    def types(self) -> dict[str, ValueType]:
+        return {r: t for n in self.nodes for r, t in zip(n.results, n.types) if r is not None}
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        return {r: n for n in self.nodes for r in n.results if r is not None}
+
+    @cached_property
+    def consumers(self) -> dict[str, tuple[Node, ...]]:
+        out: dict[str, list[Node]] = {name: [] for name in self.types}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.inputs):
+                out[name].append(node)
+        return {name: tuple(nodes) for name, nodes in out.items()}
+
+    @cached_property
+    def requires_grad(self) -> frozenset[str]:
+        """Values through which a gradient flows: floating, descended from a trainable parameter and
+        able to reach the loss."""
+        return gradient_flow(self.nodes, self.loss, self.types)
+
+    @cached_property
+    def params(self) -> tuple[Node, ...]:
+        return tuple(n for n in self.nodes if n.op == "param")
+
+    @cached_property
+    def batch_inputs(self) -> tuple[Node, ...]:
+        return tuple(n for n in self.nodes if n.op == "input")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """12 hex digits of everything that decides what is computed."""
+        text = "\n".join(repr((n.results, n.types, n.op, n.args, n.kwargs)) for n in self.nodes)
+        return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
+
+
+NOT_DIFFERENTIABLE = frozenset({"aten.detach", "update"})
+
+
+def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:
+    down: set[str] = set()
+    for node in nodes:
+        if node.op in NOT_DIFFERENTIABLE:
+            continue
+        trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
+        if trainable or any(name in down for name in node.inputs):
+            down.update(r for r in node.results if r is not None and types[r].is_floating)
+    up: set[str] = {loss}
+    for node in reversed(nodes):
+        if node.op not in NOT_DIFFERENTIABLE and any(r in up for r in node.results):
+            up.update(node.inputs)
+    return frozenset(down & up)

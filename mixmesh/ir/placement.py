@@ -1,0 +1,124 @@
+"""Placements: how one tensor is held across the ranks of one mesh axis.
+
+Sizes are decided here and nowhere else: a dim of ``size`` elements, cut in whole multiples of ``unit``
+elements by ratio ``r``, gives rank j ``shard_sizes(size, r, unit)[j]`` elements, by largest remainder.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+Ratio = tuple[float, ...]  # world_size shares that sum to 1
+
+RATIO_DIGITS = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Rank j holds a contiguous piece of ``dim``, in whole multiples of ``unit`` elements.
+
+    The unit is what a compound dim needs: heads of an attention layer are cut in multiples of the head
+    size, a flattened (batch, time) dim in multiples of the time.
+    """
+
+    dim: int
+    unit: int = 1
+
+    def __str__(self) -> str:
+        return f"S({self.dim})" if self.unit == 1 else f"S({self.dim}, {self.unit})"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicate:
+    """Every rank holds the whole tensor."""
+
+    def __str__(self) -> str:
+        return "R"
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """Every rank holds an addend (or candidate, for ``max``) of the whole shape."""
+
+    op: str = "sum"
+
+    def __str__(self) -> str:
+        return f"P({self.op})"
+
+
+Placement = Shard | Replicate | Partial
+REPLICATE = Replicate()
+PARTIAL = Partial()
+
+
+def dual(placement: Placement) -> Placement:
+    """The placement of the gradient of a tensor held as ``placement``.
+
+    What autograd issues for ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)``.
+    """
+    if isinstance(placement, Replicate):
+        return PARTIAL
+    if isinstance(placement, Partial):
+        return REPLICATE
+    return placement
+
+
+def make_ratio(shares) -> Ratio:
+    """Shares scaled to sum to 1 and rounded so that their text is exact.
+
+    The rounding residue goes to the largest share. Raises ValueError for negative or non-finite shares.
+    """
+    shares = [float(s) for s in shares]
+    if not shares or any(not math.isfinite(s) or s < 0 for s in shares) or sum(shares) <= 0:
+        raise ValueError(f"a ratio needs finite shares >= 0 with a positive sum, got {shares}")
+    total = sum(shares)
+    rounded = [round(s / total, RATIO_DIGITS) for s in shares]
+    largest = max(range(len(rounded)), key=rounded.__getitem__)
+    rounded[largest] = round(1.0 - sum(rounded[:largest] + rounded[largest + 1 :]), RATIO_DIGITS)
+    return tuple(rounded)
+
+
+def even_ratio(world_size: int) -> Ratio:
+    return make_ratio([1.0] * world_size)
+
+
+def support(ratio: Ratio) -> tuple[int, ...]:
+    """The ranks that take part: those with a share above zero."""
+    return tuple(j for j, share in enumerate(ratio) if share > 0)
+
+
+@lru_cache(maxsize=65536)
+def shard_sizes(size: int, ratio: Ratio, unit: int = 1) -> tuple[int, ...]:
+    """Elements per rank: ``size`` cut in units by ``ratio``, rounded by largest remainder.
+
+    Ties go to the lower rank. A rank with a share of zero gets nothing. Raises ValueError if ``unit``
+    does not divide ``size``.
+    """
+    if size % unit:
+        raise ValueError(f"a dim of {size} cannot be cut in units of {unit}")
+    num_units = size // unit
+    # a share of 0.333333 for a third must not lose a unit: forgive the ratio's own rounding
+    exact = [num_units * share for share in ratio]
+    near = [round(x) if abs(x - round(x)) <= num_units * 10**-RATIO_DIGITS else x for x in exact]
+    floors = [math.floor(x) for x in near]
+    order = sorted(range(len(ratio)), key=lambda j: (-(near[j] - floors[j]), j))
+    missing = num_units - sum(floors)
+    takers = [j for j in order if ratio[j] > 0]
+    for k in range(max(missing, 0)):
+        floors[takers[k % len(takers)]] += 1
+    for j in sorted(takers, key=lambda j: near[j] - floors[j]) if missing < 0 else ():
+        if missing < 0 and floors[j] > 0:
+            floors[j] -= 1
+            missing += 1
+    return tuple(n * unit for n in floors)
+
+
+def shard_offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The first element of each rank's piece."""
+    offsets, at = [], 0
+    for size in sizes:
+        offsets.append(at)
+        at += size
+    return tuple(offsets)

@@ -1,0 +1,146 @@
+"""The distributed program: what every rank executes, as one frozen value that prints as text.
+
+It is the forward program; the backward pass follows from the placements (see ``placement.dual``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .graph import LEAVES, Arg, Graph, Node, gradient_flow, map_refs, refs
+from .placement import Partial, Placement, Ratio, Replicate, Shard
+from .types import TensorType, ValueType, local_shape, participants
+
+# redistributions, by name; the name follows from the two placements
+REDISTRIBUTIONS = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "local_slice", "as_partial", "pad_partial", "move",
+)  # fmt: skip
+
+
+def redistribution(src: Placement, dst: Placement) -> str:
+    """The name of what turns ``src`` into ``dst`` under one ratio. Raises ValueError for R -> R."""
+    match src, dst:
+        case Shard(), Replicate():
+            return "all_gather"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Replicate(), Shard():
+            return "local_slice"
+        case Replicate(), Partial():
+            return "as_partial"  # one rank keeps its copy, the others hold zeros
+        case Shard(), Partial():
+            return "pad_partial"  # every rank pads its piece with zeros
+    raise ValueError(f"nothing turns {src} into {dst}")
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One step of a program. As ``Node``, with placed types and attributes.
+
+    ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
+    ``sfb`` for a weight gradient computed from gathered factors.
+    """
+
+    results: tuple[str | None, ...]
+    types: tuple[TensorType, ...]
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    attrs: tuple[tuple[str, Arg], ...] = ()
+    location: str = field(default="", compare=False)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in LEAVES
+
+    @property
+    def is_redistribution(self) -> bool:
+        return self.op in REDISTRIBUTIONS
+
+    @property
+    def result(self) -> str:
+        (name,) = self.results
+        return name
+
+    @property
+    def type(self) -> TensorType:
+        (only,) = self.types
+        return only
+
+    def attr(self, name: str, default: Arg = None) -> Arg:
+        return dict(self.attrs).get(name, default)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum)."""
+
+    name: str
+    world_size: int
+    ratios: tuple[tuple[str, Ratio], ...]
+    instructions: tuple[Instruction, ...]
+    loss: str
+
+    def __str__(self) -> str:
+        from .text import print_program  # text imports this module
+
+        return print_program(self)
+
+    def ratio(self, name: str | None) -> Ratio | None:
+        return None if name is None else self.ratio_of[name]
+
+    @cached_property
+    def ratio_of(self) -> dict[str, Ratio]:
+        return dict(self.ratios)
+
+    @cached_property
+    def types(self) -> dict[str, TensorType]:
+        return {r: t for i in self.instructions for r, t in zip(i.results, i.types) if r is not None}
+
+    @cached_property
+    def producers(self) -> dict[str, Instruction]:
+        return {r: i for i in self.instructions for r in i.results if r is not None}
+
+    @cached_property
+    def requires_grad(self) -> frozenset[str]:
+        return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
+
+    @cached_property
+    def params(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op == "param")
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
+        """What ``rank`` holds of value ``name``; None if it takes no part."""
+        t = self.types[name]
+        return local_shape(t.value, t.placement, self.ratio(t.ratio), rank)
+
+    def participants(self, t: TensorType) -> tuple[int, ...]:
+        return participants(self.ratio(t.ratio), self.world_size)
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The program without its placements and redistributions: what it computes."""
+        alias: dict[str, str] = {}
+
+        def resolve(ref):
+            return type(ref)(alias.get(ref.name, ref.name))
+
+        nodes = []
+        for i in self.instructions:
+            if i.is_redistribution:
+                alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
+                continue
+            values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
+            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
+            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
+        return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))

@@ -1,0 +1,319 @@
+"""Program text: ``print_program`` writes it, ``parse_program`` reads it back equal.
+
+    program    = "program" NAME "world" "=" INT "{" ratio* instruction* "return" VALUE "}"
+    ratio      = "ratio" NAME "=" "[" NUMBER,* "]"
+    instruction = [result,+ "="] OP "(" argument,* ")" ["{" NAME "=" value,* "}"] [":" type,+]
+    result     = VALUE | "_"                     a result that nobody uses is "_"
+    argument   = value | NAME "=" value
+    value      = VALUE | NUMBER | STRING | DTYPE | "true" | "false" | "none" | "[" value,* "]"
+    type       = DTYPE "[" INT,* "]" placement ["@" NAME]
+    placement  = "R" | "P(" NAME ")" | "S(" INT ["," INT] ")" | "(" placement,+ ")"
+
+A comment runs from # to the end of the line and never carries meaning.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NoReturn
+
+from ..errors import ParseError
+from .graph import Arg, DType, Ref
+from .placement import REPLICATE, Partial, Placement, Shard, make_ratio
+from .program import Instruction, Program
+from .types import DTYPE_BYTES, TensorType, ValueType
+
+_TOKEN = re.compile(
+    r"""(?P<skip>[ \t]+|\#[^\n]*)
+      | (?P<newline>\n)
+      | (?P<value>%[A-Za-z0-9_.]+)
+      | (?P<string>"(?:[^"\\\n]|\\.)*")
+      | (?P<number>-?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?))
+      | (?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)
+      | (?P<mark>[=(){}\[\]:,@])
+    """,
+    re.VERBOSE,
+)
+
+
+def print_program(program: Program, notes: Mapping[int, str] | None = None) -> str:
+    """The text of a program. ``notes`` maps instruction indices to comments (costs, local sizes)."""
+    lines = [f"program {program.name} world={program.world_size} {{"]
+    for name, ratio in program.ratios:
+        lines.append(f"  ratio {name} = [{', '.join(f'{share:g}' for share in ratio)}]")
+    body = [(f"  {print_instruction(i)}", _note(i, n, notes)) for n, i in enumerate(program.instructions)]
+    column = min(100, max((len(text) for text, note in body if note), default=0))
+    for text, note in body:
+        lines.append(f"{text:<{column}}  # {note}" if note else text)
+    return "\n".join([*lines, f"  return %{program.loss}", "}"]) + "\n"
+
+
+def print_instruction(i: Instruction) -> str:
+    arguments = [print_arg(a) for a in i.args] + [f"{k}={print_arg(v)}" for k, v in i.kwargs]
+    text = f"{i.op}({', '.join(arguments)})"
+    if i.results:
+        text = ", ".join(f"%{r}" if r is not None else "_" for r in i.results) + " = " + text
+    if i.attrs:
+        text += " {" + ", ".join(f"{k}={print_arg(v)}" for k, v in i.attrs) + "}"
+    if i.types:
+        text += " : " + ", ".join(map(str, i.types))
+    return text
+
+
+def print_arg(arg: Arg) -> str:
+    match arg:
+        case None:
+            return "none"
+        case bool():
+            return "true" if arg else "false"
+        case float():
+            return repr(arg)
+        case int() | Ref() | DType():
+            return str(arg)
+        case str():
+            return json.dumps(arg)
+        case tuple():
+            return f"[{', '.join(map(print_arg, arg))}]"
+    raise TypeError(f"{arg!r} cannot stand in program text")
+
+
+def _note(i: Instruction, index: int, notes: Mapping[int, str] | None) -> str:
+    parts = [notes.get(index, "") if notes else "", i.location]
+    return "  ".join(p for p in parts if p)
+
+
+def parse_program(text: str, where: str = "<program>") -> Program:
+    """The program that ``text`` prints. Raises ParseError with the line and a caret under the place."""
+    return _Parser(text, where).program()
+
+
+class _Parser:
+    def __init__(self, text: str, where: str) -> None:
+        self.text, self.where = text, where
+        self.lines = text.split("\n")
+        self.tokens = list(self._tokenise())
+        self.at = 0
+
+    def _tokenise(self):
+        line, start, pos = 1, 0, 0
+        while pos < len(self.text):
+            found = _TOKEN.match(self.text, pos)
+            if not found:
+                self._fail((line, pos - start + 1), f"unexpected {self.text[pos]!r}")
+            kind = found.lastgroup
+            if kind == "newline":
+                line, start = line + 1, found.end()
+            elif kind != "skip":
+                yield kind, found.group(), (line, pos - start + 1)
+            pos = found.end()
+        yield "end", "end of text", (line, pos - start + 1)
+
+    def _fail(self, place: tuple[int, int], message: str, expected: str = "", hint: str = "") -> NoReturn:
+        line, column = place
+        source = self.lines[line - 1] if line <= len(self.lines) else ""
+        caret = f"{source}\n  {'':<9}{' ' * (column - 1)}^"
+        raise ParseError(
+            f"{self.where}:{line}:{column}: {message}", expected=expected, where=caret, hint=hint
+        )
+
+    @property
+    def token(self):
+        return self.tokens[self.at]
+
+    def take(self, kind: str, text: str | None = None, what: str = "") -> str:
+        got_kind, got, place = self.token
+        if got_kind != kind or (text is not None and got != text):
+            self._fail(place, f"unexpected {got!r}", expected=what or text or kind)
+        self.at += 1
+        return got
+
+    def sees(self, text: str) -> bool:
+        return self.token[1] == text and self.token[0] in ("mark", "name")
+
+    def accept(self, text: str) -> bool:
+        if self.sees(text):
+            self.at += 1
+            return True
+        return False
+
+    def separated(self, close: str, item) -> list:
+        """Items separated by commas, up to and with ``close``."""
+        items = []
+        while not self.accept(close):
+            if items:
+                self.take("mark", ",", what=f"',' or '{close}'")
+            items.append(item())
+        return items
+
+    def program(self) -> Program:
+        self.take("name", "program")
+        name = self.take("name", what="a name for the program")
+        self.take("name", "world")
+        self.take("mark", "=")
+        world_size = self.integer("the number of ranks")
+        self.take("mark", "{")
+        ratios: dict[str, tuple[float, ...]] = {}
+        while self.accept("ratio"):
+            self.ratio(world_size, ratios)
+        instructions: list[Instruction] = []
+        known: dict[str, int] = {}
+        while not self.sees("return"):
+            instructions.append(self.instruction(ratios, known))
+        self.take("name", "return")
+        loss = self.use(known)
+        self.take("mark", "}")
+        self.take("end", what="nothing after the closing brace")
+        return Program(name, world_size, tuple(ratios.items()), tuple(instructions), loss)
+
+    def ratio(self, world_size: int, ratios: dict) -> None:
+        place = self.token[2]
+        name = self.take("name", what="a name for the ratio")
+        if name in ratios:
+            self._fail(place, f"ratio {name} is defined twice")
+        self.take("mark", "=")
+        self.take("mark", "[")
+        place = self.token[2]
+        shares = self.separated("]", self.number)
+        if len(shares) != world_size:
+            self._fail(place, f"{len(shares)} shares for {world_size} ranks", f"{world_size} shares")
+        if any(not 0 <= s <= 1 for s in shares) or abs(sum(shares) - 1) > 1e-3:
+            got = f"shares that sum to {sum(shares):g}"
+            self._fail(place, got, "shares between 0 and 1 that sum to 1")
+        ratios[name] = make_ratio(shares)
+
+    def instruction(self, ratios: dict, known: dict[str, int]) -> Instruction:
+        line = self.token[2][0]
+        results: list[str | None] = []
+        places = []
+        if self.token[0] == "value" or self.sees("_"):
+            while True:
+                places.append(self.token[2])
+                results.append(None if self.accept("_") else self.take("value", what="a result")[1:])
+                if not self.accept(","):
+                    break
+            self.take("mark", "=")
+        op = self.take("name", what="an operator")
+        self.take("mark", "(")
+        args: list[Arg] = []
+        kwargs: list[tuple[str, Arg]] = []
+
+        def argument():
+            if self.token[0] == "name" and self.tokens[self.at + 1][1] == "=":
+                key = self.take("name")
+                self.at += 1
+                kwargs.append((key, self.value(known)))
+            else:
+                args.append(self.value(known))
+
+        self.separated(")", argument)
+        attrs = self.separated("}", lambda: self.pair(known)) if self.accept("{") else []
+        types = self.types(ratios) if self.accept(":") else ()
+        if len(types) != len(results):
+            self._fail((line, 1), f"{len(results)} results but {len(types)} types", "one type per result")
+        for name, place in zip(results, places):
+            if name is None:
+                continue
+            if name in known:
+                self._fail(place, f"%{name} is defined twice (first on line {known[name]})")
+            known[name] = line
+        where = f"{self.where}:{line}"
+        return Instruction(
+            tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs), location=where
+        )
+
+    def pair(self, known) -> tuple[str, Arg]:
+        key = self.take("name", what="the name of an attribute")
+        self.take("mark", "=")
+        return key, self.value(known)
+
+    def value(self, known: dict[str, int]) -> Arg:
+        kind, text, place = self.token
+        if kind == "value":
+            return Ref(self.use(known))
+        self.at += 1
+        if kind == "number":
+            return self.convert(text)
+        if kind == "string":
+            return json.loads(text)
+        if kind == "name" and text in ("true", "false", "none"):
+            return {"true": True, "false": False, "none": None}[text]
+        if kind == "name" and text in DTYPE_BYTES:
+            return DType(text)
+        if text == "[":
+            return tuple(self.separated("]", lambda: self.value(known)))
+        self._fail(place, f"unexpected {text!r}", expected="a value, number, string, dtype or list")
+
+    def use(self, known: dict[str, int]) -> str:
+        place = self.token[2]
+        name = self.take("value", what="a value such as %x")[1:]
+        if name not in known:
+            self._fail(place, f"%{name} is used before it is defined")
+        return name
+
+    @staticmethod
+    def convert(text: str) -> int | float:
+        return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+
+    def number(self) -> float:
+        return float(self.take("number", what="a number"))
+
+    def integer(self, what: str) -> int:
+        place = self.token[2]
+        text = self.take("number", what=what)
+        if not re.fullmatch(r"\d+", text):
+            self._fail(place, f"unexpected {text!r}", expected=f"{what}, a whole number")
+        return int(text)
+
+    def types(self, ratios: dict) -> tuple[TensorType, ...]:
+        types = [self.type(ratios)]
+        while self.accept(","):
+            types.append(self.type(ratios))
+        return tuple(types)
+
+    def type(self, ratios: dict) -> TensorType:
+        place = self.token[2]
+        dtype = self.take("name", what="a type such as f32[8, 16] S(0)@r0")
+        if dtype not in DTYPE_BYTES:
+            self._fail(place, f"unknown dtype {dtype!r}", expected=", ".join(DTYPE_BYTES))
+        self.take("mark", "[")
+        shape = tuple(self.separated("]", lambda: self.integer("a size")))
+        value = ValueType(dtype, shape)
+        place = self.token[2]
+        if self.accept("("):
+            placements = tuple(self.separated(")", lambda: self.placement(value)))
+        else:
+            placements = (self.placement(value),)
+        ratio = None
+        if self.accept("@"):
+            place = self.token[2]
+            ratio = self.take("name", what="the name of a ratio")
+            if ratio not in ratios:
+                self._fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
+        elif any(isinstance(p, Shard) for p in placements):
+            self._fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
+        return TensorType(value, placements, ratio)
+
+    def placement(self, value: ValueType) -> Placement:
+        place = self.token[2]
+        name = self.take("name", what="a placement: R, P(sum) or S(dim)")
+        if name == "R":
+            return REPLICATE
+        if name == "P":
+            self.take("mark", "(")
+            op = self.take("name", what="sum")
+            self.take("mark", ")")
+            return Partial(op)
+        if name != "S":
+            self._fail(place, f"unknown placement {name!r}", expected="R, P(sum) or S(dim)")
+        self.take("mark", "(")
+        numbers = self.separated(")", lambda: self.integer("a dim"))
+        if not 1 <= len(numbers) <= 2:
+            self._fail(place, "S takes a dim and perhaps a unit", expected="S(dim) or S(dim, unit)")
+        dim, unit = numbers[0], (numbers[1] if len(numbers) == 2 else 1)
+        if dim >= len(value.shape):
+            self._fail(place, f"{value} has no dim {dim}", expected=f"a dim below {len(value.shape)}")
+        if unit < 1 or value.shape[dim] % unit:
+            self._fail(place, f"dim {dim} of {value} cannot be cut in units of {unit}", "a divisor")
+        return Shard(dim, unit)
