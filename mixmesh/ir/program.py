@@ -44,7 +44,8 @@ class Instruction:
     """One step of a program. As ``Node``, with placed types and attributes.
 
     ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
-    ``sfb`` for a weight gradient computed from gathered factors.
+    ``sfb`` for a weight gradient computed from gathered factors. ``location`` is the user's file and
+    line, ``line`` the line of the program text that this was read from (0: it was not).
     """
 
     results: tuple[str | None, ...]
@@ -54,6 +55,7 @@ class Instruction:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     attrs: tuple[tuple[str, Arg], ...] = ()
     location: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
 
     @property
     def inputs(self) -> tuple[str, ...]:

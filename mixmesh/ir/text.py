@@ -218,10 +218,7 @@ class _Parser:
             if name in known:
                 self._fail(place, f"%{name} is defined twice (first on line {known[name]})")
             known[name] = line
-        where = f"{self.where}:{line}"
-        return Instruction(
-            tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs), location=where
-        )
+        return Instruction(tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs), line=line)
 
     def pair(self, known) -> tuple[str, Arg]:
         key = self.take("name", what="the name of an attribute")
