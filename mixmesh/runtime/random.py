@@ -1,0 +1,31 @@
+"""Random operators, defined.
+
+A replicated tensor draws the same numbers on all ranks. A sharded one draws its own: the generator of
+rank j's shard is seeded with the shard's position, so no two ranks repeat each other. In ``exact`` mode
+a shard instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run
+equal to the single device number for number, at the cost of drawing everything everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class RandomPolicy:
+    """Seeds for the random operators of one program: a function of (seed, step, operator, shard)."""
+
+    def __init__(self, seed: int = 0, *, exact: bool = False) -> None:
+        self.seed = seed
+        self.exact = exact
+        self.step = 0
+
+    def generator(self, operator: int, shard: int, device: torch.device) -> torch.Generator:
+        """The generator of the ``operator``-th random op at this step; ``shard`` is 0 if replicated."""
+        mixed = self.seed
+        for part in (self.step, operator, shard):
+            # splitmix64's finaliser: neighbouring counters give unrelated seeds
+            mixed = (mixed ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+            mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+            mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+            mixed ^= mixed >> 31
+        return torch.Generator(device).manual_seed(mixed & 0x7FFFFFFFFFFFFFFF)
