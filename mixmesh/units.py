@@ -1,0 +1,54 @@
+"""Exact changes of unit between what a file says (Gbit/s, GiB, us) and what a value holds (SI base units).
+
+One rounding, at the end: a figure printed by ``in_unit`` reads back as the same float through ``si``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+
+GIB = 2**30
+GBIT = Fraction(10**9, 8)  # bytes
+GBYTE = Fraction(10**9)
+TFLOP = Fraction(10**12)
+MICRO = Fraction(1, 10**6)
+ONE = Fraction(1)
+
+
+def si(number: Decimal | float, unit: Fraction) -> float:
+    # through text: the float 15.7 is meant as written, not as the nearest binary fraction
+    return float(Fraction(str(number)) * unit)
+
+
+def si_bytes(gib: Decimal | float) -> int:
+    """Whole bytes, at least one."""
+    return max(1, round(Fraction(str(gib)) * GIB))
+
+
+def in_unit(value: float, unit: Fraction) -> str:
+    """The shortest decimal that ``si`` reads back as ``value``."""
+    return _shortest(value, unit, float)
+
+
+def in_gib(size_bytes: int) -> str:
+    """The shortest decimal that ``si_bytes`` reads back as ``size_bytes``."""
+    return _shortest(size_bytes, ONE * GIB, round)
+
+
+def _shortest(value: float, unit: Fraction, read: Callable[[Fraction], float]) -> str:
+    exact = Fraction(value) / unit
+    for digits in range(1, 40):  # 17 identify a float
+        text = f"{_rounded(exact, digits):f}"
+        if read(Fraction(text) * unit) == value:
+            return text
+    raise AssertionError(f"no decimal of 40 digits reads back as {value!r}")
+
+
+def _rounded(exact: Fraction, digits: int) -> Decimal:
+    """``exact`` to about ``digits`` significant digits."""
+    if exact == 0:
+        return Decimal(0)
+    scale = digits - (len(str(exact.numerator)) - len(str(exact.denominator)))
+    return Decimal(round(exact * Fraction(10) ** scale)).scaleb(-scale).normalize()
