@@ -1,0 +1,20 @@
+"""Layer 2: how operators may be sharded. No torch."""
+
+from .aten import RULES
+from .pattern import Bound, PatternMismatch, parse_pattern
+from .rule import (
+    Call,
+    LocalCall,
+    Rule,
+    Strategy,
+    call_of,
+    find_strategy,
+    multiply_adds,
+    strategies,
+)
+from .units import Units, shard_units
+
+__all__ = [
+    "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units", "call_of",
+    "find_strategy", "multiply_adds", "parse_pattern", "shard_units", "strategies",
+]  # fmt: skip

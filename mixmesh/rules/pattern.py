@@ -1,0 +1,170 @@
+"""Rule text: einsum-like patterns with named factors, read once and bound to shapes.
+
+    "... k, n k, +n -> ... n"       linear with a bias
+    "... d! -> ... d!"              softmax over the last dim: d must be whole
+    "n (c h! w!) -> n c h! w!"      a compound dim; only its leading factor can be sharded
+
+A factor that an input and the output share can be sharded on both. A factor missing from an output is
+contracted by a sum, so sharding it leaves that output partial. ``!`` needs the factor whole. ``+`` marks
+an additive term (a bias): where the output is partial, so must the term be. ``1`` is a dim without a
+factor (a broadcast one). ``...`` stands for any number of dims, aligned to the right as in broadcasting.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+
+_TERM = re.compile(r"\(([^)]*)\)|(\.\.\.)|([A-Za-z_]\w*!?|1)")
+
+Dim = tuple[str, ...]  # factors of one tensor dim, leading first; () where the dim has none
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One tensor of a pattern. A dim is a tuple of factors, or ``"..."``."""
+
+    dims: tuple[Dim | str, ...]
+    additive: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    inputs: tuple[Term, ...]
+    outputs: tuple[Term, ...]
+    whole: frozenset[str]  # factors marked with !
+
+
+@cache
+def parse_pattern(text: str) -> Pattern:
+    """Reads rule text. Raises ValueError with the text and the part that is wrong."""
+    if text.count("->") != 1:
+        raise ValueError(f"a rule needs one '->', got {text!r}")
+    whole: set[str] = set()
+    left, right = text.split("->")
+    inputs = tuple(_term(t, whole, text) for t in left.split(",")) if left.strip() else ()
+    outputs = tuple(_term(t, whole, text) for t in right.split(","))
+    return Pattern(inputs, outputs, frozenset(whole))
+
+
+def _term(text: str, whole: set[str], rule: str) -> Term:
+    text = text.strip()
+    additive = text.startswith("+")
+    rest = text[1:] if additive else text
+    dims: list[Dim | str] = []
+    for match in _TERM.finditer(rest):
+        compound, ellipsis, single = match.groups()
+        names = compound.split() if compound is not None else [single or ellipsis]
+        if ellipsis:
+            dims.append("...")
+            continue
+        factors = []
+        for name in names:
+            if name.endswith("!"):
+                whole.add(name[:-1])
+            if name != "1":
+                factors.append(name.rstrip("!"))
+        dims.append(tuple(factors))
+    if _TERM.sub("", rest).strip():
+        raise ValueError(f"cannot read {_TERM.sub('', rest).strip()!r} in rule {rule!r}")
+    return Term(tuple(dims), additive)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A pattern bound to the shapes of one operator call: factors per dim, and their sizes."""
+
+    inputs: tuple[tuple[Dim, ...], ...]
+    outputs: tuple[tuple[Dim, ...], ...]
+    sizes: dict[str, int]
+    whole: frozenset[str]
+    additive: frozenset[int]
+
+    def trailing(self, dim: Dim) -> int:
+        """Elements per step of a dim's leading factor."""
+        return math.prod(self.sizes[f] for f in dim[1:])
+
+    def shardable(self) -> tuple[str, ...]:
+        """Factors that may be sharded: not whole, longer than 1, and leading wherever they stand."""
+        out = []
+        for factor, size in self.sizes.items():
+            if size <= 1 or factor in self.whole:
+                continue
+            places = [d for t in self.inputs + self.outputs for d in t if factor in d]
+            if places and all(d[0] == factor for d in places):
+                out.append(factor)
+        return tuple(out)
+
+
+class PatternMismatch(ValueError):
+    """The shapes of a call do not fit the pattern of its rule."""
+
+
+def bind(
+    pattern: Pattern,
+    in_shapes: tuple[tuple[int, ...], ...],
+    out_shapes: tuple[tuple[int, ...], ...],
+    sizes: dict[str, int] | None = None,
+) -> Bound:
+    """Gives every factor its size. Extra input terms at the end are optional inputs that are absent.
+
+    ``sizes`` names factors that the shapes leave open (inside compound dims). Raises PatternMismatch.
+    """
+    if len(in_shapes) > len(pattern.inputs) or len(out_shapes) > len(pattern.outputs):
+        raise PatternMismatch(
+            f"{len(in_shapes)} inputs and {len(out_shapes)} outputs for a rule of "
+            f"{len(pattern.inputs)} and {len(pattern.outputs)}"
+        )
+    whole = set(pattern.whole)
+    inputs = [_expand(t, s) for t, s in zip(pattern.inputs, in_shapes)]
+    outputs = [_expand(t, s) for t, s in zip(pattern.outputs, out_shapes)]
+    known = dict(sizes or {})
+    pairs = [(d, n) for dims, s in zip(inputs + outputs, in_shapes + out_shapes) for d, n in zip(dims, s)]
+    for dim, n in pairs:
+        if len(dim) == 1:
+            known[dim[0]] = max(n, known.get(dim[0], 0))
+    for _ in range(2):  # a compound dim with one unknown factor gives that factor
+        for dim, n in pairs:
+            unknown = [f for f in dim if f not in known]
+            if len(unknown) == 1 and n:
+                known[unknown[0]] = n // math.prod(known[f] for f in dim if f in known)
+    missing = {f for dim, _ in pairs for f in dim} - known.keys()
+    if missing:
+        raise PatternMismatch(f"the sizes of {sorted(missing)} cannot be told from the shapes")
+
+    def drop_broadcast(dims: list[Dim], shape) -> tuple[Dim, ...]:
+        kept = []
+        for dim, n in zip(dims, shape):
+            # size-1 factors inside a compound never lead; a dim of 1 against a longer factor broadcasts
+            slim = tuple(f for f in dim if known[f] != 1)
+            if math.prod(known[f] for f in slim) == n:
+                kept.append(slim)
+            elif n == 1:
+                kept.append(())
+            else:
+                raise PatternMismatch(f"dim of {n} where the rule's {' '.join(dim)} is {known}")
+        return tuple(kept)
+
+    return Bound(
+        tuple(drop_broadcast(d, s) for d, s in zip(inputs, in_shapes)),
+        tuple(drop_broadcast(d, s) for d, s in zip(outputs, out_shapes)),
+        known,
+        frozenset(whole),
+        frozenset(i for i, t in enumerate(pattern.inputs) if t.additive),
+    )
+
+
+def _expand(term: Term, shape: tuple[int, ...]) -> list[Dim]:
+    """The dims of a term with its ellipsis written out as factors counted from the right."""
+    if "..." not in term.dims:
+        if len(term.dims) != len(shape):
+            raise PatternMismatch(f"shape {shape} for {len(term.dims)} dims")
+        return list(term.dims)
+    at = term.dims.index("...")
+    count = len(shape) - (len(term.dims) - 1)
+    if count < 0:
+        raise PatternMismatch(f"shape {shape} is too short for {len(term.dims) - 1} named dims")
+    filled: list[Dim] = [(f"_{count - 1 - i}",) for i in range(count)]
+    return list(term.dims[:at]) + filled + list(term.dims[at + 1 :])

@@ -1,0 +1,222 @@
+"""A rule is a row; what it allows is worked out here, once for all operators."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..ir import (
+    PARTIAL,
+    REPLICATE,
+    Arg,
+    Instruction,
+    Node,
+    Partial,
+    Placement,
+    Shard,
+    ValueType,
+)
+from .pattern import Bound, PatternMismatch, bind, parse_pattern
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One use of an operator: its arguments and the logical types of its tensors."""
+
+    op: str
+    args: tuple[Arg, ...]
+    kwargs: tuple[tuple[str, Arg], ...]
+    inputs: tuple[ValueType, ...]
+    outputs: tuple[ValueType, ...]
+
+    def arg(self, index: int, name: str = "", default: Arg = None) -> Arg:
+        """An argument by position or by name."""
+        if index < len(self.args):
+            return self.args[index]
+        return dict(self.kwargs).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How one operator may be sharded.
+
+    ``pattern`` is rule text, or a function of the call that returns it (with the sizes of factors that
+    shapes alone leave open, if any). ``linear`` says how a partial sum may pass: ``"separately"`` (any
+    one input partial, the others replicated), ``"jointly"`` (all value inputs partial together),
+    ``"first"`` (only the first input), or groups of input positions. ``flops`` names the factors whose
+    product is the number of multiply-adds, several products joined by ``+``; empty for an operator
+    bound by memory. ``local`` rewrites arguments that bake in global sizes (see ``localize``).
+    """
+
+    pattern: str | Callable[[Call], str | tuple[str, dict[str, int]]]
+    linear: str | tuple[tuple[int, ...], ...] = ()
+    flops: str = ""
+    local: Callable[[LocalCall], tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]] | None = None
+
+    def bound(self, call: Call) -> Bound:
+        text, sizes = self.text(call)
+        return bind(
+            parse_pattern(text),
+            tuple(t.shape for t in call.inputs),
+            tuple(t.shape for t in call.outputs),
+            sizes,
+        )
+
+    def text(self, call: Call) -> tuple[str, dict[str, int]]:
+        if isinstance(self.pattern, str):
+            return self.pattern, {}
+        made = self.pattern(call)
+        return made if isinstance(made, tuple) else (made, {})
+
+    def partial_groups(self, num_inputs: int) -> tuple[tuple[int, ...], ...]:
+        match self.linear:
+            case "separately":
+                return tuple((i,) for i in range(num_inputs))
+            case "jointly":
+                return (tuple(range(num_inputs)),)
+            case "first":
+                return ((0,),)
+            case str():
+                raise ValueError(f"linear={self.linear!r}")
+        return tuple(g for g in self.linear if all(i < num_inputs for i in g))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCall:
+    """A call as one rank makes it: local shapes beside the global types."""
+
+    call: Call
+    in_placements: tuple[Placement, ...]
+    out_placements: tuple[Placement, ...]
+    in_shapes: tuple[tuple[int, ...], ...]
+    out_shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """One way to run a call: a placement per input and per output.
+
+    ``factor`` is what is sharded: a factor's name, ``""`` for fully replicated, ``"+"`` for a partial
+    sum that passes through. Units of shards are 1 here; ``with_units`` puts the graph's in.
+    """
+
+    factor: str
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.factor not in ("", "+")
+
+
+REPLICATED = ""
+PASS_PARTIAL = "+"
+
+
+def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
+    """All that a rule allows for a call, replicated execution first."""
+    num_inputs, num_outputs = len(call.inputs), len(call.outputs)
+    out = [Strategy(REPLICATED, (REPLICATE,) * num_inputs, (REPLICATE,) * num_outputs)]
+    try:
+        bound = rule.bound(call)
+    except PatternMismatch:
+        return tuple(out)  # shapes that the row does not cover run replicated
+    for factor in bound.shardable():
+        made = shard_strategy(bound, factor)
+        if made is not None and sums_are_floating(made, call):
+            out.append(made)
+    for group in rule.partial_groups(num_inputs):
+        if not all(t.is_floating for t in call.outputs) or not group:
+            continue
+        if not all(call.inputs[i].is_floating for i in group):
+            continue
+        held = bound.additive | set(group)
+        inputs = tuple(PARTIAL if i in held else REPLICATE for i in range(num_inputs))
+        out.append(Strategy(PASS_PARTIAL, inputs, (PARTIAL,) * num_outputs))
+    return tuple(dict.fromkeys(out))
+
+
+def shard_strategy(bound: Bound, factor: str) -> Strategy | None:
+    outputs = tuple(_place(dims, factor) or PARTIAL for dims in bound.outputs)
+    partial = any(isinstance(p, Partial) for p in outputs)
+    if partial and any(isinstance(p, Shard) for p in outputs):
+        return None  # one output whole-sum, another sharded: no operator here needs it
+    inputs = tuple(
+        _place(dims, factor) or (PARTIAL if partial and i in bound.additive else REPLICATE)
+        for i, dims in enumerate(bound.inputs)
+    )
+    return Strategy(factor, inputs, outputs)
+
+
+def sums_are_floating(strategy: Strategy, call: Call) -> bool:
+    """A partial sum of booleans has no meaning; integers may be summed."""
+    return not any(
+        isinstance(p, Partial) and t.dtype == "bool" for p, t in zip(strategy.outputs, call.outputs)
+    )
+
+
+def _place(dims, factor: str) -> Placement | None:
+    for index, dim in enumerate(dims):
+        if factor in dim:
+            return Shard(index)
+    return None
+
+
+def find_strategy(
+    rule: Rule, call: Call, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]
+) -> Strategy | None:
+    """The strategy that these placements follow, units included; None if the rule allows none."""
+    bare_inputs, bare_outputs = tuple(map(bare, inputs)), tuple(map(bare, outputs))
+    for strategy in strategies(rule, call):
+        if strategy.inputs == bare_inputs and strategy.outputs == bare_outputs:
+            if not strategy.is_sharded:
+                return strategy
+            if _units_agree(rule.bound(call), strategy.factor, inputs, outputs):
+                return strategy
+    return None
+
+
+def bare(placement: Placement) -> Placement:
+    return replace(placement, unit=1) if isinstance(placement, Shard) else placement
+
+
+def _units_agree(bound: Bound, factor: str, inputs, outputs) -> bool:
+    steps = set()
+    for dims, placement in [*zip(bound.inputs, inputs), *zip(bound.outputs, outputs)]:
+        if isinstance(placement, Shard):
+            trailing = bound.trailing(dims[placement.dim])
+            if placement.unit % trailing:
+                return False
+            steps.add(placement.unit // trailing)
+    return len(steps) <= 1 and all(bound.sizes[factor] % s == 0 for s in steps)
+
+
+def multiply_adds(rule: Rule, call: Call) -> int:
+    """Multiply-adds of the whole call; 0 for an operator bound by memory."""
+    if not rule.flops:
+        return 0
+    sizes = rule.bound(call).sizes
+    named = [term.split() for term in rule.flops.split("+")]
+    return sum(math.prod(_factor_size(sizes, f) for f in names) for names in named)
+
+
+def _factor_size(sizes: dict[str, int], factor: str) -> int:
+    if factor == "...":
+        return math.prod(n for f, n in sizes.items() if f.startswith("_"))
+    return sizes.get(factor, 1)
+
+
+def call_of(node: Node | Instruction, types) -> Call:
+    """The call that a node or an instruction makes; ``types`` maps names to types."""
+
+    def value(t) -> ValueType:
+        return t if isinstance(t, ValueType) else t.value
+
+    return Call(
+        node.op,
+        node.args,
+        node.kwargs,
+        tuple(value(types[name]) for name in node.inputs),
+        tuple(map(value, node.types)),
+    )
