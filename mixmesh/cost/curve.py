@@ -1,0 +1,75 @@
+"""Seconds over share: how long a device takes for a share of an operator's work."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured ``(share, seconds)`` points, shares ascending; linear between them.
+
+    Below the first point the line through the origin's fixed cost is used (the affine fit's), above the
+    last the last segment is continued: the profiler measures up to the largest share it may ask for, and
+    a plan outside the range is flagged by ``covers``.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    @cached_property
+    def affine(self) -> tuple[float, float]:
+        """``(a, b)`` of the fit ``a + b * share``, a and b not negative.
+
+        Least squares on relative errors, so that small shares count as much as large ones.
+        """
+        if len(self.points) == 1:
+            share, seconds = self.points[0]
+            return (0.0, seconds / share) if share else (seconds, 0.0)
+        weights = [1.0 / max(t, 1e-12) ** 2 for _, t in self.points]
+        total = sum(weights)
+        mean_x = sum(w * x for w, (x, _) in zip(weights, self.points)) / total
+        mean_y = sum(w * y for w, (_, y) in zip(weights, self.points)) / total
+        sxx = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, self.points))
+        sxy = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, self.points))
+        slope = max(sxy / sxx, 0.0) if sxx else 0.0
+        offset = mean_y - slope * mean_x
+        if offset < 0:  # through the origin
+            num = sum(w * x * y for w, (x, y) in zip(weights, self.points))
+            return 0.0, num / sum(w * x * x for w, (x, _) in zip(weights, self.points))
+        return offset, slope
+
+    def at(self, share: float) -> float:
+        """Seconds for a share of the work; 0 for none."""
+        if share <= 0:
+            return 0.0
+        points = self.points
+        if len(points) == 1 or share < points[0][0]:
+            a, b = self.affine
+            if share < points[0][0] and len(points) > 1:
+                # meet the first measured point, fall to the fixed cost
+                first_share, first = points[0]
+                return min(a, first) + (first - min(a, first)) * share / first_share
+            return a + b * share
+        for (x0, y0), (x1, y1) in zip(points, points[1:]):
+            if share <= x1:
+                return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
+        (x0, y0), (x1, y1) = points[-2:]
+        return y1 + max((y1 - y0) / (x1 - x0), 0.0) * (share - x1)
+
+    def covers(self, share: float) -> bool:
+        return share <= self.points[-1][0] * 1.0001
+
+    def scaled(self, factor: float) -> Curve:
+        return Curve(tuple((s, t * factor) for s, t in self.points))
+
+
+def affine_curve(fixed_s: float, full_s: float) -> Curve:
+    """The curve ``fixed_s + full_s * share``."""
+    if not (math.isfinite(fixed_s) and math.isfinite(full_s)) or fixed_s < 0 or full_s < 0:
+        raise ValueError(f"a cost must be finite and not negative, got {fixed_s} + {full_s} * share")
+    return Curve(((1e-3, fixed_s + 1e-3 * full_s), (1.0, fixed_s + full_s)))
+
+
+ZERO = affine_curve(0.0, 0.0)

@@ -1,0 +1,180 @@
+"""The cost model: seconds and bytes of an instruction on a rank, the one source for search, LP and
+simulator.
+
+A profile is used where it has the operator; elsewhere the operator's time is a roofline (Williams et
+al., 2009): the longer of its multiply-adds at the device's rate and its bytes at the memory's, with the
+rates scaled to what the profile saw of the same class on that device, if it saw any.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..cluster import Cluster, Device
+from ..rules import RULES, Call, PatternMismatch, multiply_adds
+from .collectives import CollectiveFit, ring_fit
+from .curve import ZERO, Curve, affine_curve
+from .profile import Profile, device_key, op_key
+
+# operators that only make a new view of the same bytes
+VIEWS = frozenset(
+    f"aten.{op}"
+    for op in (
+        "view expand transpose.int t permute unsqueeze squeeze squeeze.dim squeeze.dims split.Tensor "
+        "split_with_sizes chunk slice.Tensor select.int unbind.int detach alias"
+    ).split()
+)
+GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
+CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
+EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
+HALF = ("f16", "bf16")
+
+
+@dataclass(frozen=True)
+class OpTime:
+    """Curves over the share of the work, forward and backward."""
+
+    forward: Curve
+    backward: Curve
+
+
+class CostModel:
+    """Costs on one cluster, from a profile or, without one, from the catalogue's figures."""
+
+    def __init__(self, cluster: Cluster, profile: Profile | None = None) -> None:
+        self.cluster = cluster
+        self.profile = profile
+        self._ops: dict[tuple, OpTime] = {}
+        self._fits: dict[tuple, CollectiveFit] = {}
+        self._scales: dict[tuple, float] = {}
+
+    @cached_property
+    def source(self) -> str:
+        measured = [d for d in self.classes if self.profile and device_key(d) in self.profile.devices]
+        if not measured:
+            return "roofline"
+        return "profile" if len(measured) == len(self.classes) else "profile and roofline"
+
+    @cached_property
+    def classes(self) -> tuple[Device, ...]:
+        """The distinct devices, in order of first appearance."""
+        return tuple(dict.fromkeys(self.cluster.devices))
+
+    @cached_property
+    def class_of(self) -> tuple[int, ...]:
+        """Rank to class."""
+        return tuple(self.classes.index(d) for d in self.cluster.devices)
+
+    def op(self, call: Call, grads: int, device_class: int) -> OpTime:
+        """Times of ``call`` on a device class. ``grads`` is how many of its inputs take a gradient."""
+        key = (op_key(call), grads, device_class)
+        if key not in self._ops:
+            self._ops[key] = self._op(call, grads, self.classes[device_class])
+        return self._ops[key]
+
+    def _op(self, call: Call, grads: int, device: Device) -> OpTime:
+        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        if measured is not None:
+            found = measured.ops.get(op_key(call))
+            if found is not None:
+                forward = found.forward.scaled(measured.step_scale)
+                return OpTime(forward, found.backward.scaled(measured.step_scale) if grads else ZERO)
+        scale = self._class_scale(device, is_product(call))
+        launch = CPU_LAUNCH_S / (device.cpu_share or 1) if device.kind == "cpu" else GPU_LAUNCH_S
+        work = roofline_s(call, device) * scale
+        backward = affine_curve(launch * 2, work * backward_factor(call, grads)) if grads else ZERO
+        return OpTime(affine_curve(launch, work), backward)
+
+    def _class_scale(self, device: Device, product: bool) -> float:
+        """Measured over roofline seconds of the same class of operators on this device; 1 if unmeasured."""
+        key = (device, product)
+        if key not in self._scales:
+            self._scales[key] = self._measure_scale(device, product)
+        return self._scales[key]
+
+    def _measure_scale(self, device: Device, product: bool) -> float:
+        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        ratios = []
+        for op in measured.ops.values() if measured else ():
+            estimate = work_s(op.flop, op.moved_bytes, device, half=False)
+            if (op.flop > 0) == product and estimate > 0:
+                ratios.append(op.forward.affine[1] * measured.step_scale / estimate)
+        return statistics.median(ratios) if ratios else 1.0
+
+    def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit:
+        key = (name, ranks)
+        if key not in self._fits:
+            self._fits[key] = self._collective(name, ranks)
+        return self._fits[key]
+
+    def _collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit:
+        estimate = ring_fit(self.cluster, name, ranks)
+        everyone = tuple(range(self.cluster.world_size))
+        if self.profile is None or name not in self.profile.collectives or len(ranks) < 2:
+            return estimate
+        whole = self.profile.collectives[name]
+        if ranks == everyone:
+            return whole
+        # a subgroup: the measured fit, scaled as the links say
+        expected = ring_fit(self.cluster, name, everyone)
+        return CollectiveFit(
+            whole.latency_s * estimate.latency_s / max(expected.latency_s, 1e-12),
+            whole.s_per_byte * estimate.s_per_byte / max(expected.s_per_byte, 1e-30),
+        )
+
+    def optimizer_s(self, rank: int, size_bytes: float) -> float:
+        """Seconds of an optimizer step over ``size_bytes`` of parameters on ``rank``."""
+        device = self.cluster.devices[rank]
+        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        if measured is not None:
+            return measured.optimizer_s_per_byte * size_bytes
+        # Adam reads weight, gradient and two moments and writes three of them
+        return 7 * size_bytes / device.memory_bytes_per_s
+
+    def memory_constant_bytes(self, rank: int) -> int:
+        """What a process holds before any tensor: interpreter, libraries, CUDA context."""
+        device = self.cluster.devices[rank]
+        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        if measured is not None:
+            return measured.memory_constant_bytes
+        return 400 * 2**20 if device.kind == "cpu" else 600 * 2**20
+
+
+def is_product(call: Call) -> bool:
+    return call.op in RULES and bool(RULES[call.op].flops)
+
+
+def call_flop(call: Call) -> int:
+    """Floating point operations of the whole call (2 per multiply-add); 0 if bound by memory."""
+    rule = RULES.get(call.op)
+    if rule is None or not rule.flops:
+        return 0
+    try:
+        return 2 * multiply_adds(rule, call)
+    except PatternMismatch:
+        return 0
+
+
+def roofline_s(call: Call, device: Device) -> float:
+    """Seconds of the whole call on ``device`` without launch cost."""
+    if call.op in VIEWS:
+        return 0.0
+    half = any(t.dtype in HALF for t in call.outputs)
+    return work_s(call_flop(call), moved_bytes(call), device, half=half)
+
+
+def work_s(flop: int, moved: int, device: Device, *, half: bool) -> float:
+    rate = device.half_flop_per_s if half and device.half_flop_per_s else device.flop_per_s
+    return max(flop / (rate * EFFICIENCY), moved / device.memory_bytes_per_s)
+
+
+def moved_bytes(call: Call) -> int:
+    """Bytes read and written by the whole call."""
+    return sum(t.size_bytes for t in call.inputs) + sum(t.size_bytes for t in call.outputs)
+
+
+def backward_factor(call: Call, grads: int) -> float:
+    """Backward over forward time: a product is repeated once per input that takes a gradient."""
+    return float(max(grads, 1)) if is_product(call) else 1.5

@@ -1,0 +1,162 @@
+"""A measured profile: op times on each distinct device, and collectives on the real links.
+
+The file is JSON; ``Profile.load`` refuses anything else with the place that is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pydantic
+
+from ..cluster import Device
+from ..errors import InputError
+from ..ir import refs
+from ..rules import Call
+from .collectives import CollectiveFit
+from .curve import Curve
+
+
+class _Op(pydantic.BaseModel, extra="forbid"):
+    forward: list[tuple[float, float]]
+    backward: list[tuple[float, float]]
+    flop: int = pydantic.Field(ge=0)
+    moved_bytes: int = pydantic.Field(ge=0)
+
+
+class _Device(pydantic.BaseModel, extra="forbid"):
+    ops: dict[str, _Op]
+    optimizer_s_per_byte: float = pydantic.Field(ge=0)
+    memory_constant_bytes: int = pydantic.Field(ge=0)
+    step_scale: float = pydantic.Field(default=1.0, gt=0)
+
+
+class _Fit(pydantic.BaseModel, extra="forbid"):
+    latency_s: float = pydantic.Field(ge=0)
+    s_per_byte: float = pydantic.Field(ge=0)
+
+
+class _File(pydantic.BaseModel, extra="forbid"):
+    mixmesh_profile: int
+    provenance: dict[str, str | int | float | list[str]]
+    devices: dict[str, _Device]
+    collectives: dict[str, _Fit]
+
+
+@dataclass(frozen=True)
+class OpMeasurement:
+    """Curves over the share of an operator's work, and how much work that is in whole."""
+
+    forward: Curve
+    backward: Curve
+    flop: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """``ops`` maps ``op_key`` to what was measured.
+
+    ``step_scale`` is a whole measured step divided by the sum of its ops measured alone: what caches
+    and the allocator do to ops that run one after the other.
+    """
+
+    ops: dict[str, OpMeasurement]
+    optimizer_s_per_byte: float
+    memory_constant_bytes: int
+    step_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class Profile:
+    devices: dict[str, DeviceProfile]  # by ``device_key``
+    collectives: dict[str, CollectiveFit]
+    provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as err:
+            reason = getattr(err, "strerror", None) or str(err)
+            raise InputError(f"cannot read the profile: {reason}", where=str(path)) from None
+        try:
+            file = _File.model_validate_json(text)
+        except pydantic.ValidationError as err:
+            first = err.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            raise InputError(
+                "this is not a profile",
+                where=f"{path}: {place}" if place else str(path),
+                expected="the JSON file that `mixmesh profile` writes",
+                got=first["msg"],
+                hint="mixmesh profile JOB --cluster C.toml --out P.json",
+            ) from None
+        devices = {
+            name: DeviceProfile(
+                {
+                    key: OpMeasurement(_curve(op.forward), _curve(op.backward), op.flop, op.moved_bytes)
+                    for key, op in d.ops.items()
+                },
+                d.optimizer_s_per_byte,
+                d.memory_constant_bytes,
+                d.step_scale,
+            )
+            for name, d in file.devices.items()
+        }
+        fits = {name: CollectiveFit(f.latency_s, f.s_per_byte) for name, f in file.collectives.items()}
+        return cls(devices, fits, file.provenance)
+
+    def save(self, path: str | Path) -> None:
+        data = {
+            "mixmesh_profile": 1,
+            "provenance": self.provenance,
+            "devices": {
+                name: {
+                    "ops": {
+                        key: {
+                            "forward": list(op.forward.points),
+                            "backward": list(op.backward.points),
+                            "flop": op.flop,
+                            "moved_bytes": op.moved_bytes,
+                        }
+                        for key, op in d.ops.items()
+                    },
+                    "optimizer_s_per_byte": d.optimizer_s_per_byte,
+                    "memory_constant_bytes": d.memory_constant_bytes,
+                    "step_scale": d.step_scale,
+                }
+                for name, d in self.devices.items()
+            },
+            "collectives": {
+                name: {"latency_s": f.latency_s, "s_per_byte": f.s_per_byte}
+                for name, f in self.collectives.items()
+            },
+        }
+        partial = Path(f"{path}.partial")
+        partial.write_text(json.dumps(data, indent=1))
+        partial.replace(path)
+
+
+def _curve(points: list[tuple[float, float]]) -> Curve:
+    return Curve(tuple(sorted((float(x), float(y)) for x, y in points)))
+
+
+def device_key(device: Device) -> str:
+    """What makes two devices one for the profiler: everything that is declared of them."""
+    share = "" if device.cpu_share is None else f" x{device.cpu_share:g}"
+    return f"{device.name}{share} {device.flop_per_s / 1e12:g}TF {device.memory_bytes_per_s / 1e9:g}GB/s"
+
+
+def op_key(call: Call) -> str:
+    """What makes two operator calls one for the profiler: operator, types and plain arguments."""
+    plain = [repr(a) for a in call.args if not _has_ref(a)] + [
+        f"{k}={v!r}" for k, v in call.kwargs if not _has_ref(v)
+    ]
+    return f"{call.op}({', '.join(map(str, call.inputs))}; {', '.join(plain)})"
+
+
+def _has_ref(arg) -> bool:
+    return next(refs(arg), None) is not None
