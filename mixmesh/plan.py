@@ -1,0 +1,155 @@
+"""A plan: one program with everything that belongs to it, as one value and one text file.
+
+The file is a TOML header and the program text. It can be read, compared and edited; what is read back is
+checked against the cluster and the model before it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .errors import PlanError
+from .ir import Program, parse_program, print_program
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One plan that was considered, as the simulator saw it."""
+
+    planner: str
+    feasible: bool
+    predicted_step_s: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program, what it is predicted to cost, and where it comes from.
+
+    ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and
+    ``graph_fingerprint`` tie the plan to the devices and the model that it was made for.
+    """
+
+    program: Program
+    planner: str
+    predicted_step_s: float
+    predicted_peak_memory_bytes: tuple[int, ...]
+    cluster_fingerprint: str
+    cluster_name: str = ""
+    graph_fingerprint: str = ""
+    output_has_loss: bool = False
+    feasible: bool = True
+    planning_s: float = 0.0
+    states_expanded: int = 0
+    cost_source: str = ""
+    candidates: tuple[Candidate, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return _header(self) + "\n" + print_program(self.program, self.notes)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan; the file is either whole or not there."""
+        path = Path(path)
+        partial = path.with_name(f"{path.name}.partial{os.getpid()}")
+        try:
+            partial.write_text(str(self))
+            partial.replace(path)
+        except OSError as err:
+            partial.unlink(missing_ok=True)
+            raise PlanError(f"cannot write the plan: {err.strerror}", where=str(path)) from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan. Raises PlanError or ParseError with the line that is wrong."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as err:
+            reason = getattr(err, "strerror", None) or "it is not text"
+            raise PlanError(
+                f"cannot read the plan: {reason}",
+                where=str(path),
+                hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+            ) from None
+        return cls.parse(text, str(path))
+
+    @classmethod
+    def parse(cls, text: str, where: str = "<plan>") -> Plan:
+        lines = text.split("\n")
+        start = next((n for n, line in enumerate(lines) if line.startswith("program ")), None)
+        if start is None:
+            raise PlanError(
+                "this is not a plan",
+                where=where,
+                expected="a header and a line that begins with 'program'",
+                hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+            )
+        try:
+            header = tomllib.loads("\n".join(lines[:start]))
+        except tomllib.TOMLDecodeError as err:
+            raise PlanError(f"the plan's header cannot be read: {err}", where=where) from None
+        if header.get("mixmesh_plan") != FORMAT:
+            raise PlanError(
+                "this plan was written in another format",
+                where=where,
+                expected=f"mixmesh_plan = {FORMAT}",
+                got=f"mixmesh_plan = {header.get('mixmesh_plan')}",
+            )
+        # blank lines keep the line numbers of the file
+        program = parse_program("\n" * start + "\n".join(lines[start:]), where)
+        return _from_header(header, program, where)
+
+
+_KEYS = (
+    "planner", "predicted_step_s", "cluster_fingerprint", "cluster_name", "graph_fingerprint",
+    "output_has_loss", "feasible", "planning_s", "states_expanded", "cost_source",
+)  # fmt: skip
+
+
+def _header(plan: Plan) -> str:
+    lines = [f"mixmesh_plan = {FORMAT}"]
+    for key in _KEYS:
+        value = getattr(plan, key)
+        lines.append(f"{key} = {_toml(value)}")
+    lines.append(f"predicted_peak_memory_bytes = {list(plan.predicted_peak_memory_bytes)}")
+    if plan.warnings:
+        lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
+    for c in plan.candidates:
+        lines += ["[[candidates]]", f"planner = {_toml(c.planner)}", f"feasible = {_toml(c.feasible)}"]
+        lines.append(f"predicted_step_s = {_toml(c.predicted_step_s)}")
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return repr(value)
+    return json.dumps(value)
+
+
+def _from_header(header: dict, program: Program, where: str) -> Plan:
+    try:
+        candidates = tuple(
+            Candidate(c["planner"], c["feasible"], float(c["predicted_step_s"]))
+            for c in header.get("candidates", ())
+        )
+        values = {key: header[key] for key in _KEYS}
+        values["predicted_step_s"] = float(values["predicted_step_s"])
+        return Plan(
+            program=program,
+            predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
+            candidates=candidates,
+            warnings=tuple(header.get("warnings", ())),
+            **values,
+        )
+    except (KeyError, TypeError, ValueError) as err:
+        raise PlanError(
+            f"the plan's header lacks or spoils {err}", where=where, expected=", ".join(_KEYS)
+        ) from None
