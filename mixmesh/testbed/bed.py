@@ -1,0 +1,174 @@
+"""One process per device of a cluster: what the emulated and the plain run have in common."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
+
+from mixmesh.cluster import Cluster
+from mixmesh.errors import InputError
+from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
+from mixmesh.testbed.processes import OnOutput, Processes, Rank
+from mixmesh.testbed.result import Emulation, RankResult, RunResult, device_lost, timed_out
+
+POLL_S = 0.05
+TERM_TO_KILL_S = 1.0
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Bed(ABC):
+    """A context manager: everything that entering made is gone after leaving, however it is left.
+
+    ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Use it from one thread: ranks
+    die with the thread that started them.
+    """
+
+    emulation: Emulation
+
+    def __init__(self, cluster: Cluster, *, on_output: OnOutput | None = None) -> None:
+        self.cluster = cluster
+        self._processes = Processes(on_output)
+        self._start_s = time.monotonic()
+        self._handlers: dict[signal.Signals, object] = {}
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    @abstractmethod
+    def _rank_env(self, rank: int) -> dict[str, str]: ...
+
+    @abstractmethod
+    def _entering(self, rank: int) -> Callable[[], None]:
+        """What the child does before it runs its program."""
+
+    @abstractmethod
+    def _result(self, number: int, rank: Rank) -> RankResult: ...
+
+    @abstractmethod
+    def set_rate(self, machine: int, bytes_per_s: float) -> None:
+        """Change a machine's network rate while a job runs."""
+
+    @abstractmethod
+    def set_share(self, rank: int, share: float) -> None:
+        """Change a device's share of a CPU core while a job runs."""
+
+    def __enter__(self) -> Self:
+        self._catch_signals()
+        try:
+            self._open()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        # a second Ctrl-C must not stop the cleaning up
+        held = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, *_ENDING)} if in_main else {}
+        try:
+            self._processes.close()
+            self._close()
+        finally:
+            for number, handler in (held | self._handlers).items():
+                if handler is not None:  # it was not Python's
+                    signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _catch_signals(self) -> None:
+        def end(number: int, _: object) -> None:
+            raise SystemExit(128 + number)
+
+        if threading.current_thread() is threading.main_thread():
+            self._handlers = {number: signal.signal(number, end) for number in _ENDING}
+
+    def spawn(self, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> None:
+        """Start argv once for every device. ``env`` is added to this process's, and has the last word."""
+        if self._processes.ranks:
+            raise InputError("this bed has been used", hint="make another one for another run")
+        if not argv:
+            raise InputError("no command to run", expected="a program and its arguments")
+        self._start_s = time.monotonic()
+        for rank in range(self.cluster.world_size):
+            whole = {**_clean_env(), **self._common_env(rank), **self._rank_env(rank), **(env or {})}
+            self._processes.start(rank, [str(word) for word in argv], whole, self._entering(rank))
+
+    def _common_env(self, rank: int) -> dict[str, str]:
+        machine = self.cluster.machine_index_of(rank)
+        local = self.cluster.ranks_of(machine)
+        return {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.cluster.world_size),
+            "LOCAL_RANK": str(local.index(rank)),
+            "LOCAL_WORLD_SIZE": str(len(local)),
+            "GROUP_RANK": str(machine),
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",  # a killed rank's last words
+            "MIXMESH_TESTBED": "1",
+            "MIXMESH_EMULATION": self.emulation,
+        }
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Pass on output for this long; whether ranks still run."""
+        deadline = time.monotonic() + timeout_s
+        while self._processes.running:
+            left_s = deadline - time.monotonic()
+            self._processes.poll(max(0.0, min(POLL_S, left_s)))
+            if left_s <= 0:
+                break
+        return bool(self._processes.running)
+
+    def wait(self, *, timeout_s: float | None = None, grace_s: float = 2.0, check: bool = True) -> RunResult:
+        """Wait for all ranks. When one fails, the others have ``grace_s`` to end by themselves.
+
+        Raises ``DeviceLost`` for the rank that failed, or for the time; ``check=False`` returns it instead.
+        """
+        late: list[int] = []
+        stop_s = None  # when the ranks still running are told to end
+        told: signal.Signals | None = None
+        while self._processes.running:
+            self._processes.poll(POLL_S)
+            now = time.monotonic()
+            failed = [r.end_time_s for r in self._processes.ranks.values() if r.returncode]
+            if failed and stop_s is None:
+                stop_s = min(failed) + grace_s
+            if timeout_s is not None and not failed and now > self._start_s + timeout_s:
+                late, stop_s = late or self._processes.running, stop_s or now
+            if stop_s is not None and now >= stop_s:
+                number = signal.SIGTERM if now < stop_s + TERM_TO_KILL_S else signal.SIGKILL
+                if number is not told:
+                    self._processes.end(number)
+                told = number
+        time_s = time.monotonic() - self._start_s
+        self._processes.drain()
+        results = tuple(self._result(n, self._processes.ranks[n]) for n in range(self.cluster.world_size))
+        culprit = self._culprit(results)
+        lost = device_lost(self.cluster, culprit) if culprit else None
+        if timeout_s is not None and late:
+            lost = timed_out(timeout_s, late)
+        result = RunResult(results, self.emulation, time_s, lost)
+        return result.check() if check else result
+
+    def _culprit(self, results: tuple[RankResult, ...]) -> RankResult | None:
+        """Who failed first. A lost peer makes others fail within moments: a death outweighs a status."""
+        failed = [r for r in results if r.returncode and not r.ended_by_launcher]
+        ends = {r.rank: self._processes.ranks[r.rank].end_time_s for r in failed}
+
+        def order(r: RankResult) -> tuple[bool, bool, float, int]:
+            deadly = r.returncode < 0 and ends[r.rank] < min(ends.values()) + 2 * POLL_S
+            return (not r.killed_by_memory_limit, not deadly, ends[r.rank], r.rank)
+
+        return min(failed, key=order, default=None)
+
+
+def _clean_env() -> dict[str, str]:
+    """This process's environment without the device of an outer testbed."""
+    outer = (COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE, "GLOO_SOCKET_IFNAME")
+    return {key: value for key, value in os.environ.items() if key not in outer}

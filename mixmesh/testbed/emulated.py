@@ -1,0 +1,151 @@
+"""A mixed cluster on one machine: machines are network namespaces, devices are processes with quotas.
+
+Emulated: a machine's network rate (the smaller of its nic and the network, both ways), a device's share of
+a CPU core once its computing thread has entered (``enter_device``), its memory. Not emulated: latency beyond
+the natural one, the link inside a machine (loopback), several paths at once through a nic faster than the
+network. A declared share is not a speed: caches are cold after throttling, so profile the devices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable
+
+from mixmesh.cluster import Cluster
+from mixmesh.errors import InputError, TestbedUnavailable
+from mixmesh.testbed import journal
+from mixmesh.testbed.bed import Bed
+from mixmesh.testbed.capability import probe
+from mixmesh.testbed.cgroups import open_cgroups
+from mixmesh.testbed.network import Network, open_namespace
+from mixmesh.testbed.processes import OnOutput, Rank
+from mixmesh.testbed.result import RankResult
+from mixmesh.testbed.system import CommandFailed, enter_machine, start_time
+
+MASTER_PORT = 29500  # a new namespace has every port free; below the range of outgoing connections
+MAX_LOAD = 0.8  # of all cores: beyond it devices steal from each other
+
+
+class Testbed(Bed):
+    """``with Testbed(cluster) as bed: bed.spawn(argv); bed.wait()``.
+
+    Raises ``TestbedUnavailable`` on entering where a cluster cannot be emulated.
+    """
+
+    __test__ = False  # the name begins with "Test": keep pytest from collecting it
+    emulation = "quota"
+
+    def __init__(self, cluster: Cluster, *, on_output: OnOutput | None = None) -> None:
+        super().__init__(cluster, on_output=on_output)
+        self._journal: journal.Journal | None = None
+
+    def _open(self) -> None:
+        probe().require()
+        journal.sweep()
+        for text in warnings(self.cluster):
+            print(f"mixmesh testbed: {text}", file=sys.stderr)
+        bed = f"mm{secrets.token_hex(4)}"
+        self._network = Network(bed, len(self.cluster.machines))
+        self._cgroups = open_cgroups(bed, self.cluster.world_size)
+        pid = os.getpid()
+        self._journal = journal.Journal(
+            bed, pid, start_time(pid) or "", tuple(self._network.namespaces), tuple(self._cgroups.paths())
+        )
+        try:
+            self._journal.save()  # first the list, then the things
+            self._create()
+        except (OSError, CommandFailed) as error:
+            raise TestbedUnavailable(
+                "setting up the emulated cluster failed",
+                got=str(error),
+                hint="run as root, outside a sandbox",
+            ) from None
+
+    def _create(self) -> None:
+        self._network.create()
+        for index in range(len(self.cluster.machines)):
+            self._network.set_rate(index, _rate(self.cluster, index))
+        self._cgroups.create()
+        for rank, device in enumerate(self.cluster.devices):
+            self._cgroups.set_share(rank, device.cpu_share)
+            self._cgroups.set_memory(rank, device.memory_bytes)
+
+    def _close(self) -> None:
+        if self._journal is not None:
+            journal.remove(self._journal)
+
+    def _rank_env(self, rank: int) -> dict[str, str]:
+        return {
+            "MASTER_ADDR": self._network.address(0),
+            "MASTER_PORT": str(MASTER_PORT),
+            "GLOO_SOCKET_IFNAME": "eth0",
+            **self._cgroups.worker_env(rank),
+        }
+
+    def _entering(self, rank: int) -> Callable[[], None]:
+        machine = self.cluster.machine_index_of(rank)
+        namespace = self._network.namespace(machine)
+        host = host_name(self.cluster.machines[machine].name)
+        files = self._cgroups.join_files(rank)
+
+        def enter() -> None:
+            for path in files:
+                with open(path, "w") as file:
+                    file.write("0")
+            namespace_fd = open_namespace(namespace)
+            enter_machine(namespace_fd, host)
+            os.close(namespace_fd)
+
+        return enter
+
+    def _result(self, number: int, rank: Rank) -> RankResult:
+        audit = self._cgroups.audit(number)
+        returncode = rank.returncode or 0
+        return RankResult(
+            rank=number,
+            returncode=returncode,
+            cpu_s=audit.cpu_s,
+            throttled_s=audit.throttled_s,
+            memory_peak_bytes=audit.memory_peak_bytes,
+            memory_limit_bytes=self.cluster.devices[number].memory_bytes,
+            killed_by_memory_limit=audit.memory_kills > 0 and returncode != 0,
+            ended_by_launcher=rank.ended_by_launcher,
+        )
+
+    def set_rate(self, machine: int, bytes_per_s: float) -> None:
+        if not bytes_per_s > 0:
+            raise InputError("a rate is above 0", expected="bytes per second", got=str(bytes_per_s))
+        self._network.set_rate(machine, bytes_per_s)
+
+    def set_share(self, rank: int, share: float) -> None:
+        if not 0 < share <= 1:
+            raise InputError("a share is above 0 and at most 1", expected="a share of a core", got=str(share))
+        self._cgroups.set_share(rank, share)
+
+
+def warnings(cluster: Cluster) -> list[str]:
+    """What makes an emulated cluster's figures doubtful."""
+    found = []
+    cores = len(os.sched_getaffinity(0))
+    load = sum(device.cpu_share or 1.0 for device in cluster.devices)
+    free = [str(rank) for rank, device in enumerate(cluster.devices) if device.cpu_share is None]
+    if free:
+        found.append(f"no cpu_share, so not slowed: rank {', '.join(free)} (counted as one core each)")
+    if load > MAX_LOAD * cores:
+        found.append(
+            f"the CPU shares add up to {load:.3g} cores, above {MAX_LOAD:g} of the {cores} here: "
+            "devices will steal from each other; use smaller shares"
+        )
+    return found
+
+
+def host_name(machine: str) -> bytes:
+    """What Linux takes as a host name."""
+    return re.sub(r"[^A-Za-z0-9.-]", "-", machine).encode()[:64]
+
+
+def _rate(cluster: Cluster, machine: int) -> float:
+    return min(cluster.machines[machine].nic_bytes_per_s, cluster.bandwidth_bytes_per_s)

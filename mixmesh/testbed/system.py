@@ -1,0 +1,80 @@
+"""The system calls and commands that the testbed is made of."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class CommandFailed(Exception):
+    pass
+
+
+def command(*words: object, check: bool = True) -> str:
+    """Run a command; its output. Raises ``CommandFailed`` with what it wrote to stderr."""
+    argv = [str(word) for word in words]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        raise CommandFailed(f"{argv[0]}: {error.strerror}") from None
+    if check and done.returncode:
+        raise CommandFailed(f"{' '.join(argv)}: {done.stderr.strip() or f'status {done.returncode}'}")
+    return done.stdout
+
+
+def write(path: str, value: object) -> None:
+    with open(path, "w") as file:
+        file.write(str(value))
+
+
+def read(path: str) -> str:
+    with open(path) as file:
+        return file.read()
+
+
+def read_table(path: str) -> dict[str, int]:
+    """A file of ``key value`` lines, as cgroups have them."""
+    pairs = (line.split() for line in read(path).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
+
+
+def start_time(pid: int) -> str | None:
+    """When a process started, in ticks since boot: with its id it names a process for good."""
+    try:
+        # the second field, the name in parentheses, may hold anything
+        return read(f"/proc/{pid}/stat").rsplit(")", 1)[1].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def call(function: Callable[..., int], *arguments: object) -> None:
+    """A libc function that returns 0 or sets errno."""
+    if function(*arguments):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+def die_with(parent: int) -> None:
+    """In a child, before it runs its program: be killed when the parent's thread that made it ends."""
+    if sys.platform != "linux":
+        return
+    call(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(97)
+
+
+def enter_machine(namespace_fd: int, host_name: bytes) -> None:
+    """In a child, before it runs its program: a machine's network and host name."""
+    call(libc.setns, namespace_fd, CLONE_NEWNET)
+    call(libc.unshare, CLONE_NEWUTS)
+    call(libc.sethostname, host_name, len(host_name))
