@@ -31,7 +31,9 @@ NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MAST
 SHOW = f"""
 import json, os, socket
 names = "{NAMES} OMP_NUM_THREADS MKL_NUM_THREADS MIXMESH_TESTBED MIXMESH_EMULATION"
-print(json.dumps({{name: os.environ.get(name) for name in names.split()}} | {{"host": socket.gethostname()}}))
+print(json.dumps({{name: os.environ.get(name) for name in names.split()}} | {{
+    "host": socket.gethostname(), "address": socket.gethostbyname(socket.gethostname())
+}}))
 """
 SPIN = """
 import json, os, time
@@ -90,6 +92,7 @@ def test_every_device_runs_the_command_with_its_environment(cluster):
     result = testbed.run(cluster, python(SHOW), on_output=output, env={"MKL_NUM_THREADS": "2"})
     assert result.ok and result.emulation == "quota"
     expected = [("alpha", "0", "2", "0"), ("alpha", "1", "2", "0"), ("beta-box", "0", "1", "1")]
+    assert [output.json(rank)["address"] for rank in range(3)] == ["10.77.0.1", "10.77.0.1", "10.77.0.2"]
     for rank, (host, local_rank, local_size, group) in enumerate(expected):
         seen = output.json(rank)
         assert (seen["host"], seen["LOCAL_RANK"], seen["LOCAL_WORLD_SIZE"], seen["GROUP_RANK"]) == (
@@ -258,6 +261,7 @@ def test_a_killed_launcher_is_swept_by_the_next(cluster):
     testbed.run(cluster, ["true"])
     assert leftovers(launcher.pid) == []
     assert not any(os.path.exists(path) for path in stale)
+    assert [p for p in journal.directory().iterdir() if p.name[:10] == os.path.basename(stale[0])[:10]] == []
 
 
 def test_a_live_journal_and_a_foreign_file_are_left_alone(tmp_path, monkeypatch):

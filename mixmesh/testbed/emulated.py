@@ -56,6 +56,7 @@ class Testbed(Bed):
         )
         try:
             self._journal.save()  # first the list, then the things
+            self._journal.hosts_path.write_text(self._hosts())
             self._create()
         except (OSError, CommandFailed) as error:
             raise TestbedUnavailable(
@@ -73,6 +74,15 @@ class Testbed(Bed):
             self._cgroups.set_share(rank, device.cpu_share)
             self._cgroups.set_memory(rank, device.memory_bytes)
 
+    def _hosts(self) -> str:
+        # without it torch.distributed asks a name server that is not there, and complains; it asks for IPv4
+        # addresses in the clothes of IPv6
+        lines = ["127.0.0.1 localhost"]
+        for index, machine in enumerate(self.cluster.machines):
+            name, address = host_name(machine.name).decode(), self._network.address(index)
+            lines += [f"{address} {name}", f"::ffff:{address} {name}"]
+        return "\n".join(lines) + "\n"
+
     def _close(self) -> None:
         if self._journal is not None:
             journal.remove(self._journal)
@@ -86,6 +96,8 @@ class Testbed(Bed):
         }
 
     def _entering(self, rank: int) -> Callable[[], None]:
+        assert self._journal is not None, "enter the bed first"
+        hosts_file = os.fsencode(self._journal.hosts_path)
         machine = self.cluster.machine_index_of(rank)
         namespace = self._network.namespace(machine)
         host = host_name(self.cluster.machines[machine].name)
@@ -96,7 +108,7 @@ class Testbed(Bed):
                 with open(path, "w") as file:
                     file.write("0")
             namespace_fd = open_namespace(namespace)
-            enter_machine(namespace_fd, host)
+            enter_machine(namespace_fd, host, hosts_file)
             os.close(namespace_fd)
 
         return enter

@@ -41,6 +41,11 @@ class Journal:
         return directory() / f"{self.bed}.json"
 
     @property
+    def hosts_path(self) -> Path:
+        """The machines' names, for the ranks to see as ``/etc/hosts``; goes with the journal."""
+        return directory() / f"{self.bed}.hosts"
+
+    @property
     def is_stale(self) -> bool:
         """The launcher has ended, or another process has its id by now."""
         return start_time(self.pid) != self.start_time
@@ -59,8 +64,8 @@ def load(path: Path) -> Journal | None:
         journal = Journal(**{**raw, "namespaces": tuple(raw["namespaces"]), "cgroups": tuple(raw["cgroups"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    names_are_ours = all(_NAMESPACE.fullmatch(name) for name in journal.namespaces)
-    return journal if names_are_ours and all(_CGROUP.fullmatch(path) for path in journal.cgroups) else None
+    names_are_ours = journal.bed == path.stem and all(map(_NAMESPACE.fullmatch, journal.namespaces))
+    return journal if names_are_ours and all(map(_CGROUP.fullmatch, journal.cgroups)) else None
 
 
 def sweep() -> int:
@@ -84,6 +89,7 @@ def remove(journal: Journal, limit_s: float = 10.0) -> None:
     for name in journal.namespaces:
         if name in existing:
             command("ip", "netns", "del", name, check=False)
+    journal.hosts_path.unlink(missing_ok=True)
     journal.path.unlink(missing_ok=True)
 
 

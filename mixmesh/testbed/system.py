@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+CLONE_NEWNS = 0x00020000  # mounts
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
+MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -73,8 +75,11 @@ def die_with(parent: int) -> None:
         os._exit(97)
 
 
-def enter_machine(namespace_fd: int, host_name: bytes) -> None:
-    """In a child, before it runs its program: a machine's network and host name."""
+def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes) -> None:
+    """In a child, before it runs its program: a machine's network, host name and ``/etc/hosts``."""
     call(libc.setns, namespace_fd, CLONE_NEWNET)
-    call(libc.unshare, CLONE_NEWUTS)
+    call(libc.unshare, CLONE_NEWUTS | CLONE_NEWNS)
     call(libc.sethostname, host_name, len(host_name))
+    call(libc.mount, None, b"/", None, MS_REC | MS_PRIVATE, None)
+    if os.path.exists("/etc/hosts"):
+        call(libc.mount, hosts_file, b"/etc/hosts", None, MS_BIND, None)
