@@ -1,0 +1,367 @@
+"""Collectives on pieces of unequal size, each with several named algorithms. No autograd here.
+
+Everything is done on flat buffers in rank order. What only copies travels as bytes, so that every dtype
+works; what sums travels as numbers. A piece of size zero is legal everywhere and is never sent.
+
+Which algorithm is best depends on sizes and links, so an instruction can name one (attribute
+``algorithm``). The defaults are what was fastest on gloo for large messages: one broadcast per piece
+(grouped broadcasts of HAP, EuroSys'24, section 4.2) and one reduce per piece; on NCCL padding while the
+largest piece is at most twice the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import InputError
+from .comm import Channel
+
+Sizes = Sequence[int]
+
+
+class Handle:
+    """A collective on its way. ``wait`` may be called more than once."""
+
+    def __init__(self, channel: Channel | None, works: Sequence, finish: Callable[[], Tensor]) -> None:
+        self._channel, self._works, self._finish = channel, works, finish
+        self._result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self._result is None:
+            for work in self._works:
+                self._channel.finish(work)
+            self._result = self._finish()
+            self._works, self._finish = (), None
+        return self._result
+
+
+def done(result: Tensor) -> Handle:
+    return Handle(None, (), lambda: result)
+
+
+def then(handle: Handle, f: Callable[[Tensor], Tensor]) -> Handle:
+    return Handle(None, (), lambda: f(handle.wait()))
+
+
+# --- all_gather ---------------------------------------------------------------------------------------
+#
+# An algorithm maps (channel, my bytes, bytes per rank) to (works, function that gives all bytes).
+
+
+def _gather_broadcasts(channel: Channel, mine: Tensor, counts: Sizes):
+    full = mine.new_empty(sum(counts))
+    pieces = full.split(list(counts))
+    pieces[channel.me].copy_(mine)
+    works = [
+        channel.start(dist.broadcast, piece, src=rank)
+        for rank, piece in zip(channel.ranks, pieces)
+        if piece.numel()
+    ]
+    return works, lambda: full
+
+
+def _gather_padded(channel: Channel, mine: Tensor, counts: Sizes):
+    longest = max(counts)
+    padded = mine.new_zeros(longest)
+    padded[: mine.numel()] = mine
+    full = mine.new_empty(longest * len(counts))
+    works = [channel.start(dist.all_gather_single, full, padded)]
+    rows = full.view(len(counts), longest)
+    return works, lambda: torch.cat([row[:count] for row, count in zip(rows, counts)])
+
+
+def _gather_all_to_all(channel: Channel, mine: Tensor, counts: Sizes):
+    full = mine.new_empty(sum(counts))
+    sent = mine.repeat(len(counts))
+    splits = [mine.numel()] * len(counts)
+    works = [channel.start(dist.all_to_all_single, full, sent, list(counts), splits)]
+    return works, lambda: (sent, full)[1]  # the sent buffer must live as long as the work
+
+
+ALL_GATHER = {
+    "broadcasts": _gather_broadcasts,
+    "padded": _gather_padded,
+    "all_to_all": _gather_all_to_all,
+}
+
+
+def all_gather(
+    channel: Channel,
+    x: Tensor,
+    sizes: Sizes,
+    dim: int = 0,
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
+    """The pieces of all ranks of the channel, concatenated along ``dim``. ``sizes`` are per rank."""
+    if channel.alone or sum(sizes) == 0:
+        return _give(done(x), async_op)
+    shapes = [_resize(x.shape, dim, size) for size in sizes]
+    counts = [math.prod(shape) for shape in shapes]
+    run = _pick(ALL_GATHER, algorithm, channel, counts, "broadcasts", "all_gather")
+    width = x.element_size()
+    works, full = run(channel, _bytes(_stage(channel, x)), [count * width for count in counts])
+
+    def finish() -> Tensor:
+        flat = _unstage(channel, full().view(x.dtype))
+        if math.prod(shapes[0][:dim]) == 1:  # rank order is memory order
+            return flat.view(_resize(x.shape, dim, sum(sizes)))
+        return torch.cat([p.view(shape) for p, shape in zip(flat.split(counts), shapes)], dim)
+
+    return _give(Handle(channel, works, finish), async_op)
+
+
+# --- reduce_scatter -----------------------------------------------------------------------------------
+#
+# An algorithm maps (channel, addends in rank order, elements per rank) to (works, function that gives my
+# piece). The buffer is its own to overwrite.
+
+
+def _scatter_reduces(channel: Channel, flat: Tensor, counts: Sizes):
+    pieces = flat.split(list(counts))
+    works = [
+        channel.start(dist.reduce, piece, dst=rank)
+        for rank, piece in zip(channel.ranks, pieces)
+        if piece.numel()
+    ]
+    return works, lambda: pieces[channel.me].clone()  # lets go of the other pieces
+
+
+def _scatter_list(channel: Channel, flat: Tensor, counts: Sizes):
+    pieces = list(flat.split(list(counts)))
+    mine = flat.new_empty(counts[channel.me])
+    works = [channel.start(dist.reduce_scatter, mine, pieces)]
+    return works, lambda: (pieces, mine)[1]
+
+
+def _scatter_padded(channel: Channel, flat: Tensor, counts: Sizes):
+    longest = max(counts)
+    rows = flat.new_zeros(len(counts), longest)
+    for row, piece in zip(rows, flat.split(list(counts))):
+        row[: piece.numel()] = piece
+    mine = flat.new_empty(longest)
+    works = [channel.start(dist.reduce_scatter_single, mine, rows.view(-1))]
+    return works, lambda: (rows, mine)[1][: counts[channel.me]].clone()
+
+
+def _scatter_all_reduce(channel: Channel, flat: Tensor, counts: Sizes):
+    works = [channel.start(dist.all_reduce, flat)]
+    return works, lambda: flat.split(list(counts))[channel.me].clone()
+
+
+def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
+    count, world_size = counts[channel.me], len(counts)
+    addends = flat.new_empty(world_size, count)
+    splits = [count] * world_size
+    works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
+    return works, lambda: (flat, addends)[1].sum(0)
+
+
+REDUCE_SCATTER = {
+    "reduces": _scatter_reduces,
+    "list": _scatter_list,
+    "padded": _scatter_padded,
+    "all_reduce": _scatter_all_reduce,
+    "all_to_all": _scatter_all_to_all,
+}
+
+
+def reduce_scatter(
+    channel: Channel,
+    x: Tensor,
+    sizes: Sizes,
+    dim: int = 0,
+    *,
+    algorithm: str | None = None,
+    async_op: bool = False,
+) -> Tensor | Handle:
+    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. Leaves ``x`` as it is."""
+    mine = _resize(x.shape, dim, sizes[channel.me])
+    if channel.alone or x.numel() == 0:
+        return _give(done(x), async_op)
+    counts = [math.prod(_resize(x.shape, dim, size)) for size in sizes]
+    run = _pick(REDUCE_SCATTER, algorithm, channel, counts, "reduces", "reduce_scatter")
+    moved = _summable(channel, _stage(channel, x))
+    if math.prod(x.shape[:dim]) == 1:
+        flat = moved.reshape(-1)
+        flat = flat.clone() if flat.data_ptr() == x.data_ptr() else flat
+    else:
+        flat = torch.cat([piece.reshape(-1) for piece in moved.split(list(sizes), dim)])
+    works, piece = run(channel, flat, counts)
+    finish = lambda: _unstage(channel, piece()).to(x.dtype).view(mine)  # noqa: E731
+    return _give(Handle(channel, works, finish), async_op)
+
+
+# --- all_reduce, all_to_all, broadcast, reduce --------------------------------------------------------
+
+REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+
+
+def all_reduce(
+    channel: Channel, x: Tensor, op: str = "sum", *, in_place: bool = False, async_op: bool = False
+) -> Tensor | Handle:
+    """The sum (or max, min, prod) over ranks. ``in_place`` may overwrite ``x``, which must be contiguous."""
+    if channel.alone or x.numel() == 0:
+        return _give(done(x), async_op)
+    buffer = _summable(channel, _stage(channel, x)).contiguous()
+    if not in_place and buffer.data_ptr() == x.data_ptr():
+        buffer = buffer.clone()
+    works = [channel.start(dist.all_reduce, buffer, op=REDUCE_OPS[op])]
+
+    def finish() -> Tensor:
+        result = _unstage(channel, buffer).to(x.dtype)
+        if in_place and result.data_ptr() != x.data_ptr():
+            return x.copy_(result)
+        return result
+
+    return _give(Handle(channel, works, finish), async_op)
+
+
+def exchange(
+    channel: Channel, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], *, async_op: bool = False
+) -> list[Tensor] | Handle:
+    """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes."""
+    dtype, width = sent[0].dtype, sent[0].element_size()
+    flat = _stage(channel, torch.cat([piece.reshape(-1) for piece in sent]))
+    counts = [math.prod(shape) for shape in shapes]
+    received = torch.empty(sum(counts), dtype=dtype, device=flat.device)
+    bytes_in = [piece.numel() * width for piece in sent]
+    bytes_out = [count * width for count in counts]
+    works = []
+    if channel.alone:
+        received = flat
+    else:
+        works = [channel.start(dist.all_to_all_single, _bytes(received), _bytes(flat), bytes_out, bytes_in)]
+
+    def finish() -> list[Tensor]:
+        pieces = _unstage(channel, (flat, received)[1]).split(counts)
+        return [piece.view(shape) for piece, shape in zip(pieces, shapes)]
+
+    return _give(Handle(channel, works, finish), async_op)
+
+
+def all_to_all(
+    channel: Channel,
+    x: Tensor,
+    src_dim: int,
+    src_sizes: Sizes,
+    dst_dim: int,
+    dst_sizes: Sizes,
+    *,
+    async_op: bool = False,
+) -> Tensor | Handle:
+    """From pieces along ``src_dim`` to pieces along ``dst_dim``, both cut unequally.
+
+    With ``src_dim == dst_dim`` it moves the borders between the ranks (a change of ratio).
+    """
+    me, n = channel.me, len(channel.ranks)
+    if src_dim != dst_dim:
+        sent = x.split(list(dst_sizes), dst_dim)
+        mine = _resize(x.shape, dst_dim, dst_sizes[me])
+        shapes = [_resize(mine, src_dim, size) for size in src_sizes]
+    else:
+        src, dst = _intervals(src_sizes), _intervals(dst_sizes)
+        cuts = [_overlap(src[me], dst[j]) for j in range(n)]
+        sent = [x.narrow(src_dim, max(a - src[me][0], 0) if b > a else 0, b - a) for a, b in cuts]
+        takes = [_overlap(src[i], dst[me]) for i in range(n)]
+        shapes = [_resize(x.shape, src_dim, b - a) for a, b in takes]
+    handle = exchange(channel, sent, shapes, async_op=True)
+    return _give(then(handle, lambda pieces: torch.cat(pieces, src_dim)), async_op)
+
+
+def broadcast(channel: Channel, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Handle:
+    """``x`` of rank ``src`` of the world on every rank of the channel; written into ``x`` elsewhere."""
+    if channel.alone or x.numel() == 0:
+        return _give(done(x), async_op)
+    flat = _stage(channel, x.contiguous())
+    works = [channel.start(dist.broadcast, _bytes(flat), src=src)]
+
+    def finish() -> Tensor:
+        if flat.data_ptr() == x.data_ptr():
+            return x
+        return x if channel.comm.rank == src else x.copy_(flat.view(x.shape))
+
+    return _give(Handle(channel, works, finish), async_op)
+
+
+def reduce(channel: Channel, x: Tensor, dst: int, *, async_op: bool = False) -> Tensor | Handle:
+    """The sum over ranks, on rank ``dst`` of the world; elsewhere the result is meaningless."""
+    if channel.alone or x.numel() == 0:
+        return _give(done(x), async_op)
+    buffer = _summable(channel, _stage(channel, x)).contiguous()
+    buffer = buffer.clone() if buffer.data_ptr() == x.data_ptr() else buffer
+    works = [channel.start(dist.reduce, buffer, dst=dst)]
+    return _give(Handle(channel, works, lambda: _unstage(channel, buffer).to(x.dtype)), async_op)
+
+
+# --- helpers ------------------------------------------------------------------------------------------
+
+
+ALIASES = {"grouped": {"all_gather": "broadcasts", "reduce_scatter": "reduces"}}
+NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
+
+
+def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, default: str, what: str):
+    if algorithm is None:
+        mild = max(counts) * len(counts) <= NCCL_MAX_SKEW * sum(counts)
+        algorithm = "padded" if channel.backend == "nccl" and mild else default
+    algorithm = ALIASES.get(algorithm, {}).get(what, algorithm)
+    if algorithm not in table:
+        raise InputError(
+            f"{what} has no algorithm {algorithm!r}", expected=", ".join(table), where=channel.where
+        )
+    return table[algorithm]
+
+
+def _give(handle: Handle, async_op: bool):
+    return handle if async_op else handle.wait()
+
+
+def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+def _stage(channel: Channel, x: Tensor) -> Tensor:
+    return x.cpu() if channel.staged else x
+
+
+def _unstage(channel: Channel, x: Tensor) -> Tensor:
+    return x.to(channel.comm.device) if channel.staged else x
+
+
+def _summable(channel: Channel, x: Tensor) -> Tensor:
+    """gloo cannot add some dtypes: they travel as wider ones."""
+    if channel.backend == "gloo" and x.dtype in WIDER:
+        return x.to(WIDER[x.dtype])
+    return x
+
+
+WIDER = {torch.int16: torch.int32}  # bf16 and f16 are summed as they are
+
+
+def _intervals(sizes: Sizes) -> list[tuple[int, int]]:
+    out, at = [], 0
+    for size in sizes:
+        out.append((at, at + size))
+        at += size
+    return out
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
+    start, end = max(a[0], b[0]), min(a[1], b[1])
+    return (start, end) if end > start else (0, 0)

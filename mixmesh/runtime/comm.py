@@ -1,0 +1,182 @@
+"""This rank's view of the world: process groups, and failures that say where they happened."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ..errors import CollectiveError, InputError, PlanError
+from ..ir import Instruction, Program, print_instruction
+from .layout import meetings
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Comm:
+    """Rank, device and one process group per set of ranks that ever communicates.
+
+    ``groups`` maps (purpose, ranks) to a group; None stands for a group that this rank is not in.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    timeout_s: float
+    groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = field(repr=False)
+
+    @classmethod
+    def create(
+        cls, program: Program, *, device: torch.device | str | None = None, timeout_s: float = 300.0
+    ) -> Comm:
+        """The groups of a program. Collective: every rank calls it, in the same order as the others.
+
+        Initialises torch.distributed from the environment unless that was done. Raises InputError
+        without a launcher's variables, PlanError if the number of processes is not the program's.
+        """
+        return cls.of_sets(program.world_size, meetings(program), device=device, timeout_s=timeout_s)
+
+    @classmethod
+    def of_sets(
+        cls,
+        world_size: int,
+        sets: Iterable[tuple[str, tuple[int, ...]]],
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = 300.0,
+    ) -> Comm:
+        where = torch.device(device) if device is not None else default_device()
+        initialise(world_size, where, timeout_s)
+        if dist.get_world_size() != world_size:
+            raise PlanError(
+                "the plan is for another number of ranks",
+                expected=f"{world_size} processes",
+                got=f"{dist.get_world_size()} processes",
+                hint=f"torchrun --nproc-per-node {world_size} ... on one machine",
+            )
+        timeout = datetime.timedelta(seconds=timeout_s)
+        everyone = tuple(range(world_size))
+        groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        for purpose, ranks in (("data", everyone), *sets):
+            if (purpose, ranks) not in groups and len(ranks) > 1:
+                # a group of our own even for all ranks: the default one may have another timeout
+                group = dist.new_group(list(ranks), timeout=timeout)
+                groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+        return cls(dist.get_rank(), world_size, where, timeout_s, groups)
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    def channel(
+        self, ranks: tuple[int, ...], instruction: Instruction | str, purpose: str = "data"
+    ) -> Channel:
+        """The group of ``ranks`` on behalf of an instruction (or of what a string says)."""
+        if isinstance(instruction, str):
+            what, where = instruction, ""
+        else:
+            what = instruction.op
+            where = f"{print_instruction(instruction)}  {instruction.location}".rstrip()
+        group = None if len(ranks) == 1 else self.groups[purpose, ranks]
+        return Channel(self, group, ranks, what, where)
+
+
+@dataclass(frozen=True)
+class Channel:
+    """A process group in use for one purpose. Its errors name this rank and that purpose."""
+
+    comm: Comm
+    group: dist.ProcessGroup | None
+    ranks: tuple[int, ...]
+    what: str
+    where: str
+
+    @property
+    def me(self) -> int:
+        return self.ranks.index(self.comm.rank)
+
+    @property
+    def alone(self) -> bool:
+        return len(self.ranks) == 1
+
+    @property
+    def backend(self) -> str:
+        return "" if self.group is None else dist.get_backend(self.group)
+
+    @property
+    def staged(self) -> bool:
+        """gloo between processes that share a GPU: tensors travel through host memory."""
+        return self.comm.device.type != "cpu" and self.backend == "gloo"
+
+    def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
+        try:
+            return call(*args, group=self.group, async_op=True, **kwargs)
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def finish(self, work: dist.Work | None) -> None:
+        if work is None:
+            return
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.failed(error) from error
+
+    def failed(self, error: RuntimeError) -> CollectiveError:
+        text = str(error)
+        ranks = ", ".join(map(str, self.ranks))
+        if "imed out" in text or "imeout" in text:
+            reason = f"timed out after {self.comm.timeout_s:g} s"
+            hint = "a rank of these is slow, stuck or never got here: look at the output of each"
+        elif "onnection" in text or "peer" in text:
+            reason = "lost a peer"
+            hint = "a rank of these ended early: its own output says why"
+        else:
+            reason, hint = "failed", ""
+        return CollectiveError(
+            f"rank {self.comm.rank}: {self.what} {reason}",
+            where=self.where or self.what,
+            expected=f"ranks {ranks} to take part",
+            got=" ".join(text.split())[:300],
+            hint=hint,
+        )
+
+
+def default_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
+    """torch.distributed from the launcher's variables, unless it is initialised already.
+
+    NCCL where every process of this machine has a GPU of its own, gloo otherwise (NCCL refuses two
+    ranks on one GPU).
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_s)
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    backend = "nccl" if own_gpu else "gloo"
+    missing = [name for name in RANK_VARIABLES if name not in os.environ]
+    if missing and world_size == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    elif missing:
+        raise InputError(
+            f"this process is not one of the plan's {world_size}: it was started without a launcher",
+            expected=f"the variables {', '.join(RANK_VARIABLES)}",
+            got=f"no {', '.join(missing)}",
+            hint=f"torchrun --nproc-per-node {world_size} {os.path.basename(sys.argv[0])}",
+        )
+    else:
+        dist.init_process_group(backend, timeout=timeout)

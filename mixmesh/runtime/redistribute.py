@@ -1,0 +1,184 @@
+"""Redistribution of one tensor between layouts, differentiable.
+
+The gradient of ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)`` (see ``ir.dual``), so
+there is one routine for both directions.
+
+Ranks may disagree about what depends on a tensor: one that only sends has no output at all. Yet all
+must run the backward collectives, in the same order. Two things ensure it. Every differentiable
+redistribution returns, beside its result, an empty *token* that goes into the loss, so its backward
+runs on every rank that communicates. And the autograd engine takes, of the nodes that are ready, the
+one created last; with all nodes above it in the graph created later still, the backward collectives run
+in exactly the reverse order of the program on each rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..errors import MixmeshError
+from ..ir import Instruction, Partial, Program
+from . import collectives
+from .collectives import Handle, done, then
+from .comm import Comm
+from .layout import Layout, Step, layout, route
+from .local import TORCH_DTYPES
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """One redistribution as one rank performs it. ``forward``/``backward`` map local tensors; None stands
+    for a rank's tensor outside the layout."""
+
+    comm: Comm
+    instruction: Instruction | str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    src: Layout
+    dst: Layout
+    algorithm: str | None = None
+    gradient_algorithm: str | None = None
+
+    @cached_property
+    def communicates(self) -> bool:
+        """Whether this rank has part in a collective of the forward or the backward."""
+        rank = self.comm.rank
+        steps = route(self.src, self.dst) + route(self.dst.dual, self.src.dual)
+        return any(rank in step.ranks for step in steps)
+
+    @cached_property
+    def takes_part(self) -> bool:
+        return self.comm.rank in self.src.ranks or self.comm.rank in self.dst.ranks
+
+    def forward(self, x: Tensor | None, *, async_op: bool = False) -> Tensor | Handle | None:
+        """Without autograd. With ``async_op`` a handle."""
+        handle = self._along(route(self.src, self.dst), x, self.algorithm)
+        return handle if async_op else handle.wait()
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        steps = route(self.dst.dual, self.src.dual)
+        if gradient is None and self.comm.rank in self.dst.ranks:
+            gradient = self._zeros(self.dst)
+        return self._along(steps, gradient, self.gradient_algorithm).wait()
+
+    def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
+        """With autograd. Appends to ``tokens`` what must go into the loss."""
+        if not torch.is_grad_enabled():
+            return self.forward(x)
+        if not self.communicates:
+            return self._local(x)
+        anchor = torch.empty(0, device=self.comm.device, requires_grad=True)
+        y, token = _Redistribute.apply(anchor, x, self)
+        tokens.append(token)
+        return y
+
+    def _local(self, x: Tensor | None) -> Tensor | None:
+        """No rank hears of it: plain differentiable operators."""
+        for step in route(self.src, self.dst):
+            x = self._step(step, x, None).wait()
+        return x
+
+    def _along(self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None) -> Handle:
+        for step in steps[:-1]:
+            x = self._step(step, x, algorithm).wait()
+        return self._step(steps[-1], x, algorithm) if steps else done(x)
+
+    def _zeros(self, held: Layout) -> Tensor:
+        shape = held.shape(self.shape, self.comm.rank)
+        return torch.zeros(shape, dtype=self.dtype, device=self.comm.device)
+
+    def _step(self, step: Step, x: Tensor | None, algorithm: str | None) -> Handle:
+        rank, src, dst = self.comm.rank, step.src, step.dst
+        if step.ranks and rank in step.ranks:
+            if x is None:
+                x = self._zeros(src)
+            handle = self._collective(step, x, algorithm)
+            return handle if rank in dst.ranks else then(handle, lambda _: None)
+        if rank not in dst.ranks:
+            return done(None)
+        match step.kind:
+            case "slice":
+                return done(x.narrow(dst.dim, *dst.piece(rank)))
+            case "as_partial":
+                keeper = min(set(src.ranks) & set(dst.ranks))
+                return done(x if rank == keeper else self._zeros(dst))
+            case "pad":
+                offset, size = src.piece(rank)
+                behind = self.shape[src.dim] - offset - size
+                pads = (0, 0) * (len(self.shape) - 1 - src.dim) + (offset, behind)
+                return done(torch.nn.functional.pad(x, pads))
+            case "fold":
+                return done(self._zeros(dst) if x is None else x)
+        return done(x)  # spread to ranks that hold it already
+
+    def _collective(self, step: Step, x: Tensor, algorithm: str | None) -> Handle:
+        src, dst = step.src, step.dst
+        channel = self.comm.channel(step.ranks, self.instruction)
+        of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
+        match step.kind:
+            case "gather":
+                return collectives.all_gather(
+                    channel, x, of(src), src.dim, algorithm=algorithm, async_op=True
+                )
+            case "scatter":
+                return collectives.reduce_scatter(
+                    channel, x, of(dst), dst.dim, algorithm=algorithm, async_op=True
+                )
+            case "reduce":
+                return collectives.all_reduce(channel, x, src.placement.op, async_op=True)
+            case "exchange":
+                return collectives.all_to_all(channel, x, src.dim, of(src), dst.dim, of(dst), async_op=True)
+            case "spread":
+                return collectives.broadcast(channel, x, src.ranks[0], async_op=True)
+            case "fold":
+                root = dst.ranks[0]
+                handle = collectives.reduce(channel, x, root, async_op=True)
+                return handle
+        raise AssertionError(step.kind)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: Tensor, x: Tensor | None, how: Redistribution):
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        y = how.forward(x)
+        if y is not None and x is not None and y.data_ptr() == x.data_ptr():
+            y = y.view_as(y)
+        return y, anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor | None, _token):
+        return None, ctx.how.backward(gradient), None
+
+
+def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistribution:
+    """The redistribution that an instruction asks for. Attributes: ``algorithm``, ``gradient_algorithm``."""
+    (name,) = instruction.inputs
+    src = layout(program, program.types[name])
+    dst = layout(program, instruction.type)
+    if isinstance(src.placement, Partial) and src.placement.op != "sum":
+        if instruction.op != "all_reduce" or instruction.result in program.requires_grad:
+            raise MixmeshError(
+                f"{instruction.op} of {src.placement} has no gradient",
+                expected="a P(sum), or an all_reduce of a value that needs no gradient",
+                where=f"{instruction.op}  {instruction.location}",
+            )
+    return Redistribution(
+        comm,
+        instruction,
+        instruction.type.value.shape,
+        TORCH_DTYPES[instruction.type.value.dtype],
+        src,
+        dst,
+        instruction.attr("algorithm"),
+        instruction.attr("gradient_algorithm"),
+    )
+
+
+def between(comm: Comm, what: str, x_shape, dtype, src: Layout, dst: Layout) -> Redistribution:
+    """A redistribution that is no instruction of a program (of a parameter, into a checkpoint)."""
+    return Redistribution(comm, what, tuple(x_shape), dtype, src, dst)

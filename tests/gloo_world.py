@@ -1,0 +1,54 @@
+"""Real gloo processes for tests: many checks in one world, to pay for its start only once."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_world(world_size: int, checks: dict, make_comm) -> dict[str, list[str | None]]:
+    """Runs every check on every rank; gives, by check, the traceback per rank or None.
+
+    ``make_comm()`` is called once per process, and its value passed to each check.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (world_size, free_port(), checks, make_comm, folder), nprocs=world_size)
+        per_rank = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
+    return {name: [results.get(name, "did not run") for results in per_rank] for name in checks}
+
+
+def _worker(rank: int, world_size: int, port: int, checks: dict, make_comm, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    results: dict[str, str | None] = {}
+    comm = make_comm()
+    for name, check in checks.items():
+        try:
+            check(comm)
+            results[name] = None
+        except Exception:
+            results[name] = traceback.format_exc()
+    Path(folder, str(rank)).write_bytes(pickle.dumps(results))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def assert_passed(failures: list[str | None]) -> None:
+    text = "\n".join(f"rank {rank}:\n{f}" for rank, f in enumerate(failures) if f)
+    assert not text, text
