@@ -1,0 +1,189 @@
+"""Sharding ratios by linear programming (HAP, EuroSys'24, section 5), with memory rows.
+
+For a fixed program the step is a sum of stages; within a stage every rank computes and the slowest
+decides. With shares ``r_j``, stage times ``T_s`` and costs affine in the share,
+
+    minimise    sum_s T_s
+    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, rank j     [stage_rows]
+                m_j + d_j r_j <= M_j                      for every rank j              [memory_rows]
+                sum_j r_j = 1                                                           [balance_row]
+                r_j >= 0, T_s >= 0
+
+``a_ij`` is the fixed cost of instruction i on rank j (launches, replicated work, the optimizer step over
+replicated parameters), ``b_ij`` what its whole sharded work costs, ``m_j`` replicated bytes and ``d_j``
+sharded bytes. Communication does not depend on the shares here and is left out. HiGHS solves it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import highspy
+import numpy as np
+
+from .cost import CostModel
+from .cost.memory import held_at_peak
+from .cost.placed import exchange_of, is_computation, op_time, work_type
+from .errors import Infeasible
+from .ir import Program, Ratio, Shard, make_ratio
+
+
+@dataclass(frozen=True)
+class LinearProgram:
+    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows are named for messages."""
+
+    c: np.ndarray
+    A: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``x`` with its certificate: ``row_dual`` y and ``reduced_cost`` c - A'y."""
+
+    x: np.ndarray
+    objective: float
+    row_dual: np.ndarray
+    reduced_cost: np.ndarray
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Fixed and per-share seconds of every rank between two synchronisations."""
+
+    fixed: np.ndarray
+    slope: np.ndarray
+
+
+def stages(program: Program, costs: CostModel, ranks: tuple[int, ...]) -> tuple[Stage, ...]:
+    """The stages of the steady-state step: optimizer and forward to the first collective, …, backward.
+
+    The backward stages are those between the collectives of the backward pass. Where neither pass has a
+    collective, optimizer, forward and backward are one stage, as no rank waits in between.
+    """
+    n = len(ranks)
+    done: list[Stage] = []
+    fixed, slope = np.zeros(n), np.zeros(n)
+
+    def close():
+        nonlocal fixed, slope
+        if fixed.any() or slope.any():
+            done.append(Stage(fixed, slope))
+        fixed, slope = np.zeros(n), np.zeros(n)
+
+    def add(values: tuple[float, float], column: int, sharded: bool):
+        a, b = values
+        fixed[column] += a if sharded else a + b
+        slope[column] += b if sharded else 0.0
+
+    for i in program.params:
+        if i.result in program.requires_grad:
+            sharded = isinstance(i.type.placement, Shard)
+            for column, rank in enumerate(ranks):
+                add((0.0, costs.optimizer_s(rank, i.type.value.size_bytes)), column, sharded)
+    for backward, order in ((False, program.instructions), (True, reversed(program.instructions))):
+        for i in order:
+            active = not backward or any(r in program.requires_grad for r in i.results)
+            if not active:
+                continue
+            if is_computation(i):
+                sharded = isinstance(work_type(program, i).placement, Shard)
+                for column, rank in enumerate(ranks):
+                    time = op_time(program, i, costs, costs.class_of[rank])
+                    add((time.backward if backward else time.forward).affine, column, sharded)
+            elif exchange_of(program, i) is not None and i.result in program.requires_grad:
+                close()
+    close()
+    return tuple(done)
+
+
+def ratio_program(
+    program: Program, costs: CostModel, ranks: tuple[int, ...], *, optimizer_states: int, headroom: float
+) -> LinearProgram:
+    """The LP above; variables are the shares of ``ranks``, then the stage times."""
+    parts = stages(program, costs, ranks)
+    n, s = len(ranks), len(parts)
+    rows: list[tuple[np.ndarray, float, float, str]] = []
+
+    def stage_rows():
+        for k, part in enumerate(parts):
+            for column, rank in enumerate(ranks):
+                row = np.zeros(n + s)
+                row[n + k], row[column] = 1.0, -part.slope[column]
+                rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
+
+    def memory_rows():
+        for column, rank in enumerate(ranks):
+            fixed = slope = 0.0
+            for held in held_at_peak(program, optimizer_states):
+                if isinstance(held.type.placement, Shard):
+                    slope += held.size_bytes
+                else:
+                    fixed += held.size_bytes
+            row = np.zeros(n + s)
+            row[column] = slope / 2**30
+            room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
+            rows.append((row, -np.inf, room / 2**30, f"memory rank {rank}"))
+
+    def balance_row():
+        row = np.zeros(n + s)
+        row[:n] = 1.0
+        rows.append((row, 1.0, 1.0, "shares sum to 1"))
+
+    stage_rows()
+    memory_rows()
+    balance_row()
+    c = np.concatenate([np.zeros(n), np.ones(s)])
+    matrix, lower, upper, names = zip(*rows)
+    return LinearProgram(c, np.array(matrix), np.array(lower), np.array(upper), names)
+
+
+def usable_bytes(costs: CostModel, rank: int, headroom: float) -> float:
+    """What a plan may use of a rank's memory."""
+    return costs.cluster.devices[rank].memory_bytes * (1 - headroom)
+
+
+def solve(lp: LinearProgram) -> Solution:
+    """Solves with HiGHS. Raises Infeasible if no shares satisfy the rows."""
+    h = highspy.Highs()
+    h.setOptionValue("output_flag", False)
+    count = len(lp.c)
+    inf = highspy.kHighsInf
+    h.addVars(count, np.zeros(count), np.full(count, inf))
+    h.changeColsCost(count, np.arange(count, dtype=np.int32), lp.c)
+    for row, low, high in zip(lp.A, lp.lower, lp.upper):
+        used = np.flatnonzero(row).astype(np.int32)
+        h.addRow(max(low, -inf), min(high, inf), len(used), used, row[used])
+    h.run()
+    status = h.getModelStatus()
+    if status != highspy.HighsModelStatus.kOptimal:
+        raise Infeasible(
+            f"no ratio satisfies the memory of all ranks (HiGHS: {h.modelStatusToString(status)})"
+        )
+    found = h.getSolution()
+    x = np.array(found.col_value)
+    return Solution(x, float(lp.c @ x), np.array(found.row_dual), np.array(found.col_dual))
+
+
+def optimal_ratio(
+    program: Program,
+    costs: CostModel,
+    ranks: tuple[int, ...],
+    *,
+    optimizer_states: int = 2,
+    headroom: float = 0.05,
+) -> Ratio:
+    """The shares of the LP, zero for ranks that are not in ``ranks``. Raises Infeasible."""
+    lp = ratio_program(program, costs, ranks, optimizer_states=optimizer_states, headroom=headroom)
+    shares = np.maximum(solve(lp).x[: len(ranks)], 0.0)
+    out = [0.0] * program.world_size
+    for rank, share in zip(ranks, shares):
+        out[rank] = float(share)
+    return make_ratio(out)
+
+
+def with_ratio(program: Program, name: str, ratio: Ratio) -> Program:
+    """``program`` with another value for one ratio; the ranks that take part must stay the same."""
+    return replace(program, ratios=tuple((n, ratio if n == name else r) for n, r in program.ratios))
