@@ -1,0 +1,110 @@
+"""Rewriting: one algorithm, and a table of rules from an operator to what stands for it.
+
+A rule is a function of a ``Builder`` and a node that gives, for each of the node's results, a ``Ref`` to
+use in its place, or None to keep the node. What it builds carries the node's place in the user's file and
+a name that begins with the node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from ..errors import TraceError
+from ..ir import Arg, DType, Graph, Node, Ref, ValueType, map_refs
+from .convert import Names
+from .dtypes import DTYPE_NAME, TORCH_DTYPE
+from .locate import Place
+from .schema import normalise, overload
+
+Rule = Callable[["Builder", Node], "tuple[Ref | None, ...] | None"]
+
+
+class Builder:
+    def __init__(self, graph: Graph) -> None:
+        self.types: dict[str, ValueType] = dict(graph.types)
+        self.nodes: list[Node] = []
+        self._names = Names(graph.types)
+        self._near: Node | None = None
+
+    def __call__(self, op: str, *args: Arg, **kwargs: Arg) -> Ref:
+        """Append the operator and return its first result. Its type is what PyTorch infers."""
+        value = self._infer(op, args, kwargs)
+        values = tuple(value) if isinstance(value, tuple | list) else (value,)
+        types = tuple(ValueType(DTYPE_NAME[v.dtype], tuple(v.shape)) for v in values)
+        stem = next((r for r in self._near.results if r is not None), "")
+        name = self._names.new(f"{stem}.{op.split('.')[1].strip('_')}")
+        results = (name,) + (None,) * (len(types) - 1)
+        self.types[name] = types[0]
+        place = dict(location=self._near.location, source=self._near.source)
+        self.nodes.append(normalise(Node(results, types, op, args, tuple(kwargs.items()), **place)))
+        return Ref(name)
+
+    def type(self, ref: Ref) -> ValueType:
+        return self.types[ref.name]
+
+    def begin(self, node: Node) -> None:
+        self._near = node
+
+    def _infer(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg]):
+        def meta(arg: Arg):
+            match arg:
+                case Ref():
+                    value = self.type(arg)
+                    return torch.empty(value.shape, dtype=TORCH_DTYPE[value.dtype], device="meta")
+                case DType():
+                    return TORCH_DTYPE[arg.name]
+                case tuple():
+                    return [meta(a) for a in arg]
+            return arg
+
+        target = overload(op)
+        options = {k: meta(v) for k, v in kwargs.items()}
+        if any(a.name == "device" for a in target._schema.arguments) and "device" not in options:
+            options["device"] = "meta"
+        with torch.no_grad():
+            return target(*map(meta, args), **options)
+
+
+def rewrite(graph: Graph, rules: Mapping[str, Rule]) -> Graph:
+    build = Builder(graph)
+    alias: dict[str, Ref] = {}
+    for node in graph.nodes:
+        node = substitute(node, alias)
+        build.begin(node)
+        rule = rules.get(node.op)
+        instead = rule(build, node) if rule else None
+        if instead is None:
+            build.nodes.append(node)
+            continue
+        for result, ref in zip(node.results, instead):
+            if result is not None:
+                _check(node, ref, build.types[result], build)
+                alias[result] = ref
+    loss = alias.get(graph.loss, Ref(graph.loss)).name
+    return Graph(graph.name, tuple(build.nodes), loss)
+
+
+def _check(node: Node, ref: Ref | None, expected: ValueType, build: Builder) -> None:
+    got = None if ref is None else build.type(ref)
+    if got != expected:
+        raise TraceError(
+            f"{node.op} cannot be written out exactly",
+            expected=str(expected),
+            got=str(got),
+            where=str(Place(node.location, node.source)),
+            hint="do all inputs of this operator have one dtype?",
+        )
+
+
+def substitute(node: Node, alias: Mapping[str, Ref]) -> Node:
+    if not any(name in alias for name in node.inputs):
+        return node
+
+    def follow(ref: Ref) -> Ref:
+        return alias.get(ref.name, ref)
+
+    kwargs = tuple((k, map_refs(v, follow)) for k, v in node.kwargs)
+    return replace(node, args=map_refs(node.args, follow), kwargs=kwargs)

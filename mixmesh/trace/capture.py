@@ -1,0 +1,227 @@
+"""From a module and a batch to an exported program whose only output is the loss."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ..errors import MixmeshError, TraceError
+from .locate import place_of_error, place_of_function, whole_stacks
+from .regions import inline_regions
+
+
+@dataclass(frozen=True)
+class Capture:
+    """``inputs`` names the batch's tensors, in the order of the program's user inputs."""
+
+    program: ExportedProgram
+    inputs: tuple[str, ...]
+    output_has_loss: bool
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as a flat list. Tensors are traced, everything else is a constant."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    by_keyword: bool
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any] | tuple | list) -> Batch:
+        if not isinstance(batch, Mapping | tuple | list):
+            raise TraceError(
+                "a batch must say how the model is called",
+                expected="a mapping for model(**batch), or a tuple or list for model(*batch)",
+                got=type(batch).__name__,
+            )
+        by_keyword = isinstance(batch, Mapping)
+        pairs, spec = pytree.tree_flatten_with_path(dict(batch) if by_keyword else tuple(batch))
+        names = tuple(".".join(map(_key_text, path)) for path, _ in pairs)
+        return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(n for n, x in zip(self.names, self.leaves) if isinstance(x, torch.Tensor))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        # copies: export merges inputs that are one and the same tensor
+        return tuple(x.detach().clone() for x in self.leaves if isinstance(x, torch.Tensor))
+
+    def call(self, model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+        rest = iter(tensors)
+        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        arguments = pytree.tree_unflatten(leaves, self.spec)
+        return model(**arguments) if self.by_keyword else model(*arguments)
+
+
+def _key_text(key: Any) -> str:
+    match key:
+        case pytree.MappingKey():
+            return str(key.key)
+        case pytree.SequenceKey():
+            return str(key.idx)
+        case pytree.GetAttrKey():
+            return key.name
+    return str(key)
+
+
+class LossOnly(nn.Module):
+    """``model`` called with a batch's tensors, returning only the loss."""
+
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        self._batch = batch
+        self._had_loss: set[bool] = set()
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        output = self._batch.call(self.model, tensors)
+        loss = loss_of(output)
+        self._had_loss.add(loss is not output)
+        return check_loss(loss, output, str(place_of_function(type(self.model).forward)))
+
+    @property
+    def output_has_loss(self) -> bool:
+        return True in self._had_loss
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    return getattr(output, "loss", None)
+
+
+def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
+    if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.dtype.is_floating_point:
+        return loss
+    hint = "return the loss of the whole batch, for example nn.functional.cross_entropy(logits, labels)"
+    if not isinstance(output, torch.Tensor) and loss is None and _offers_loss(output):
+        hint = "put labels into the batch, so that the model computes its loss"
+    got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
+    raise TraceError(
+        "the model does not return a scalar loss",
+        expected="a floating-point scalar tensor, or an object or dict with such a .loss",
+        got=got,
+        where=where,
+        hint=hint,
+    )
+
+
+def _offers_loss(output: Any) -> bool:
+    return isinstance(output, Mapping) and "logits" in output or "loss" in dir(output)
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"a tensor of shape {list(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
+    if isinstance(x, tuple | list):
+        return f"a {type(x).__name__} of {len(x)}"
+    if isinstance(x, Mapping):
+        return f"{type(x).__name__} with {', '.join(map(str, x)) or 'nothing'}"
+    return type(x).__name__
+
+
+def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list) -> Capture:
+    """The model's forward pass at the batch's shapes, functional, composite operators kept whole.
+
+    Raises TraceError with PyTorch's own reason and the user's file and line.
+    """
+    flat = Batch.of(batch)
+    wrapper = LossOnly(model, flat)
+    try:
+        with _quiet(), _no_custom_backward(), whole_stacks(), torch.enable_grad():
+            program = torch.export.export(wrapper, flat.tensors(), strict=False)
+            inline_regions(program.graph_module)
+            program = program.run_decompositions({})
+    except Exception as error:
+        raise explain(error) from error
+    return Capture(program, flat.tensor_names, wrapper.output_has_loss)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log lines of torch and transformers, which belong to their own debugging."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _no_custom_backward() -> Iterator[None]:
+    """Refuse ``torch.autograd.Function``: export keeps its forward and silently drops its backward."""
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls, *args, **kwargs):
+        if cls.__module__.startswith("torch._library"):  # an operator registered with its own gradient
+            return original.__func__(cls, *args, **kwargs)
+        raise TraceError(
+            f"the custom backward of {cls.__name__} cannot be traced",
+            expected="operators whose gradient PyTorch knows",
+            got=f"torch.autograd.Function {cls.__module__}.{cls.__qualname__}",
+            hint=(
+                "write its forward with ordinary operators (straight-through: x + (f(x) - x).detach())",
+                "for activation checkpointing use checkpoint(..., use_reentrant=False)",
+            ),
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+# what PyTorch says -> what to do about it
+HINTS = (
+    ("GuardOnDataDependent", "replace the `if` or loop on a tensor's value by torch.where"),
+    ("data-dependent", "replace the `if` or loop on a tensor's value by torch.where"),
+    ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
+    (".numpy()", "keep the computation in torch: numpy cannot be traced"),
+    ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
+    ("lifted_tensor", "register tensors that the model keeps with register_buffer"),
+    ("aliases", "return the loss and keep no tensors on the module"),
+    ("assigned during export", "register the tensor with register_buffer, and update it in place"),
+)
+
+
+def explain(error: Exception) -> TraceError:
+    """``error`` as a TraceError: the reason in a line or two, the user's line, and a way out."""
+    place = place_of_error(error)
+    if isinstance(error, MixmeshError):
+        fields = dict(expected=error.expected, got=error.got, hint=error.hint)
+        return TraceError(error.message, where=error.where or str(place), **fields)
+    kind = type(error).__name__
+    text = f"{kind} {error}"
+    hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
+    return TraceError(
+        message,
+        got=_clip(f"{kind}: {' '.join(lines[:2])}" if lines else kind),
+        where=str(place),
+        hint=tuple(hints)[:1] or ("call the model once on this batch without mixmesh",),
+    )
+
+
+def _clip(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,162 @@
+"""Small passes from graph to graph: one spelling for each meaning, and nothing that does nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir import DType, Graph, Node, Ref
+from .build import Builder, Rule, rewrite
+from .schema import bound, normalise
+
+
+def drop_assertions(graph: Graph) -> Graph:
+    return replace(graph, nodes=tuple(n for n in graph.nodes if n.results or n.op == "update"))
+
+
+def normal_arguments(graph: Graph) -> Graph:
+    return replace(graph, nodes=tuple(map(normalise, graph.nodes)))
+
+
+def static_shapes(graph: Graph) -> Graph:
+    """``view`` and ``expand`` with the whole shape that results, no -1."""
+    return replace(graph, nodes=tuple(map(_static_shape, graph.nodes)))
+
+
+RESHAPES = ("aten.view", "aten.reshape", "aten._unsafe_view", "aten.view_copy", "aten._reshape_alias")
+
+
+def _static_shape(node: Node) -> Node:
+    if node.op in RESHAPES:
+        return replace(node, op="aten.view", args=(node.args[0], node.types[0].shape), kwargs=())
+    if node.op in ("aten.expand", "aten.expand_copy"):
+        return replace(node, op="aten.expand", args=(node.args[0], node.types[0].shape), kwargs=())
+    return node
+
+
+def one_factory(graph: Graph) -> Graph:
+    """``zeros``, ``ones_like``, ``new_full``, ``empty`` and the like -> ``aten.full``; no memory stays
+    without a defined value."""
+    return replace(graph, nodes=tuple(map(_factory, graph.nodes)))
+
+
+def _factory(node: Node) -> Node:
+    stem = node.op.removeprefix("aten.").split(".")[0].removeprefix("new_").removesuffix("_like")
+    if not node.op.startswith("aten.") or stem not in ("zeros", "ones", "empty", "full", "scalar_tensor"):
+        return node
+    if stem in ("full", "scalar_tensor"):
+        given = bound(node)
+        value = given.get("fill_value", given.get("s"))
+        if isinstance(value, Ref):
+            return node
+    else:
+        value = 1 if stem == "ones" else 0
+    (kind,) = node.types
+    value = float(value) if kind.is_floating else bool(value) if kind.dtype == "bool" else int(value)
+    kwargs = (("dtype", DType(kind.dtype)),)
+    return replace(node, op="aten.full", args=(kind.shape, value), kwargs=kwargs)
+
+
+def drop_identities(graph: Graph) -> Graph:
+    """Operators whose result is their argument: copies, casts to the same dtype, whole slices, ..."""
+    return rewrite(graph, IDENTITY_RULES)
+
+
+def _if_same_type(b: Builder, node: Node) -> tuple[Ref] | None:
+    x = node.args[0]
+    return (x,) if b.type(x) == node.types[0] else None
+
+
+def _slice(b: Builder, node: Node) -> tuple[Ref] | None:
+    return _if_same_type(b, node) if bound(node)["step"] == 1 else None
+
+
+def _cast(b: Builder, node: Node) -> tuple[Ref]:
+    x = node.args[0]
+    same = b.type(x) == node.types[0]
+    return (x if same else b("aten._to_copy", x, dtype=DType(node.types[0].dtype)),)
+
+
+def _dropout(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
+    arg = bound(node)
+    if arg["p"] != 0 and arg["train"] is not False:
+        exact = node.op == "aten.native_dropout"
+        return None if exact else (b("aten.native_dropout", arg["input"], arg["p"], True),)
+    if any(r is not None for r in node.results[1:]):
+        return None
+    return (arg["input"],) + (None,) * (len(node.results) - 1)
+
+
+def _cat(b: Builder, node: Node) -> tuple[Ref] | None:
+    pieces, *rest = node.args
+    full = tuple(p for p in pieces if b.type(p).num_elements)
+    if not full or len(full) == len(pieces) > 1 or b.type(full[0]).dtype != node.types[0].dtype:
+        return None
+    return (full[0] if len(full) == 1 else b(node.op, full, *rest),)
+
+
+def _copy(b: Builder, node: Node) -> tuple[Ref] | None:
+    source = node.args[1]
+    return (source,) if b.type(source) == node.types[0] else None
+
+
+def _neutral(number: int) -> Rule:
+    def rule(b: Builder, node: Node) -> tuple[Ref] | None:
+        x, y = node.args[:2]
+        same = isinstance(x, Ref) and b.type(x) == node.types[0]
+        return (x,) if same and not isinstance(y, Ref) and y == number else None
+
+    return rule
+
+
+IDENTITY_RULES: dict[str, Rule] = {
+    **{f"aten.{name}": _if_same_type for name in (
+        "alias", "clone", "contiguous", "lift_fresh_copy", "lift_fresh", "expand", "view", "repeat",
+        "squeeze", "squeeze.dim", "squeeze.dims", "sum_to_size")},
+    **{f"aten.{name}": _cast for name in (
+        "_to_copy", "to.dtype", "to.device", "to.dtype_layout", "to.other", "type_as")},
+    **{f"aten.{name}": _neutral(0) for name in ("add.Tensor", "add.Scalar", "sub.Tensor", "sub.Scalar")},
+    **{f"aten.{name}": _neutral(1) for name in ("mul.Tensor", "mul.Scalar", "div.Tensor", "div.Scalar")},
+    "aten.slice.Tensor": _slice,
+    "aten.native_dropout": _dropout,
+    "aten.dropout": _dropout,
+    "aten.cat": _cat,
+    "aten.copy": _copy,
+}  # fmt: skip
+
+
+def drop_useless_detach(graph: Graph) -> Graph:
+    """A ``detach`` of what has no gradient anyway (``no_grad`` around a mask) does nothing."""
+    flowing: set[str] = set()
+    for node in graph.nodes:
+        trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
+        if trainable or (node.op != "aten.detach" and any(name in flowing for name in node.inputs)):
+            flowing.update(r for r, t in zip(node.results, node.types) if r is not None and t.is_floating)
+
+    def rule(b: Builder, node: Node) -> tuple[Ref] | None:
+        return None if node.inputs[0] in flowing else (node.args[0],)
+
+    return rewrite(graph, {"aten.detach": rule})
+
+
+def drop_dead(graph: Graph) -> Graph:
+    """Keep what the loss or an update needs, and every parameter."""
+    needed = {graph.loss}
+    kept = []
+    for node in reversed(graph.nodes):
+        if node.op in ("update", "param") or any(r in needed for r in node.results):
+            needed.update(node.inputs)
+            results = tuple(r if r in needed or node.op == "param" else None for r in node.results)
+            kept.append(replace(node, results=results))
+    return replace(graph, nodes=tuple(reversed(kept)))
+
+
+def leaves_at_first_use(graph: Graph) -> Graph:
+    """Each leaf directly before the first node that uses it; unused parameters at the end."""
+    waiting = {n.result: n for n in graph.nodes if n.is_leaf}
+    out: list[Node] = []
+    for node in graph.nodes:
+        if node.is_leaf:
+            continue
+        out += [waiting.pop(name) for name in dict.fromkeys(node.inputs) if name in waiting]
+        out.append(node)
+    return replace(graph, nodes=(*out, *waiting.values()))
