@@ -1,0 +1,97 @@
+"""A rank's part of a batch: cut out of the global one, or checked if it is the part already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..ir import Instruction, Program, Shard
+from .executor import local_piece
+from .layout import layout
+from .local import TORCH_DTYPES
+
+
+def program_inputs(program: Program) -> tuple[Instruction, ...]:
+    return tuple(i for i in program.instructions if i.op == "input")
+
+
+def named_tensors(program: Program, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of ``model(*args, **kwargs)`` under the program's names: paths such as ``past.0.key``.
+
+    Positional ones are called by position, as in tracing; a program that names its inputs otherwise
+    takes them in its own order.
+    """
+    out = _flatten(kwargs)
+    by_position = _flatten(args)
+    names = [i.args[0] for i in program_inputs(program)]
+    if by_position and not set(by_position) & set(names):
+        by_position = dict(zip([n for n in names if n not in out], by_position.values()))
+    return {**by_position, **out}
+
+
+def _flatten(tree: Any) -> dict[str, Tensor]:
+    pairs, _ = pytree.tree_flatten_with_path(dict(tree) if isinstance(tree, Mapping) else tuple(tree))
+    return {".".join(map(_key, path)): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
+
+
+def _key(key: Any) -> str:
+    match key:
+        case pytree.MappingKey():
+            return str(key.key)
+        case pytree.SequenceKey():
+            return str(key.idx)
+        case pytree.GetAttrKey():
+            return key.name
+    return str(key)
+
+
+def local_inputs(
+    program: Program, tensors: Mapping[str, Tensor], rank: int, device: torch.device
+) -> dict[str, Tensor]:
+    """This rank's piece of every input. Raises InputError for a missing one or a wrong shape or dtype."""
+    return {
+        i.args[0]: local_input(program, i, tensors.get(i.args[0]), rank, device)
+        for i in program_inputs(program)
+        if rank in program.participants(i.type)
+    }
+
+
+def local_input(
+    program: Program, i: Instruction, got: Tensor | None, rank: int, device: torch.device | None
+) -> Tensor:
+    name, value = i.args[0], i.type.value
+    if got is None:
+        raise InputError(f"the batch has no tensor {name!r}", expected=f"{name} {value}")
+    dtype = TORCH_DTYPES[value.dtype]
+    mine = program.local_shape(i.result, rank)
+    if got.dtype != dtype:
+        raise InputError(f"{name} has another dtype than planned", expected=f"{dtype}", got=f"{got.dtype}")
+    if tuple(got.shape) == value.shape:
+        got = local_piece(got, layout(program, i.type), rank)
+    elif tuple(got.shape) != mine:
+        raise InputError(
+            f"{name} is neither a whole batch nor rank {rank}'s part of one",
+            expected=f"{list(value.shape)} (whole) or {list(mine)} (rank {rank}'s part)",
+            got=f"{list(got.shape)}",
+            hint="pass drop_last=True to the DataLoader: the plan is for one batch size"
+            if _other_batch(got, value.shape)
+            else "",
+        )
+    return got if device is None else got.to(device, non_blocking=True)
+
+
+def _other_batch(got: Tensor, shape: tuple[int, ...]) -> bool:
+    return len(shape) > 0 and tuple(got.shape[1:]) == shape[1:]
+
+
+def batch_dim_input(program: Program) -> Instruction | None:
+    """An input cut along dim 0, by which samples are dealt out; None if all inputs are replicated."""
+    for i in program_inputs(program):
+        if isinstance(i.type.placement, Shard) and i.type.placement.dim == 0:
+            return i
+    return None

@@ -1,0 +1,120 @@
+"""Feeding a program: every rank's share of a stream of global batches, cut or loaded.
+
+``shard_batches`` cuts batches that every rank has loaded whole; ``plan_sampler`` lets a DataLoader load
+only the samples of its own rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from ..errors import InputError
+from ..ir import Program, Shard
+from .batches import batch_dim_input, local_input, program_inputs
+from .layout import layout
+
+
+def shard_batches(
+    batches: Iterable[Any], program: Program, rank: int, *, device: torch.device | str | None = None
+) -> Iterator[Any]:
+    """This rank's share of every global batch, which is a dict or a tuple of tensors.
+
+    Inputs that the program uses whole pass whole, and so does what it does not use. A rank that takes no
+    part in an input gets an empty tensor. Raises InputError for a batch of another size than planned.
+    """
+    where = None if device is None else torch.device(device)
+    inputs = program_inputs(program)
+    by_name = {i.args[0]: i for i in inputs}
+    for batch in batches:
+        if isinstance(batch, Mapping):
+            yield {k: _share(program, by_name.get(str(k)), v, rank, where) for k, v in batch.items()}
+        elif isinstance(batch, tuple | list):
+            found = [by_name.get(str(n)) for n in range(len(batch))]
+            if not any(found):
+                found = [*inputs, *[None] * (len(batch) - len(inputs))]
+            yield tuple(_share(program, i, v, rank, where) for i, v in zip(found, batch))
+        else:
+            raise InputError(
+                "a batch must say how the model is called",
+                expected="a dict or a tuple of tensors",
+                got=type(batch).__name__,
+            )
+
+
+def _share(program: Program, i, value: Any, rank: int, device: torch.device | None) -> Any:
+    if i is None or not isinstance(value, Tensor):
+        return value
+    if tuple(value.shape) != i.type.value.shape:
+        raise InputError(
+            f"{i.args[0]} is not of the size that was planned",
+            expected=f"{list(i.type.value.shape)}",
+            got=f"{list(value.shape)}",
+            hint="pass drop_last=True to the DataLoader: the plan is for one batch size",
+        )
+    if rank not in program.participants(i.type):
+        return value.new_empty(0) if device is None else value.new_empty(0).to(device)
+    return local_input(program, i, value, rank, device)
+
+
+class PlanSampler(Sampler[int]):
+    """Indices of the samples of one rank, in the order in which global batches deal them out.
+
+    Global batch k is ``batch_size`` consecutive indices of a common order (shuffled alike on all ranks);
+    this rank's are the ones of its shard of dim 0. Incomplete batches are dropped. Give the DataLoader
+    ``batch_size=sampler.local_batch_size``; call ``set_epoch`` for another order.
+    """
+
+    def __init__(self, num_samples: int, batch_size: int, start: int, size: int, shuffle: bool, seed: int):
+        self.local_batch_size = size
+        self._num_samples, self._batch_size, self._start = num_samples, batch_size, start
+        self._shuffle, self._seed, self._epoch = shuffle, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    @property
+    def num_batches(self) -> int:
+        return self._num_samples // self._batch_size
+
+    def __len__(self) -> int:
+        return self.num_batches * self.local_batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        if self._shuffle:
+            generator = torch.Generator().manual_seed(self._seed + self._epoch)
+            order = torch.randperm(self._num_samples, generator=generator).tolist()
+        else:
+            order = range(self._num_samples)
+        for k in range(self.num_batches):
+            first = k * self._batch_size + self._start
+            yield from order[first : first + self.local_batch_size]
+
+
+def plan_sampler(
+    dataset: Sized, program: Program, rank: int, shuffle: bool = True, seed: int = 0
+) -> PlanSampler:
+    """A sampler for ``DataLoader(dataset, sampler=..., batch_size=sampler.local_batch_size)``.
+
+    Raises InputError if the inputs are not dealt out alike along dim 0: then every rank needs whole
+    batches, and ``shard_batches`` cuts them.
+    """
+    first = batch_dim_input(program)
+    layouts = {layout(program, i.type) for i in program_inputs(program)}
+    if (
+        first is None
+        or len({(h.sizes, h.ranks) for h in layouts}) > 1
+        or any(not isinstance(h.placement, Shard) or h.placement.dim for h in layouts)
+    ):
+        raise InputError(
+            "this program does not deal out samples: some input is needed whole, or cut otherwise",
+            expected="every input S(0) with one ratio",
+            got=", ".join(f"{i.args[0]} {i.type}" for i in program_inputs(program)),
+            hint="load whole batches on every rank and use shard_batches",
+        )
+    start, size = layout(program, first.type).piece(rank)
+    return PlanSampler(len(dataset), first.type.value.shape[0], start, size, shuffle, seed)

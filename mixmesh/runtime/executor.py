@@ -1,0 +1,224 @@
+"""A program as one rank runs it: compiled once into a straight line of Python.
+
+``RankProgram.source`` is that line, for reading: instructions that this rank has no part in are absent, a
+value is forgotten after its last use, a redistribution that no gradient passes is started at its place
+and awaited at its first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..errors import MixmeshError
+from ..ir import Instruction, Program, Replicate, Shard, print_instruction
+from .comm import Comm
+from .layout import Layout, layout
+from .local import TORCH_DTYPES, local_op
+from .random import RandomPolicy
+from .redistribute import bind
+
+LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    program: Program
+    rank: int
+    source: str
+    lines: dict[int, Instruction] = field(repr=False)  # by line number of the source
+    function: Callable = field(repr=False)
+
+    def run(
+        self, params: dict[str, Tensor], buffers: dict[str, Tensor], inputs: dict[str, Tensor]
+    ) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
+        """Local tensors in; this rank's addend of the loss (None if it has none), new values of buffers,
+        and the tokens that must go into the loss (see ``redistribute``) out."""
+        updated: dict[str, Tensor] = {}
+        tokens: list[Tensor] = []
+        try:
+            loss = self.function(params, buffers, inputs, updated, tokens)
+        except MixmeshError:
+            raise
+        except Exception as error:
+            raise self._located(error) from error
+        return loss, updated, tokens
+
+    def _located(self, error: Exception) -> Exception:
+        at = error.__traceback__
+        while at is not None and at.tb_frame.f_code is not self.function.__code__:
+            at = at.tb_next
+        instruction = self.lines.get(at.tb_lineno) if at is not None else None
+        if instruction is None:
+            return error
+        values = at.tb_frame.f_locals
+        shapes = [_shape_of(values.get(f"v_{_mangle(name)}")) for name in instruction.inputs]
+        return MixmeshError(
+            f"rank {self.rank}: {instruction.op} failed: {error}",
+            got=f"local inputs {', '.join(shapes) or 'none'}",
+            where=f"{print_instruction(instruction)}  {instruction.location}".rstrip(),
+        )
+
+
+def compile_program(
+    program: Program,
+    rank: int,
+    comm: Comm,
+    device: torch.device,
+    random: RandomPolicy,
+    *,
+    training: bool = True,
+) -> RankProgram:
+    """The program as ``rank`` runs it; without ``training``, dropout lets everything pass."""
+    writer = _Writer(program, rank, comm, device, random, training)
+    for n, instruction in enumerate(program.instructions):
+        writer.instruction(n, instruction)
+    source = writer.finish()
+    code = compile(source, f"<{program.name}, rank {rank}>", "exec")
+    names = dict(writer.bound)
+    exec(code, names)
+    return RankProgram(program, rank, source, writer.origin, names["run"])
+
+
+class _Writer:
+    """Writes the source; ``bound`` are the objects that it names."""
+
+    def __init__(self, program, rank, comm, device, random, training) -> None:
+        self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
+        self.training = training
+        self.text = ["def run(params, buffers, inputs, updated, tokens):"]
+        self.origin: dict[int, Instruction] = {}
+        self.bound: dict[str, object] = {"torch": torch}
+        self.held: set[str] = set()
+        self.pending: set[str] = set()
+        self.last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+        self.last_use[program.loss] = len(program.instructions)
+
+    def instruction(self, n: int, i: Instruction) -> None:
+        if i.is_redistribution:
+            self._redistribution(n, i)
+        elif i.is_leaf:
+            self._leaf(n, i)
+        elif i.op == "update":
+            self._update(i)
+        elif all(name in self.held for name in i.inputs) and self._takes_part(i):
+            self._local(n, i)
+        self._forget(n, i)
+
+    def finish(self) -> str:
+        loss = self.program.loss
+        self._await([loss], None)
+        t = self.program.types[loss]
+        # a loss that every rank holds counts once: its gradient is P, and the first rank keeps it
+        counts = not isinstance(t.placement, Replicate) or self.rank == self.program.participants(t)[0]
+        self._line(f"return {self._name(loss) if loss in self.held and counts else None}", None)
+        return "\n".join(self.text) + "\n"
+
+    def _line(self, text: str, i: Instruction | None) -> None:
+        self.text.append(f"    {text}")
+        if i is not None:
+            self.origin[len(self.text)] = i
+
+    @staticmethod
+    def _name(value: str) -> str:
+        return f"v_{_mangle(value)}"
+
+    def _takes_part(self, i: Instruction) -> bool:
+        return all(self.rank in self.program.participants(t) for t in i.types)
+
+    def _await(self, names, i: Instruction | None) -> None:
+        for name in dict.fromkeys(names):
+            if name in self.pending:
+                self.pending.discard(name)
+                self._line(f"{self._name(name)} = {self._name(name)}.wait()", i)
+
+    def _leaf(self, n: int, i: Instruction) -> None:
+        if not self._takes_part(i):
+            return
+        if i.op == "const":
+            self.bound[f"const{n}"] = self._constant(i)
+            value = f"const{n}"
+        else:
+            where = {"input": "inputs", "param": "params", "buffer": "buffers"}[i.op]
+            value = f"{where}[{i.args[0]!r}]"
+        self._line(f"{self._name(i.result)} = {value}", i)
+        self.held.add(i.result)
+
+    def _constant(self, i: Instruction) -> Tensor:
+        value = i.type.value
+        whole = torch.tensor(i.args[0], dtype=TORCH_DTYPES[value.dtype], device=self.device)
+        return local_piece(whole.reshape(value.shape), layout(self.program, i.type), self.rank)
+
+    def _update(self, i: Instruction) -> None:
+        buffer, value = i.args[0], i.inputs[-1]
+        if value in self.held:
+            self._await([value], i)
+            self._line(f"updated[{buffer!r}] = {self._name(value)}.detach()", i)
+
+    def _local(self, n: int, i: Instruction) -> None:
+        self._await(i.inputs, i)
+        if i.op == "aten.native_dropout" and not self.training:
+            self.bound[f"op{n}"] = _PASS[len(i.results)]
+        else:
+            self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random)
+        used = [(r is not None) for r in i.results]
+        results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
+        arguments = ", ".join(map(self._name, i.inputs))
+        if any(used):
+            self._line(f"{results}, = op{n}({arguments})", i)
+        self.held.update(r for r in i.results if r is not None)
+
+    def _redistribution(self, n: int, i: Instruction) -> None:
+        how = bind(self.program, i, self.comm)
+        if not how.takes_part:
+            return
+        (source,) = i.inputs
+        self._await([source], i)
+        self.bound[f"move{n}"] = how
+        argument = self._name(source) if source in self.held else "None"
+        result = self._name(i.result)
+        if i.result in self.program.requires_grad:
+            self._line(f"{result} = move{n}.apply({argument}, tokens)", i)
+        else:
+            # still issued at its place: collectives of one group meet in program order
+            self._line(f"{result} = move{n}.forward({_detached(argument)}, async_op=True)", i)
+            self.pending.add(i.result)
+        if self._takes_part(i):
+            self.held.add(i.result)
+        elif i.result in self.pending:
+            self._await([i.result], i)
+
+    def _forget(self, n: int, i: Instruction) -> None:
+        over = [name for name in dict.fromkeys((*i.inputs, *i.results)) if name in self.held]
+        over = [name for name in over if self.last_use.get(name, n) <= n]
+        self._await(over, i)
+        if over:
+            self._line(f"del {', '.join(map(self._name, over))}", None)
+            self.held.difference_update(over)
+
+
+_PASS = {1: lambda x: (x,), 2: lambda x: (x, None)}
+
+
+def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
+    """What ``rank`` holds of a whole tensor: a view, empty if it holds nothing."""
+    if rank not in held.ranks:
+        return whole.new_empty(0)
+    if isinstance(held.placement, Shard):
+        return whole.narrow(held.dim, *held.piece(rank))
+    return whole
+
+
+def _detached(argument: str) -> str:
+    return argument if argument == "None" else f"{argument}.detach()"
+
+
+def _mangle(name: str) -> str:
+    return "".join(c if c.isalnum() else f"_{ord(c):x}_" if c != "_" else "_" for c in name)
+
+
+def _shape_of(value: object) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else "?"

@@ -1,0 +1,120 @@
+"""A ready-made torch optimizer on shards: its parameters swapped in place, its state cut or collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, optim
+
+from ..errors import InputError
+from .comm import Comm
+from .shards import Stored
+
+# each element of the update depends on the same element of gradient and state only
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad,
+    optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
+)  # fmt: skip
+
+
+def check_optimizer(optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, optim.LBFGS):
+        raise InputError(
+            f"{kind} is not supported: its line search needs whole gradients and repeated steps",
+            expected="an optimizer whose step() takes no closure, such as AdamW",
+        )
+    cut = [s.name for s in stored.values() if s.num_pieces]
+    if cut and not isinstance(optimizer, ELEMENTWISE):
+        raise InputError(
+            f"{kind} may mix the elements of a parameter, and the plan cuts {len(cut)} of them",
+            expected=f"an elementwise optimizer: {', '.join(c.__name__ for c in ELEMENTWISE)}",
+            got=f"{kind}; cut parameters: {', '.join(cut[:3])}{' ...' if len(cut) > 3 else ''}",
+            hint="choose a plan that keeps parameters whole, such as ddp-proportional",
+        )
+
+
+def swap_params(
+    optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
+) -> None:
+    """Puts new parameters in the place of old ones, in their own groups, and cuts state like them.
+
+    The optimizer object stays, so learning rate schedulers stay attached. Raises InputError for a
+    parameter that is not the model's.
+    """
+    for group in optimizer.param_groups:
+        foreign = [p for p in group["params"] if p not in swapped]
+        if foreign:
+            raise InputError(
+                "the optimizer holds a parameter that is not the model's",
+                got=f"a parameter of shape {list(foreign[0].shape)}",
+                hint="make the optimizer from model.parameters() before parallelize",
+            )
+        group["params"] = [swapped[p][0] for p in group["params"]]
+    for old in list(optimizer.state):
+        if old not in swapped:
+            continue
+        new, stored = swapped[old]
+        state = optimizer.state.pop(old)
+        optimizer.state[new] = {k: _cut(v, stored, rank, new.device) for k, v in state.items()}
+
+
+def _cut(value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
+    if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == stored.shape:
+        return stored.piece(value, rank, device)
+    return value
+
+
+def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm: Comm) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with whole tensors on the CPU, the same on all ranks. Collective."""
+    packed = optimizer.state_dict()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    mine = {
+        n: {k: _outline(v, p) for k, v in optimizer.state.get(p, {}).items()} for n, p in enumerate(params)
+    }
+    outlines: list[Any] = [None] * comm.world_size
+    if comm.world_size == 1:
+        outlines = [mine]
+    else:
+        dist.all_gather_object(outlines, mine, group=comm.groups["data", comm.everyone])
+    state: dict[int, dict[str, Any]] = {}
+    for n, p in enumerate(params):
+        s = stored[p]
+        known = next((o[n] for rank, o in enumerate(outlines) if rank in s.held.ranks and o[n]), None)
+        if known is None:
+            continue
+        state[n] = {}
+        for key, (like_param, what) in known.items():
+            if not like_param:
+                state[n][key] = what
+                continue
+            piece = optimizer.state.get(p, {}).get(key)
+            if piece is None:
+                piece = torch.zeros(p.shape, dtype=what, device=comm.device)
+            entry = Stored(f"{key} of {s.name}", s.shape, what, s.held)
+            state[n][key] = entry.whole(piece, comm).cpu().clone()
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
+    if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
+        return True, value.dtype
+    return False, value.cpu() if isinstance(value, Tensor) else value
+
+
+def load_full_state(
+    optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], full: dict[str, Any], comm: Comm
+) -> None:
+    """Loads what ``full_state`` (or a single-device optimizer's ``state_dict``) gave."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    state = {}
+    for n, entries in full["state"].items():
+        s = stored[params[n]]
+        if comm.rank in s.held.ranks:
+            # copies: load_state_dict itself would share step counters with what was passed
+            entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+            state[n] = {k: _cut(v, s, comm.rank, comm.device) for k, v in entries.items()}
+    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})

@@ -1,0 +1,146 @@
+"""The tensors of a model as one rank holds them: pieces in, whole tensors out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import PlanError
+from ..ir import REPLICATE, Instruction, Program, Shard
+from .collectives import broadcast
+from .comm import Comm
+from .executor import local_piece
+from .layout import Layout, layout
+from .local import DTYPE_NAMES
+from .redistribute import between
+
+BROADCAST_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How one named tensor of a model is stored: its whole shape and dtype, and where its pieces are."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    held: Layout
+
+    @property
+    def num_pieces(self) -> int:
+        """Ranks with a piece that is less than the whole (0 if none is)."""
+        pieces = [size for size in self.held.sizes if size]
+        return len(pieces) if len(pieces) > 1 else 0
+
+    def piece(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
+        """What ``rank`` keeps. A piece never shares memory with the whole, so that can be let go of."""
+        mine = local_piece(whole.detach(), self.held, rank)
+        mine = mine if mine.shape == whole.shape else mine.clone(memory_format=torch.contiguous_format)
+        return mine.to(device)
+
+    def whole(self, mine: Tensor, comm: Comm) -> Tensor:
+        """The whole tensor, on all ranks. Collective."""
+        if not isinstance(self.held.placement, Shard) and len(self.held.ranks) == comm.world_size:
+            return mine.detach()
+        what = f"collecting {self.name}"
+        if isinstance(self.held.placement, Shard):
+            if comm.rank not in self.held.ranks:
+                mine = torch.empty(self.held.shape(self.shape, comm.rank), dtype=self.dtype)
+            everywhere = Layout(placement=REPLICATE, ranks=comm.everyone)
+            how = between(comm, what, self.shape, self.dtype, self.held, everywhere)
+            return how.forward(mine.detach().to(comm.device))
+        if comm.rank not in self.held.ranks:
+            mine = torch.empty(self.shape, dtype=self.dtype, device=comm.device)
+        channel = comm.channel(comm.everyone, what)
+        return broadcast(channel, mine.detach().contiguous(), src=self.held.ranks[0])
+
+
+def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
+    """Every parameter and buffer of a model by every name it has. What the program does not use is whole
+    everywhere. Raises PlanError, naming the first differences, if the model is not the program's."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    check_model(program, params, buffers)
+    by_tensor = {
+        id((params if i.op == "param" else buffers)[i.args[0]]): layout(program, i.type)
+        for i in program.instructions
+        if i.op in ("param", "buffer")
+    }
+    everywhere = Layout(REPLICATE, tuple(range(program.world_size)))
+    return {
+        name: Stored(name, tuple(t.shape), t.dtype, by_tensor.get(id(t), everywhere))
+        for name, t in {**params, **buffers}.items()
+    }
+
+
+def check_model(program: Program, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    differences = list(_differences(program, params, buffers))
+    if differences:
+        shown = differences[:3]
+        more = len(differences) - len(shown)
+        raise PlanError(
+            "the model is not the one that was planned",
+            expected="; ".join(e for e, _ in shown) + (f"; and {more} more" if more else ""),
+            got="; ".join(g for _, g in shown),
+            hint="plan again with this model",
+        )
+
+
+def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]:
+    seen: dict[int, Instruction] = {}
+    for i in program.instructions:
+        if i.op not in ("param", "buffer"):
+            continue
+        name, value = i.args[0], i.type.value
+        tensor = (params if i.op == "param" else buffers).get(name)
+        if tensor is None:
+            yield f"{i.op} {name} {value}", f"no {i.op} of this name"
+            continue
+        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        got = f"{dtype}[{', '.join(map(str, tensor.shape))}]"
+        if got != str(value):
+            yield f"{name} {value}", f"{name} {got}"
+        if i.op == "param" and tensor.requires_grad != dict(i.kwargs).get("trainable", True):
+            yield (
+                f"{name} with requires_grad={not tensor.requires_grad}",
+                f"requires_grad={tensor.requires_grad}",
+            )
+        other = seen.setdefault(id(tensor), i)
+        if other.type.placements != i.type.placements or other.type.ratio != i.type.ratio:
+            yield (
+                f"{name} apart from {other.args[0]}",
+                f"one tensor under both names, {other.type} and {i.type}",
+            )
+
+
+def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
+    """Overwrites the tensors of all ranks with rank 0's. Collective."""
+    channel = comm.channel(comm.everyone, "broadcast of the initial parameters")
+    if channel.alone:
+        return
+    group: list[Tensor] = []
+    size = 0
+
+    def send() -> None:
+        flat = torch.cat([_bytes(t) for t in group]).to(comm.device)
+        flat = broadcast(channel, flat, src=0)
+        for t, piece in zip(group, flat.split([t.numel() * t.element_size() for t in group])):
+            with torch.no_grad():
+                t.copy_(piece.to(t.device).clone().view(t.dtype).view(t.shape))
+        group.clear()
+
+    for t in tensors:
+        group.append(t.detach())
+        size += t.numel() * t.element_size()
+        if size >= BROADCAST_BYTES:
+            send()
+            size = 0
+    if group:
+        send()
+
+
+def _bytes(t: Tensor) -> Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)

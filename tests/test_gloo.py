@@ -1,0 +1,454 @@
+"""Training between real processes equals training in one: losses, gradients, optimizers, clipping,
+accumulation, checkpoints; and failures that say where they happened."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+
+import pytest
+import torch
+from gloo_world import assert_passed, run_world
+from torch import nn
+
+from mixmesh.errors import CollectiveError, InputError, MixmeshError, PlanError
+from mixmesh.ir import parse_program
+from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.data import plan_sampler, shard_batches
+from mixmesh.runtime.parallel import (
+    full_optimizer_state_dict,
+    load_full_optimizer_state_dict,
+    parallelize,
+)
+
+WORLD = 3
+TAIL = """
+  %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r0
+  %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r0
+  %loss = aten.mean(%s) : f64[] P(sum)@r0
+  return %loss
+}
+"""
+BATCH = """
+  %x = input("x") : f64[12, 6] S(0)@r0
+  %y = input("y") : f64[12, 4] S(0)@r0
+"""
+BODY = """
+  %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(0)@r0
+  %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+  %o = aten.linear(%a, %w2, %b2) : f64[12, 4] S(0)@r0
+"""
+
+
+def stored(held: str, used: str = "", attrs: str = "", names=("w1", "b1", "w2", "b2")) -> str:
+    """Parameters held one way and gathered to be used another."""
+    module = {"w1": "fc1.weight", "b1": "fc1.bias", "w2": "fc2.weight", "b2": "fc2.bias"}
+    shape = {"w1": "[8, 6]", "b1": "[8]", "w2": "[4, 8]", "b2": "[4]"}
+    lines = []
+    for n in names:
+        kept = f"p_{n}" if used else n
+        lines.append(f'  %{kept} = param("{module[n]}") : f64{shape[n]} {held}')
+        if used:
+            lines.append(f"  %{n} = all_gather(%{kept}) {attrs} : f64{shape[n]} {used}")
+    return "\n".join(lines)
+
+
+UNEVEN = "ratio r0 = [0.5, 0.333333, 0.166667]"
+ZERO = "ratio r0 = [0.6, 0, 0.4]"
+COUNT = """
+  %n = buffer("count") : f64[] R
+  %m = aten.add.Tensor(%n, 1.5) : f64[] R
+  update("count", %m)
+"""
+PROGRAMS = {
+    "data_parallel": f"{UNEVEN} {BATCH} {stored('R')} {COUNT} {BODY} {TAIL}",
+    "data_parallel_buckets": f"""{UNEVEN} {BATCH}
+      %w1 = param("fc1.weight") {{bucket=1}} : f64[8, 6] R
+      %b1 = param("fc1.bias") {{bucket=1}} : f64[8] R
+      %w2 = param("fc2.weight") {{bucket=0}} : f64[4, 8] R
+      %b2 = param("fc2.bias") {{bucket=0}} : f64[4] R
+      {BODY} {TAIL}""",
+    "zero_share": f"{ZERO} {BATCH} {stored('R@r0')} {COUNT} {BODY} {TAIL}",
+    "zero_share_replica": f"{ZERO} {BATCH} {stored('R')} {BODY} {TAIL}",
+    "fsdp": f"{UNEVEN} {BATCH} {stored('S(0)@r0', 'R')} {BODY} {TAIL}",
+    "fsdp_other_ratio": f"""{UNEVEN} ratio m = [0.1, 0.2, 0.7] {BATCH}
+      {stored("S(0)@m", "R@r0", '{algorithm="padded", gradient_algorithm="all_to_all"}')} {BODY} {TAIL}""",
+    "parameter_server": f"{ZERO} ratio root = [0, 1, 0] {BATCH} {stored('S(0)@root', 'R')} {BODY} {TAIL}",
+    "tensor_parallel": """ratio t = [0.5, 0.25, 0.25]
+      %x = input("x") : f64[12, 6] R
+      %y = input("y") : f64[12, 4] R
+      %w1 = param("fc1.weight") : f64[8, 6] S(0)@t
+      %b1 = param("fc1.bias") : f64[8] S(0)@t
+      %w2 = param("fc2.weight") : f64[4, 8] S(1)@t
+      %b2 = param("fc2.bias") : f64[4] R
+      %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(1)@t
+      %a = aten.gelu(%h) : f64[12, 8] S(1)@t
+      %q = aten.linear(%a, %w2) : f64[12, 4] P(sum)@t
+      %u = all_reduce(%q) : f64[12, 4] R
+      %o = aten.add.Tensor(%u, %b2) : f64[12, 4] R
+      %d = aten.sub.Tensor(%o, %y) : f64[12, 4] R
+      %s = aten.mul.Tensor(%d, %d) : f64[12, 4] R
+      %mean = aten.mean(%s) : f64[] R
+      %loss = as_partial(%mean) : f64[] P(sum)
+      return %loss
+    }""",
+    "one_stage_each": """ratio r0 = [0.25, 0.75, 0] ratio r1 = [0, 0, 1]
+      %x = input("x") : f64[12, 6] S(0)@r0
+      %y = input("y") : f64[12, 4] S(0)@r1
+      %w1 = param("fc1.weight") : f64[8, 6] R@r0
+      %b1 = param("fc1.bias") : f64[8] R@r0
+      %w2 = param("fc2.weight") : f64[4, 8] R@r1
+      %b2 = param("fc2.bias") : f64[4] R@r1
+      %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(0)@r0
+      %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+      %v = move(%a) : f64[12, 8] S(0)@r1
+      %o = aten.linear(%v, %w2, %b2) : f64[12, 4] S(0)@r1
+      %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r1
+      %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r1
+      %loss = aten.mean(%s) : f64[] P(sum)@r1
+      return %loss
+    }""",
+    "counted": f"""{UNEVEN} {BATCH} {stored("R")} {BODY}
+      %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r0
+      %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r0
+      %ones = aten.ones_like(%y) : f64[12, 4] S(0)@r0
+      %c = aten.sum(%ones) : f64[] P(sum)@r0
+      %count = all_reduce(%c) : f64[] R
+      %sum = aten.sum(%s) : f64[] P(sum)@r0
+      %loss = aten.div.Tensor(%sum, %count) : f64[] P(sum)@r0
+      return %loss
+    }}""",
+}
+
+
+def program(name: str):
+    return parse_program(f"program {name} world={WORLD} {{ {PROGRAMS[name]}")
+
+
+class Mlp(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.fc1 = nn.Linear(6, 8, dtype=torch.float64)
+        self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x, y):
+        return (self.fc2(nn.functional.gelu(self.fc1(x))) - y).square().mean()
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(12, 6, generator=g, dtype=torch.float64),
+        "y": torch.randn(12, 4, generator=g, dtype=torch.float64),
+    }
+
+
+def adamw(params):
+    return torch.optim.AdamW(params, lr=0.05)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def build(name: str, make=adamw, **kwargs):
+    """A single-device model with its optimizer, and the same in parallel."""
+    single = Mlp(0)
+    other = Mlp(int(os.environ["RANK"]))  # ranks must agree on rank 0's values by themselves
+    model, optimizer = parallelize(other, make(other.parameters()), program(name), device="cpu", **kwargs)
+    return single, make(single.parameters()), model, optimizer
+
+
+def close(a, b, what="") -> None:
+    torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda m: f"{what}: {m}")
+
+
+def whole_gradients(model) -> dict[str, torch.Tensor]:
+    """Gradients as the single device has them, checked to agree between replicas."""
+    out = {}
+    for name, p in model.named_parameters():
+        s = model._runtime.by_param[p]
+        assert p.grad is None or p.grad.shape == p.shape
+        if name != "unused":
+            out[name] = s.whole(torch.zeros_like(p) if p.grad is None else p.grad, model.comm)
+    return out
+
+
+def same_gradients(single, model, factor=1.0) -> None:
+    for name, g in whole_gradients(model).items():
+        close(g, single.get_parameter(name).grad * factor, name)
+
+
+def check_training(name: str, make) -> None:
+    single, optimizer, model, sharded = build(name, make)
+    for step in range(3):
+        expected = single(**batch(step))
+        loss = model(**batch(step))
+        close(loss, expected, "loss")
+        expected.backward()
+        loss.backward()
+        same_gradients(single, model)
+        optimizer.step()
+        sharded.step()
+        optimizer.zero_grad()
+        sharded.zero_grad()
+    state, reference = model.full_state_dict(), single.state_dict()
+    assert list(state) == list(reference)
+    for key in reference:
+        if key != "count":
+            close(state[key], reference[key], key)
+    if "count" in PROGRAMS[name] and "update" in PROGRAMS[name]:
+        assert state["count"] == 4.5
+    with torch.no_grad():
+        close(model(**batch(9)), single(**batch(9)))
+
+
+def check_names_and_sizes(_) -> None:
+    _, _, model, optimizer = build("fsdp")
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in Mlp().named_parameters()]
+    rank = model.comm.rank
+    assert model.get_parameter("fc1.weight").shape == ([4, 3, 1][rank], 6)
+    assert model.get_parameter("unused").shape == (2,)
+    assert optimizer.param_groups[0]["params"][1] is model.get_parameter("fc1.weight")
+    assert "all_gather" not in model.source and "move" in model.source  # readable: one line a step
+    _, _, model, _ = build("parameter_server")
+    assert model.get_parameter("fc1.weight").numel() == (48 if rank == 1 else 0)
+
+
+def check_local_inputs(_) -> None:
+    single, _, model, _ = build("data_parallel")
+    whole = batch(0)
+    rank = model.comm.rank
+    own = {k: v.split([6, 4, 2])[rank] for k, v in whole.items()}
+    close(model(**own), single(**whole))
+    close(model(whole["x"], own["y"]), single(**whole))
+    with pytest.raises(InputError, match="neither a whole batch") as caught:
+        model(x=whole["x"][:11], y=whole["y"])
+    assert "[12, 6] (whole)" in str(caught.value) and "drop_last" in str(caught.value)
+    with pytest.raises(InputError, match="no tensor 'y'"):
+        model(x=whole["x"])
+    with pytest.raises(InputError, match="another dtype"):
+        model(x=whole["x"].float(), y=whole["y"])
+    parts = list(shard_batches([whole], model.program, rank))
+    assert torch.equal(parts[0]["x"], own["x"])
+    with pytest.raises(InputError, match="drop_last"):
+        list(shard_batches([{k: v[:5] for k, v in whole.items()}], model.program, rank))
+    sampler = plan_sampler(range(40), model.program, rank, shuffle=False)
+    assert list(sampler)[:7] == [*range([0, 6, 10][rank], [6, 10, 12][rank]), *range(12, 40)][:7] or rank
+    assert len(sampler) == 3 * [6, 4, 2][rank]
+
+
+def check_clipping(_) -> None:
+    for name in ("data_parallel", "fsdp", "tensor_parallel", "parameter_server", "one_stage_each"):
+        for norm_type in (2.0, 1.0, float("inf")):
+            single, _, model, _ = build(name)
+            single(**batch(0)).backward()
+            model(**batch(0)).backward()
+            expected = nn.utils.clip_grad_norm_(single.parameters(), 0.1, norm_type)
+            total = model.clip_grad_norm_(0.1, norm_type)
+            close(total.double(), expected.double().float().double(), "norm")
+            same_gradients(single, model)
+
+
+def check_accumulation(_) -> None:
+    for name in ("data_parallel", "fsdp", "zero_share_replica", "one_stage_each"):
+        single, _, model, sharded = build(name)
+        for _again in range(2):
+            for step in range(3):
+                (single(**batch(step)) / 3).backward()
+            with model.no_sync():
+                (model(**batch(0)) / 3).backward()
+                (model(**batch(1)) / 3).backward()
+            (model(**batch(2)) / 3).backward()
+            same_gradients(single, model)  # the second time on top of sums of the first
+        for step in range(3):
+            single(**batch(step)).backward()
+            model(**batch(step)).backward()  # summed every time
+        same_gradients(single, model)
+        (single(**batch(7)) + single(**batch(8))).backward()
+        (model(**batch(7)) + model(**batch(8))).backward()
+        same_gradients(single, model)
+        sharded.zero_grad(set_to_none=False)
+        single.zero_grad()
+        single(**batch(0)).backward()
+        model(**batch(0)).backward()
+        same_gradients(single, model)
+
+
+def check_local_loss(_) -> None:
+    single, _, model, _ = build("data_parallel")
+    local, handle = model.forward_local(**batch(0))
+    local.backward()
+    expected = single(**batch(0))
+    expected.backward()
+    close(handle.wait(), expected.detach())
+    same_gradients(single, model)
+
+
+def check_checkpoints(_) -> None:
+    single, optimizer, model, sharded = build("fsdp")
+    for step in range(2):
+        single(**batch(step)).backward()
+        model(**batch(step)).backward()
+        optimizer.step()
+        sharded.step()
+        optimizer.zero_grad()
+        sharded.zero_grad()
+    state, packed = model.full_state_dict(), full_optimizer_state_dict(model, sharded)
+    assert bool(model.full_state_dict(rank0_only=True)) == (model.comm.rank == 0)
+    reference = optimizer.state_dict()
+    assert packed["state"].keys() == reference["state"].keys()
+    for n, entries in reference["state"].items():
+        for key, value in entries.items():
+            close(packed["state"][n][key], value, f"{n} {key}")
+    for name in ("tensor_parallel", "zero_share", "one_stage_each"):  # resumed under other programs
+        _, _, other, resumed = build(name)
+        other.load_full_state_dict(state)
+        load_full_optimizer_state_dict(other, resumed, packed)
+        other(**batch(5)).backward()
+        resumed.step()
+        twin = Mlp(1)
+        twin.load_state_dict(state)
+        twin_optimizer = adamw(twin.parameters())
+        twin_optimizer.load_state_dict(copy.deepcopy(packed))
+        twin(**batch(5)).backward()
+        twin_optimizer.step()
+        for key, value in other.full_state_dict().items():
+            if key != "count":
+                close(value, twin.state_dict()[key], f"{name} {key}")
+    with pytest.raises(PlanError, match="not of this model"):
+        model.load_full_state_dict({"fc1.weight": torch.zeros(1)})
+
+
+def check_a_warm_optimizer(_) -> None:
+    """State that exists before parallelize is cut like its parameter; schedulers stay attached."""
+    single = Mlp(0)
+    optimizer = sgd(single.parameters())
+    single(**batch(0)).backward()
+    optimizer.step()
+    warm = Mlp(0)
+    warm_optimizer = sgd(warm.parameters())
+    warm(**batch(0)).backward()
+    warm_optimizer.step()
+    scheduler = torch.optim.lr_scheduler.StepLR(warm_optimizer, 1, 0.5)
+    model, same = parallelize(warm, warm_optimizer, program("fsdp"), device="cpu")
+    assert same is warm_optimizer
+    optimizer.zero_grad()
+    single(**batch(1)).backward()
+    model(**batch(1)).backward()
+    optimizer.step()
+    same.step()
+    scheduler.step()
+    assert same.param_groups[0]["lr"] == 0.05
+    for key, value in model.full_state_dict().items():
+        close(value, single.state_dict()[key], key)
+
+
+def check_refusals(_) -> None:
+    with pytest.raises(InputError, match="LBFGS"):
+        build("data_parallel", lambda p: torch.optim.LBFGS(p))
+    with pytest.raises(InputError, match="Adafactor may mix"):
+        build("fsdp", lambda p: torch.optim.Adafactor(p))
+    build("data_parallel", lambda p: torch.optim.Adafactor(p))
+    build("parameter_server", lambda p: torch.optim.Adafactor(p))  # whole, though on one rank
+    other = Mlp()
+    other.fc1 = nn.Linear(6, 9, dtype=torch.float64)
+    other.fc2 = nn.Linear(9, 4)
+    with pytest.raises(PlanError) as caught:
+        parallelize(other, None, program("fsdp"), device="cpu")
+    assert "fc1.weight f64[8, 6]" in str(caught.value) and "f64[9, 6]" in str(caught.value)
+    two = parse_program(str(program("one_stage_each")).replace("world=3", "world=2").replace(
+        "[0.25, 0.75, 0]", "[0.25, 0.75]").replace("[0, 0, 1]", "[0, 1]"))  # fmt: skip
+    with pytest.raises(PlanError, match="another number of ranks"):
+        parallelize(Mlp(), None, two, device="cpu")
+    text = PROGRAMS["data_parallel"].replace("aten.sub.Tensor(%o, %y)", "aten.sub.Tensor(%o, %x)")
+    broken = parse_program(f"program broken world=3 {{ {text}")
+    model, _ = parallelize(Mlp(), None, broken, device="cpu")
+    with pytest.raises(MixmeshError, match="aten.sub.Tensor failed") as caught:
+        model(**batch(0))
+    assert "%d = aten.sub.Tensor" in str(caught.value) and "local inputs" in str(caught.value)
+
+
+class Training:
+    """A check that pickles, unlike a closure."""
+
+    def __init__(self, name, make) -> None:
+        self.name, self.make = name, make
+
+    def __call__(self, _) -> None:
+        check_training(self.name, self.make)
+
+
+CHECKS = {
+    f"training {name} {make.__name__}": Training(name, make) for name in PROGRAMS for make in (adamw, sgd)
+}
+CHECKS |= {
+    f.__name__.removeprefix("check_"): f
+    for f in (
+        check_names_and_sizes,
+        check_local_inputs,
+        check_clipping,
+        check_accumulation,
+        check_local_loss,
+        check_checkpoints,
+        check_a_warm_optimizer,
+        check_refusals,
+    )
+}
+
+
+def no_comm():
+    return None
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_world(WORLD, CHECKS, no_comm)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_between_processes(results, name):
+    assert_passed(results[name])
+
+
+def fails_when_a_rank_never_calls(_) -> None:
+    model, _ = parallelize(Mlp(), None, program("fsdp"), device="cpu", timeout_s=2)
+    model(**batch(0)).backward()
+    rank = model.comm.rank
+    if rank == 2:
+        time.sleep(4)
+        return
+    started = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        model(**batch(0)).backward()
+    assert time.monotonic() - started < 10
+    message = str(caught.value)
+    assert f"rank {rank}: all_gather" in message and "%w1 = all_gather(%p_w1)" in message
+    assert "timed out after 2 s" in message or "lost a peer" in message
+
+
+def fails_in_the_backward_pass(_) -> None:
+    model, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu", timeout_s=2)
+    loss = model(**batch(0))
+    if model.comm.rank == 0:
+        time.sleep(4)
+        return
+    with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
+        loss.backward()
+
+
+def test_a_rank_that_never_calls_is_an_error_with_a_place():
+    failing = {f.__name__: f for f in (fails_when_a_rank_never_calls, fails_in_the_backward_pass)}
+    for failures in run_world(WORLD, failing, no_comm).values():
+        assert_passed(failures)
+
+
+def test_without_a_launcher_the_error_says_how_to_start(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match="without a launcher") as caught:
+        Comm.create(program("fsdp"), device="cpu")
+    assert "torchrun --nproc-per-node 3" in str(caught.value)
