@@ -13,6 +13,7 @@ from torch import nn
 
 from mixmesh.errors import TraceError
 from mixmesh.ir import Graph, Node, Ref, ValueType
+from mixmesh.ir.text import print_arg
 from mixmesh.trace import trace
 from mixmesh.trace.simplify import (
     drop_dead,
@@ -83,6 +84,7 @@ def check_form(graph: Graph) -> None:
         assert node.op not in ("aten.reshape", "aten.clone", "aten.alias", "aten.native_batch_norm"), node
         if node.op in ("aten.view", "aten.expand"):
             assert node.args[1] == node.types[0].shape
+        print_arg((node.args, tuple(v for _, v in node.kwargs)))  # has a text
         if node.is_leaf:
             assert node.location == "" and len(node.args) == 1
     assert graph.types[graph.loss].shape == ()
@@ -445,10 +447,21 @@ def test_dropout_is_one_operator_and_none_when_evaluating():
         def forward(self, x):
             return self.never(self.drop(self.fc(x))).sum()
 
-    traced = trace(Drops(), (torch.randn(2, 6),))
+    model, state = Drops(), torch.random.get_rng_state()
+    traced = trace(model, (torch.zeros(2, 6),))
+    assert torch.equal(torch.random.get_rng_state(), state), "tracing draws nothing"
     (drop,) = (n for n in traced.graph.nodes if n.op == "aten.native_dropout")
     assert drop.args[1:] == (0.1, True) and drop.results[1] is None
     assert "aten.native_dropout" not in ops(trace(Drops().eval(), (torch.randn(2, 6),)).graph)
+
+
+def test_helper_methods_are_located_themselves():
+    def helper(y):
+        return y.pow(2).sum()  # in a helper
+
+    graph = trace(Head(lambda m, y: helper(y)), (torch.randn(8, 6),)).graph
+    node = graph.producers[graph.loss]
+    assert node.location.endswith(line_of("# in a helper")) and node.source.startswith("return y.pow(2)")
 
 
 # passes on their own
