@@ -1,0 +1,55 @@
+"""mixmesh trains one ordinary PyTorch model across a cluster whose devices differ.
+
+Names are looked up when they are first used, so that ``import mixmesh`` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+# exported name -> module. No exported name is also the name of a module: importing a submodule binds
+# its name here, and would hide the function (tests/test_exports.py).
+_EXPORTS = {
+    "Cluster": "cluster",
+    "Job": "job",
+    "Plan": "plan_file",
+    "Profile": "cost",
+    "Program": "ir",
+    "Timeline": "simulator",
+    "VerifyReport": "verification",
+    "load_job": "job",
+    "parallelize": "runtime.parallel",
+    "parse_program": "ir",
+    "plan": "api",
+    "simulate": "api",
+    "verify": "verification",
+    "MixmeshError": "errors",
+    "InputError": "errors",
+    "ClusterError": "errors",
+    "JobError": "errors",
+    "PlanError": "errors",
+    "ParseError": "errors",
+    "TraceError": "errors",
+    "UnsupportedOp": "errors",
+    "Infeasible": "errors",
+    "VerificationError": "errors",
+    "CollectiveError": "errors",
+    "DeviceLost": "errors",
+    "TestbedUnavailable": "errors",
+}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]  # noqa: PLE0604
+
+
+def __getattr__(name: str):
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))
