@@ -70,10 +70,13 @@ def _slice(b: Builder, node: Node) -> tuple[Ref] | None:
     return _if_same_type(b, node) if bound(node)["step"] == 1 else None
 
 
-def _cast(b: Builder, node: Node) -> tuple[Ref]:
+def _cast(b: Builder, node: Node) -> tuple[Ref] | None:
     x = node.args[0]
-    same = b.type(x) == node.types[0]
-    return (x if same else b("aten._to_copy", x, dtype=DType(node.types[0].dtype)),)
+    if b.type(x) == node.types[0]:
+        return (x,)
+    dtype = DType(node.types[0].dtype)
+    canonical = node.op == "aten._to_copy" and node.kwargs == (("dtype", dtype),)
+    return None if canonical else (b("aten._to_copy", x, dtype=dtype),)
 
 
 def _dropout(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
