@@ -68,12 +68,14 @@ class Problem:
         rules: dict[str, Rule] | None = None,
         units: Units | None = None,
         optimizer_states: int = 2,
+        shard_params: bool = True,
     ) -> None:
         self.graph, self.costs, self.ratio = graph, costs, ratio
         self.prices = prices or Prices()
         self.rules = RULES if rules is None else rules
         self.units = units if units is not None else shard_units(graph, self.rules)
         self.optimizer_states = optimizer_states
+        self.shard_params = shard_params  # False: parameters are replicated, as in data parallelism
         self.ranks = support(ratio)
         self.names = tuple(graph.types)
         self.ids = {name: n for n, name in enumerate(self.names)}
@@ -193,7 +195,7 @@ class Problem:
         zeros = (0.0,) * len(self.classes)
         if code == P or (code >= 2 and not self.can_shard(value, code - 2)):
             return None
-        if node.op in ("const",) and code != R:
+        if code != R and (node.op == "const" or (node.op == "param" and not self.shard_params)):
             return None
         if node.op != "param":
             return Load(0.0, zeros)

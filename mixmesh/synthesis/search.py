@@ -41,6 +41,9 @@ class Found:
     optimal: bool
 
 
+BEAM = 48  # states kept per step once the exact search has used up its budget
+
+
 class NoProgram(ValueError):
     """No option of some step can be reached."""
 
@@ -58,11 +61,12 @@ class _State:
 def search(problem: Problem, *, max_states: int | None = None, beam: int | None = None) -> Found:
     """The program of least stage sum. Raises NoProgram if there is none.
 
-    With ``beam``, at most that many states are kept at each step, which bounds the time on large graphs;
-    the result then need not be optimal, and says so.
+    After ``max_states`` expansions the search starts again with at most ``BEAM`` states kept per step
+    (``beam`` asks for that from the start), which bounds the time on large graphs; the result then need
+    not be optimal, and says so.
     """
     if beam is not None:
-        return _beam_search(problem, beam)
+        return _beam_search(problem, beam, 0)
     ahead = remaining(problem)
     start = _start(problem)
     heap = [(0.0, 0, 0, start)]
@@ -77,25 +81,25 @@ def search(problem: Problem, *, max_states: int | None = None, beam: int | None 
             continue
         expanded += 1
         if max_states is not None and expanded > max_states:
-            return _beam_search(problem, 64)
+            return _beam_search(problem, BEAM, expanded)
         for child in successors(problem, state):
-            if _keep(kept, child):
+            if _keep(kept[child.step], child):
                 pushed += 1
                 heapq.heappush(heap, (bound(child, ahead), -child.step, pushed, child))
     raise NoProgram("no program computes this graph with the options given")
 
 
-def _beam_search(problem: Problem, width: int) -> Found:
+def _beam_search(problem: Problem, width: int, expanded: int) -> Found:
     ahead = remaining(problem)
     level = [_start(problem)]
-    expanded, cut = 0, False
+    cut = False
     for _ in problem.steps:
-        kept: list[dict[Facts, list[_State]]] = [{} for _ in range(len(problem.steps) + 1)]
+        rivals: dict[Facts, list[_State]] = {}
         for state in level:
             expanded += 1
             for child in successors(problem, state):
-                _keep(kept, child)
-        level = [s for states in kept[level[0].step + 1].values() for s in states] if level else []
+                _keep(rivals, child)
+        level = [s for states in rivals.values() for s in states]
         if not level:
             raise NoProgram("no program computes this graph with the options given")
         if len(level) > width:
@@ -196,9 +200,9 @@ def _level(times: Vector, seconds: float) -> Vector:
     return (max(times) + seconds,) * len(times)
 
 
-def _keep(kept: list[dict[Facts, list[_State]]], state: _State) -> bool:
+def _keep(kept: dict[Facts, list[_State]], state: _State) -> bool:
     """Registers a state unless one with the same facts is not worse for any class."""
-    rivals = kept[state.step].setdefault(state.facts, [])
+    rivals = kept.setdefault(state.facts, [])
     for rival in rivals:
         if _not_worse(rival, state):
             return False

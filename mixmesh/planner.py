@@ -1,0 +1,368 @@
+"""From a graph and a cluster to a plan: every planner proposes programs, the simulator disposes.
+
+propose     candidates of the asked planner, or of all of them for ``auto``
+bucket      gradient buckets of several sizes for each
+polish      shares moved by whole samples while the simulated step gets shorter
+choose      the fastest that fits in every device's memory
+"""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from .baselines import data_parallel, device_seconds, fully_sharded, only, proportional_ratio
+from .buckets import with_buckets
+from .cluster import Cluster
+from .cost import CostModel, Profile
+from .cost.placed import exchange_of, held_share, is_computation, op_time, work_type
+from .errors import Infeasible, InputError
+from .ir import Graph, Program, Ratio, even_ratio, local_bytes, local_shape, make_ratio, shard_sizes, support
+from .plan_file import Candidate, Plan
+from .ratios import optimal_ratio, usable_bytes, with_ratio
+from .rules import RULES, shard_units
+from .simulator import Timeline, simulate
+from .synthesis import NoProgram, Prices, Problem, emit, search
+
+BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
+PLANNERS = ("auto", "hap", *BASELINES)
+HEADROOM = 0.05  # of a device's memory that a plan leaves free
+BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
+GRADIENT_PRICES = (1.0, 0.3, 0.0)  # of a second of gradient communication: none, much, all of it hidden
+MAX_STATES = 6_000
+MAX_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A program of one planner, with what the simulator says of it."""
+
+    planner: str
+    program: Program
+    timeline: Timeline
+    feasible: bool
+    states_expanded: int = 0
+
+    @property
+    def key(self) -> tuple[bool, float]:
+        return (not self.feasible, self.timeline.step_s)
+
+
+class Traced(Protocol):
+    """A traced model: what ``mixmesh.trace.trace`` returns."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def output_has_loss(self) -> bool: ...
+
+
+def make_plan(
+    traced: Traced | Graph,
+    cluster: Cluster,
+    *,
+    planner: str = "auto",
+    profile: Profile | None = None,
+    optimizer_states: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2).
+
+    Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
+    if nothing fits.
+    """
+    if planner not in PLANNERS:
+        close = difflib.get_close_matches(planner, PLANNERS, 1)
+        raise InputError(
+            f"unknown planner {planner!r}",
+            expected=", ".join(PLANNERS),
+            hint=f"--planner {close[0]}" if close else "",
+        )
+    graph = traced if isinstance(traced, Graph) else traced.graph
+    started = time.perf_counter()
+    task = Task(graph, CostModel(cluster, profile), optimizer_states, progress or (lambda _: None))
+    check_batch(graph, cluster)
+    names = (*BASELINES, "hap") if planner == "auto" else (planner,)
+    best: dict[str, Proposal] = {}
+    for name in names:
+        task.progress(f"planning: {name}")
+        proposals = list(task.propose(name))
+        if proposals:
+            best[name] = min(proposals, key=lambda p: p.key)
+    fitting = [p for p in best.values() if p.feasible]
+    if not fitting:
+        raise infeasible(task, list(best.values()))
+    chosen = min(fitting, key=lambda p: p.key)
+    candidates = sorted(best.values(), key=lambda p: p.key)
+    program = chosen.program
+    return Plan(
+        program=program,
+        planner=chosen.planner,
+        predicted_step_s=chosen.timeline.step_s,
+        predicted_peak_memory_bytes=chosen.timeline.peak_memory_bytes,
+        cluster_fingerprint=cluster.fingerprint,
+        cluster_name=cluster.name,
+        graph_fingerprint=graph.fingerprint,
+        output_has_loss=False if isinstance(traced, Graph) else traced.output_has_loss,
+        planning_s=time.perf_counter() - started,
+        states_expanded=sum(p.states_expanded for p in best.values()),
+        cost_source=task.costs.source,
+        candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
+        warnings=tuple(warnings_of(graph, program)),
+        notes=notes_of(program, task.costs),
+    )
+
+
+def check_batch(graph: Graph, cluster: Cluster) -> None:
+    sizes = {i.types[0].shape[0] for i in graph.batch_inputs if i.types[0].shape}
+    if sizes and max(sizes) < cluster.world_size:
+        raise InputError(
+            "the batch is smaller than the number of devices",
+            expected=f"at least {cluster.world_size} samples, one for each device of {cluster.name!r}",
+            got=f"{max(sizes)} samples in dim 0 of the batch",
+            hint="a larger global batch in the job, or a cluster file with fewer devices",
+        )
+
+
+class Task:
+    """One planning task: proposes candidates and has them simulated."""
+
+    def __init__(self, graph: Graph, costs: CostModel, optimizer_states: int, progress) -> None:
+        self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
+        self.progress = progress
+        self.units = shard_units(graph, RULES)
+        self.world_size = costs.cluster.world_size
+
+    @cached_property
+    def proportional(self) -> Ratio:
+        return proportional_ratio(self.graph, self.costs)
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
+        sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
+        return max(sizes, default=1000)
+
+    def propose(self, planner: str) -> Iterator[Proposal]:
+        match planner:
+            case "single":
+                seconds = device_seconds(self.graph, self.costs)
+                # the fastest device, and the fastest with the most memory if that one is too small
+                for rank in dict.fromkeys(
+                    (
+                        min(range(self.world_size), key=seconds.__getitem__),
+                        max(range(self.world_size), key=lambda r: (self.memory(r), -seconds[r])),
+                    )
+                ):
+                    yield self.judge(planner, self.data_parallel(only(rank, self.world_size)))
+            case "ddp-even":
+                yield self.best_buckets(planner, self.data_parallel(even_ratio(self.world_size)))
+            case "ddp-proportional":
+                yield self.best_buckets(planner, self.data_parallel(self.proportional))
+            case "fsdp-even":
+                yield self.judge(planner, fully_sharded(self.data_parallel(even_ratio(self.world_size))))
+            case "hap":
+                yield from self.synthesised()
+
+    def memory(self, rank: int) -> int:
+        return self.costs.cluster.devices[rank].memory_bytes
+
+    def data_parallel(self, ratio: Ratio) -> Program:
+        return data_parallel(self.graph, self.costs, ratio, self.units)
+
+    def judge(self, planner: str, program: Program, states: int = 0) -> Proposal:
+        timeline = simulate(program, self.costs, optimizer_states=self.optimizer_states)
+        fits = all(
+            peak <= usable_bytes(self.costs, rank, HEADROOM)
+            for rank, peak in enumerate(timeline.peak_memory_bytes)
+        )
+        return Proposal(planner, program, timeline, fits, states)
+
+    def best_buckets(self, planner: str, program: Program, states: int = 0) -> Proposal:
+        made = [self.judge(planner, with_buckets(program, size), states) for size in BUCKET_BYTES]
+        return min(made, key=lambda p: p.key)
+
+    def synthesised(self) -> Iterator[Proposal]:
+        """HAP: program and ratio in turn, for several prices and sets of devices."""
+        seconds = device_seconds(self.graph, self.costs)
+        fastest_first = sorted(range(self.world_size), key=seconds.__getitem__)
+        for ranks in device_sets(fastest_first, self.costs.class_of):
+            for price in GRADIENT_PRICES:
+                self.progress(f"planning: hap, {len(ranks)} devices, gradient price {price:g}")
+                yield from self.alternate(ranks, Prices(gradient_sync=price))
+
+    def alternate(self, ranks: tuple[int, ...], prices: Prices) -> Iterator[Proposal]:
+        """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished."""
+        ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
+        best: Proposal | None = None
+        seen: set[Ratio] = set()
+        for _ in range(MAX_ROUNDS):
+            if ratio in seen:
+                break
+            seen.add(ratio)
+            problem = Problem(
+                self.graph,
+                self.costs,
+                ratio,
+                prices=prices,
+                units=self.units,
+                optimizer_states=self.optimizer_states,
+            )
+            try:
+                found = search(problem, max_states=MAX_STATES)
+            except NoProgram:
+                break
+            program = emit(problem, found)
+            try:
+                ratio = optimal_ratio(
+                    program, self.costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM
+                )
+            except Infeasible:
+                ratio = problem.ratio
+            if support(ratio) != ranks:
+                # the LP left a device out: that is another set of devices, tried on its own
+                ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
+            made = self.best_buckets("hap", with_ratio(program, "r0", ratio), found.states_expanded)
+            if best is None or made.key < best.key:
+                best = made
+            else:
+                break
+        if best is not None:
+            yield self.polish(best)
+
+    def polish(self, proposal: Proposal) -> Proposal:
+        """Moves single samples between ranks while that shortens the simulated step."""
+        ranks = support(proposal.program.ratio_of["r0"])
+        if len(ranks) < 2:
+            return proposal
+        counts = list(whole_counts(proposal.program.ratio_of["r0"], self.batch))
+        best = self.judge(
+            proposal.planner,
+            with_ratio(proposal.program, "r0", make_ratio(counts)),
+            proposal.states_expanded,
+        )
+        if proposal.key < best.key:
+            best = proposal
+        for _ in range(self.batch):
+            # take from whoever computes longest, give to whoever is done first
+            load = best.timeline.compute_s
+            givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
+            takers = sorted(ranks, key=lambda r: load[r])[:3]
+            moves = []
+            for giver in givers:
+                for taker in takers:
+                    if giver != taker:
+                        moved = list(counts)
+                        moved[giver] -= 1
+                        moved[taker] += 1
+                        program = with_ratio(best.program, "r0", make_ratio(moved))
+                        moves.append((self.judge(best.planner, program, best.states_expanded), moved))
+            if not moves:
+                break
+            candidate, moved = min(moves, key=lambda m: m[0].key)
+            if candidate.key >= best.key:
+                break
+            best, counts = candidate, moved
+        return best
+
+
+def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
+    """Whole samples per rank, at least one for every rank that takes part."""
+    counts = list(shard_sizes(total, ratio))
+    for rank in support(ratio):
+        while counts[rank] == 0:
+            counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
+            counts[rank] += 1
+    return tuple(counts)
+
+
+def device_sets(fastest_first: list[int], class_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All devices, then without the slowest class, without the two slowest, …: dropping is always legal."""
+    order = list(dict.fromkeys(class_of[r] for r in fastest_first))
+    for count in range(len(order), 0, -1):
+        keep = set(order[:count])
+        yield tuple(sorted(r for r in fastest_first if class_of[r] in keep))
+
+
+def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
+    """Why nothing fits, from the candidate that comes closest."""
+
+    def excess(p: Proposal) -> tuple[float, int]:
+        over = [
+            (peak - usable_bytes(task.costs, rank, HEADROOM), rank)
+            for rank, peak in enumerate(p.timeline.peak_memory_bytes)
+        ]
+        return max(over)
+
+    closest = min(proposals, key=lambda p: excess(p)[0])
+    over, rank = excess(closest)
+    device = task.costs.cluster.devices[rank]
+    peak = closest.timeline.peak_memory_bytes[rank]
+    name, size = largest_tensor(closest.program, rank)
+    gib = 2**30
+    return Infeasible(
+        "no plan fits in memory",
+        expected=f"at most {usable_bytes(task.costs, rank, HEADROOM) / gib:.2f} GiB usable on rank {rank} "
+        f"({device.name})",
+        got=f"{peak / gib:.2f} GiB needed there by {closest.planner}, the candidate that comes closest; "
+        f"largest tensor %{name}, {size / gib:.2f} GiB",
+        hint=(
+            "a smaller global batch in the job",
+            f"a device with at least {over / gib:.2f} GiB more memory",
+        ),
+    )
+
+
+def largest_tensor(program: Program, rank: int) -> tuple[str, int]:
+    sizes = {
+        name: local_bytes(t.value, t.placement, program.ratio(t.ratio), rank)
+        for name, t in program.types.items()
+    }
+    name = max(sizes, key=sizes.__getitem__)
+    return name, sizes[name]
+
+
+def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.is_leaf or node.op == "update" or node.op in RULES or node.op in seen:
+            continue
+        seen.add(node.op)
+        place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
+        yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
+    ratio = program.ratios[0][1]
+    idle = [r for r, share in enumerate(ratio) if share == 0]
+    if idle:
+        yield f"ranks {idle} take no part: the step is faster without them"
+
+
+def notes_of(program: Program, costs: CostModel) -> dict[int, str]:
+    """Comments for the printed program: local sizes of inputs, times of operators and collectives."""
+    notes: dict[int, str] = {}
+    for n, i in enumerate(program.instructions):
+        if i.op == "input":
+            shapes = [
+                local_shape(i.type.value, i.type.placement, program.ratio(i.type.ratio), r)
+                for r in range(program.world_size)
+            ]
+            notes[n] = "local " + " ".join(str(s[0]) if s else "-" for s in shapes)
+        elif is_computation(i):
+            t = work_type(program, i)
+            slowest = max(
+                (
+                    op_time(program, i, costs, costs.class_of[r]).forward.at(held_share(program, t, r))
+                    for r in program.participants(t)
+                ),
+                default=0.0,
+            )
+            if slowest >= 5e-6:
+                notes[n] = f"{slowest * 1e3:8.3f} ms"
+        else:
+            exchange = exchange_of(program, i)
+            if exchange is not None:
+                notes[n] = f"{exchange.seconds(costs) * 1e3:8.3f} ms"
+    return notes
