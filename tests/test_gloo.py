@@ -93,6 +93,14 @@ PROGRAMS = {
       %loss = as_partial(%mean) : f64[] P(sum)
       return %loss
     }""",
+    "gathered_early": f"""{UNEVEN} ratio m = [0.1, 0.2, 0.7] {BATCH}
+      {stored("S(0)@m", "R", names=("w1", "b1", "w2"))} %b2 = param("fc2.bias") : f64[4] R
+      {BODY} {TAIL}""",
+    "sufficient_factors": f"""{UNEVEN} {BATCH} {stored("R")}
+      %h = aten.linear(%x, %w1, %b1) {{sfb=true}} : f64[12, 8] S(0)@r0
+      %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+      %o = aten.linear(%a, %w2, %b2) {{sfb=true}} : f64[12, 4] S(0)@r0
+      {TAIL}""",
     "one_stage_each": """ratio r0 = [0.25, 0.75, 0] ratio r1 = [0, 0, 1]
       %x = input("x") : f64[12, 6] S(0)@r0
       %y = input("y") : f64[12, 4] S(0)@r1
@@ -255,7 +263,7 @@ def check_clipping(_) -> None:
 
 
 def check_accumulation(_) -> None:
-    for name in ("data_parallel", "fsdp", "zero_share_replica", "one_stage_each"):
+    for name in ("data_parallel", "fsdp", "zero_share_replica", "one_stage_each", "sufficient_factors"):
         single, _, model, sharded = build(name)
         for _again in range(2):
             for step in range(3):

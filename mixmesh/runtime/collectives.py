@@ -31,8 +31,12 @@ class Handle:
         self._channel, self._works, self._finish = channel, works, finish
         self._result: Tensor | None = None
 
+    def is_ready(self) -> bool:
+        """Whether ``wait`` would not wait. May say no of one that is."""
+        return self._finish is None or (bool(self._works) and all(w.is_completed() for w in self._works))
+
     def wait(self) -> Tensor:
-        if self._result is None:
+        if self._finish is not None:
             for work in self._works:
                 self._channel.finish(work)
             self._result = self._finish()
@@ -44,8 +48,18 @@ def done(result: Tensor) -> Handle:
     return Handle(None, (), lambda: result)
 
 
-def then(handle: Handle, f: Callable[[Tensor], Tensor]) -> Handle:
-    return Handle(None, (), lambda: f(handle.wait()))
+class _Then(Handle):
+    def __init__(self, handles: Sequence[Handle], f: Callable[..., Tensor]) -> None:
+        super().__init__(None, (), lambda: f(*(handle.wait() for handle in handles)))
+        self._handles = handles
+
+    def is_ready(self) -> bool:
+        return all(handle.is_ready() for handle in self._handles)
+
+
+def then(f: Callable[..., Tensor], *handles: Handle) -> Handle:
+    """A handle on ``f`` of the results of others."""
+    return _Then(handles, f)
 
 
 # --- all_gather ---------------------------------------------------------------------------------------
@@ -277,7 +291,7 @@ def all_to_all(
         takes = [_overlap(src[i], dst[me]) for i in range(n)]
         shapes = [_resize(x.shape, src_dim, b - a) for a, b in takes]
     handle = exchange(channel, sent, shapes, async_op=True)
-    return _give(then(handle, lambda pieces: torch.cat(pieces, src_dim)), async_op)
+    return _give(then(lambda pieces: torch.cat(pieces, src_dim), handle), async_op)
 
 
 def broadcast(channel: Channel, x: Tensor, src: int, *, async_op: bool = False) -> Tensor | Handle:

@@ -1,8 +1,8 @@
 """A program as one rank runs it: compiled once into a straight line of Python.
 
 ``RankProgram.source`` is that line, for reading: instructions that this rank has no part in are absent, a
-value is forgotten after its last use, a redistribution that no gradient passes is started at its place
-and awaited at its first use.
+value is forgotten after its last use, a redistribution is started at its place and awaited at its first
+use (of any rank: what is awaited in the forward pass decides the order of the backward).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from .comm import Comm
 from .layout import Layout, layout
 from .local import TORCH_DTYPES, local_op
 from .random import RandomPolicy
-from .redistribute import bind
+from .redistribute import Sink, bind
+from .sfb import is_sfb, sfb_op, wait_now
 
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
 
@@ -71,9 +72,14 @@ def compile_program(
     random: RandomPolicy,
     *,
     training: bool = True,
+    sink: Sink | None = None,
 ) -> RankProgram:
-    """The program as ``rank`` runs it; without ``training``, dropout lets everything pass."""
-    writer = _Writer(program, rank, comm, device, random, training)
+    """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
+
+    ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
+    one the backward pass waits for each.
+    """
+    writer = _Writer(program, rank, comm, device, random, training, sink)
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
@@ -86,18 +92,20 @@ def compile_program(
 class _Writer:
     """Writes the source; ``bound`` are the objects that it names."""
 
-    def __init__(self, program, rank, comm, device, random, training) -> None:
+    def __init__(self, program, rank, comm, device, random, training, sink) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
-        self.training = training
+        self.training, self.sink = training, sink
         self.text = ["def run(params, buffers, inputs, updated, tokens):"]
         self.origin: dict[int, Instruction] = {}
-        self.bound: dict[str, object] = {"torch": torch}
+        self.bound: dict[str, object] = {"torch": torch, "sink": sink}
         self.held: set[str] = set()
-        self.pending: set[str] = set()
+        self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
+        self.pending: dict[str, str] = {}  # value -> what is written to await it
         self.last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
         self.last_use[program.loss] = len(program.instructions)
 
     def instruction(self, n: int, i: Instruction) -> None:
+        self._await(i.inputs, i)
         if i.is_redistribution:
             self._redistribution(n, i)
         elif i.is_leaf:
@@ -132,8 +140,7 @@ class _Writer:
     def _await(self, names, i: Instruction | None) -> None:
         for name in dict.fromkeys(names):
             if name in self.pending:
-                self.pending.discard(name)
-                self._line(f"{self._name(name)} = {self._name(name)}.wait()", i)
+                self._line(f"{self._name(name)} = {self.pending.pop(name)}", i)
 
     def _leaf(self, n: int, i: Instruction) -> None:
         if not self._takes_part(i):
@@ -155,18 +162,18 @@ class _Writer:
     def _update(self, i: Instruction) -> None:
         buffer, value = i.args[0], i.inputs[-1]
         if value in self.held:
-            self._await([value], i)
             self._line(f"updated[{buffer!r}] = {self._name(value)}.detach()", i)
 
     def _local(self, n: int, i: Instruction) -> None:
-        self._await(i.inputs, i)
         if i.op == "aten.native_dropout" and not self.training:
             self.bound[f"op{n}"] = _PASS[len(i.results)]
+        elif is_sfb(i):
+            self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now)
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random)
         used = [(r is not None) for r in i.results]
         results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
-        arguments = ", ".join(map(self._name, i.inputs))
+        arguments = ", ".join([*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)])
         if any(used):
             self._line(f"{results}, = op{n}({arguments})", i)
         self.held.update(r for r in i.results if r is not None)
@@ -176,28 +183,31 @@ class _Writer:
         if not how.takes_part:
             return
         (source,) = i.inputs
-        self._await([source], i)
         self.bound[f"move{n}"] = how
         argument = self._name(source) if source in self.held else "None"
         result = self._name(i.result)
         if i.result in self.program.requires_grad:
-            self._line(f"{result} = move{n}.apply({argument}, tokens)", i)
+            self._line(f"{result} = move{n}.start({argument})", i)
+            # only of a sharded parameter: other gradients still have to pass the hooks that sum them
+            stored = self.program.producers[source].op == "param" and how.src.sizes
+            sink = ", sink" if stored else ""
+            self.pending[i.result] = f"{result}.finish(tokens{sink})"
         else:
-            # still issued at its place: collectives of one group meet in program order
             self._line(f"{result} = move{n}.forward({_detached(argument)}, async_op=True)", i)
-            self.pending.add(i.result)
+            self.pending[i.result] = f"{result}.wait()"
         if self._takes_part(i):
             self.held.add(i.result)
-        elif i.result in self.pending:
-            self._await([i.result], i)
+        else:
+            self.passing.add(i.result)
 
     def _forget(self, n: int, i: Instruction) -> None:
-        over = [name for name in dict.fromkeys((*i.inputs, *i.results)) if name in self.held]
-        over = [name for name in over if self.last_use.get(name, n) <= n]
+        names = dict.fromkeys((*i.inputs, *(r for r in i.results if r is not None)))
+        over = [x for x in names if x in self.held | self.passing and self.last_use.get(x, n) <= n]
         self._await(over, i)
         if over:
             self._line(f"del {', '.join(map(self._name, over))}", None)
             self.held.difference_update(over)
+            self.passing.difference_update(over)
 
 
 _PASS = {1: lambda x: (x,), 2: lambda x: (x, None)}

@@ -8,10 +8,14 @@ awaited before ``backward()`` returns, so that a caller may clip or read gradien
 Two rules keep sums right when gradients accumulate over several backward passes. A gradient that was
 summed already is R; before more is added to it, all ranks but the first drop theirs, which makes it P
 again. And a rank whose part of the step gave a parameter no gradient contributes zeros.
+
+Gradients that a redistribution brings (the reduce_scatter of a gathered parameter) are handed over as
+handles, and added to their parameters as they arrive.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,6 +26,7 @@ from torch import Tensor
 from ..ir import Program, Replicate
 from .collectives import Handle, all_reduce
 from .comm import Channel, Comm
+from .sfb import summed_by_sfb
 
 BUCKET_CAP_BYTES = 4 * 2**20
 
@@ -50,7 +55,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
         if isinstance(p.type.placement, Replicate)
         and p.result in program.requires_grad
         and len(program.participants(p.type)) > 1
-        and not p.attr("summed", False)
+        and not summed_by_sfb(program, p.result)
     ]
     summed.sort(key=lambda p: -first_use[p.result])
     groups: dict[tuple, list] = {}
@@ -80,9 +85,10 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
 class _Progress:
     """Of one backward pass: what is missing per bucket, how far the fixed order has got."""
 
-    missing: list[set[int]] = field(default_factory=list)
+    missing: list[set[int]] = field(default_factory=list)  # empty in a pass that sums nothing
     next: int = 0
     handles: list[Handle] = field(default_factory=list)
+    arriving: deque[tuple[Tensor | None, Handle]] = field(default_factory=deque)
 
 
 class GradientReducer:
@@ -127,9 +133,22 @@ class GradientReducer:
             if id(p) in self._summed and p.grad is not None and not self._first[id(p)]:
                 p.grad.zero_()
         self._summed.clear()
-        self._progress = _Progress([{id(p) for p in members} for members in self._buckets])
-        if self.enabled:
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        missing = [{id(p) for p in members} for members in self._buckets]
+        self._progress = _Progress(missing if self.enabled else [])
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def sink(self, p: Tensor | None, handle: Handle) -> None:
+        """Takes a gradient that is on its way. Those that have arrived meanwhile are added."""
+        arriving = self._progress.arriving
+        arriving.append((p, handle))
+        while arriving and arriving[0][1].is_ready():
+            self._add(*arriving.popleft())
+
+    @staticmethod
+    def _add(p: Tensor | None, handle: Handle) -> None:
+        gradient = handle.wait()
+        if p is not None and gradient is not None:
+            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
 
     def _members(self) -> Iterable[Tensor]:
         for members in self._buckets:
@@ -140,10 +159,10 @@ class GradientReducer:
 
         def ready(_: Tensor) -> None:
             progress = self._progress
-            if not self.enabled or not progress.missing:
+            if not progress.missing:
                 return
             progress.missing[index].discard(key)
-            while progress.next < len(self._buckets) and not progress.missing[progress.next]:
+            while progress.next < len(progress.missing) and not progress.missing[progress.next]:
                 self._start(progress.next)
                 progress.next += 1
 
@@ -164,9 +183,11 @@ class GradientReducer:
 
     def _finish(self) -> None:
         progress = self._progress
-        while progress.next < len(self._buckets):
+        while progress.next < len(progress.missing):
             self._start(progress.next)
             progress.next += 1
+        while progress.arriving:
+            self._add(*progress.arriving.popleft())
         for handle in progress.handles:
             handle.wait()
         self._progress = _Progress()

@@ -137,6 +137,8 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
         if i.is_redistribution:
             src, dst = layout(program, program.types[i.inputs[0]]), layout(program, i.type)
             found = [("data", step.ranks) for step in round_trip(src, dst)]
+        elif i.attr("sfb", False):
+            found = [("data", program.participants(i.type))]
         elif i.op == "param" and isinstance(i.type.placement, Replicate):
             found = [("gradient", program.participants(i.type))]
         for purpose, ranks in found:

@@ -129,7 +129,13 @@ class ParallelModel(nn.Module):
                     hint="load model.full_state_dict() into the original model and evaluate that",
                 )
             run.compiled[self.training] = compile_program(
-                run.program, run.comm.rank, run.comm, run.comm.device, run.random, training=self.training
+                run.program,
+                run.comm.rank,
+                run.comm,
+                run.comm.device,
+                run.random,
+                training=self.training,
+                sink=run.reducer.sink,
             )
         return run.compiled[self.training]
 
@@ -142,7 +148,7 @@ class ParallelModel(nn.Module):
         wide = value if value.dtype == torch.float64 else value.float()
         channel = self.comm.channel(self.comm.everyone, "all_reduce of the loss")
         handle = all_reduce(channel, wide, async_op=True)
-        return then(handle, lambda total: total.to(value.dtype))
+        return then(lambda total: total.to(value.dtype), handle)
 
     def _rooted(self, value: Tensor, local: Tensor | None, tokens: list[Tensor]) -> Tensor:
         if not torch.is_grad_enabled():

@@ -9,10 +9,15 @@ redistribution returns, beside its result, an empty *token* that goes into the l
 runs on every rank that communicates. And the autograd engine takes, of the nodes that are ready, the
 one created last; with all nodes above it in the graph created later still, the backward collectives run
 in exactly the reverse order of the program on each rank.
+
+A redistribution is started at its place in the program and awaited at its first use. That of a parameter
+is not awaited in the backward pass at all: its gradient is handed to a sink, which adds it to the
+parameter when it has arrived.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -58,22 +63,21 @@ class Redistribution:
         handle = self._along(route(self.src, self.dst), x, self.algorithm)
         return handle if async_op else handle.wait()
 
-    def backward(self, gradient: Tensor | None) -> Tensor | None:
+    def backward(self, gradient: Tensor | None) -> Handle:
         steps = route(self.dst.dual, self.src.dual)
         if gradient is None and self.comm.rank in self.dst.ranks:
             gradient = self._zeros(self.dst)
-        return self._along(steps, gradient, self.gradient_algorithm).wait()
+        return self._along(steps, gradient, self.gradient_algorithm)
+
+    def start(self, x: Tensor | None) -> Pending:
+        """The beginning of a redistribution with autograd."""
+        if torch.is_grad_enabled() and not self.communicates:
+            return Pending(self, x, done(self._local(x)))
+        return Pending(self, x, self.forward(None if x is None else x.detach(), async_op=True))
 
     def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
         """With autograd. Appends to ``tokens`` what must go into the loss."""
-        if not torch.is_grad_enabled():
-            return self.forward(x)
-        if not self.communicates:
-            return self._local(x)
-        anchor = torch.empty(0, device=self.comm.device, requires_grad=True)
-        y, token = _Redistribute.apply(anchor, x, self)
-        tokens.append(token)
-        return y
+        return self.start(x).finish(tokens)
 
     def _local(self, x: Tensor | None) -> Tensor | None:
         """No rank hears of it: plain differentiable operators."""
@@ -96,7 +100,7 @@ class Redistribution:
             if x is None:
                 x = self._zeros(src)
             handle = self._collective(step, x, algorithm)
-            return handle if rank in dst.ranks else then(handle, lambda _: None)
+            return handle if rank in dst.ranks else then(lambda _: None, handle)
         if rank not in dst.ranks:
             return done(None)
         match step.kind:
@@ -140,19 +144,48 @@ class Redistribution:
         raise AssertionError(step.kind)
 
 
+# adds a gradient to a parameter once the handle has it; the parameter is None on a rank without a share
+Sink = Callable[[Tensor | None, Handle], None]
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A differentiable redistribution on its way."""
+
+    how: Redistribution
+    x: Tensor | None
+    handle: Handle
+
+    def finish(self, tokens: list[Tensor], sink: Sink | None = None) -> Tensor | None:
+        """The result. Appends to ``tokens`` what must go into the loss. With a ``sink``, ``x`` is a
+        parameter whose gradient goes there."""
+        if not torch.is_grad_enabled() or not self.how.communicates:
+            return self.handle.wait()
+        anchor = torch.empty(0, device=self.how.comm.device, requires_grad=True)
+        x = None if sink is not None else self.x
+        parameter = self.x if sink is not None else None
+        y, token = _Redistribute.apply(anchor, x, parameter, self, sink)
+        tokens.append(token)
+        return y
+
+
 class _Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor: Tensor, x: Tensor | None, how: Redistribution):
-        ctx.how = how
+    def forward(ctx, anchor, x, parameter, pending: Pending, sink: Sink | None):
+        ctx.how, ctx.parameter, ctx.sink = pending.how, parameter, sink
         ctx.set_materialize_grads(False)
-        y = how.forward(x)
-        if y is not None and x is not None and y.data_ptr() == x.data_ptr():
+        y = pending.handle.wait()
+        if y is not None and pending.x is not None and y.data_ptr() == pending.x.data_ptr():
             y = y.view_as(y)
         return y, anchor.new_empty(0)
 
     @staticmethod
     def backward(ctx, gradient: Tensor | None, _token):
-        return None, ctx.how.backward(gradient), None
+        handle = ctx.how.backward(gradient)
+        if ctx.sink is None:
+            return None, handle.wait(), None, None, None
+        ctx.sink(ctx.parameter, handle)
+        return None, None, None, None, None
 
 
 def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistribution:

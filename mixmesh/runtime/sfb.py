@@ -1,0 +1,106 @@
+"""Sufficient factor broadcasting: a weight gradient that every rank computes for itself.
+
+The weight gradient of ``y = linear(x, w)`` is ``gy^T x``, a sum over the samples of all ranks. Where the
+two factors are smaller than the weight, gathering them costs less than summing the gradient (Xie et al.,
+UAI'16; HAP, EuroSys'24; TAG, TPDS'23). An instruction with the attribute ``sfb`` does that, and
+the gradient of its weight is R: it is in no bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..errors import MixmeshError
+from ..ir import Instruction, Program, Replicate, Shard, print_instruction
+from .collectives import Handle, all_gather, then
+from .comm import Channel, Comm
+from .layout import Layout, layout
+
+
+def is_sfb(i: Instruction) -> bool:
+    return bool(i.attr("sfb", False))
+
+
+def summed_by_sfb(program: Program, param: str) -> bool:
+    """Whether the gradient of a replicated parameter comes out of SFB, and so needs no all_reduce."""
+    users = [i for i in program.instructions if param in i.inputs]
+    by_sfb = [i for i in users if is_sfb(i)]
+    if by_sfb and len(by_sfb) < len(users):
+        other = next(i for i in users if not is_sfb(i))
+        raise MixmeshError(
+            f"%{param} is used with sfb and without: its gradient would be R and P at once",
+            where=f"{print_instruction(other)}  {other.location}".rstrip(),
+            hint="put sfb on all instructions that use a parameter, or on none",
+        )
+    return bool(by_sfb)
+
+
+def sfb_op(program: Program, i: Instruction, comm: Comm, sink) -> Callable[..., tuple[Tensor]]:
+    """The local operator of an ``aten.linear`` with ``sfb``: x S(dim) of a batch dim, weight and bias R.
+
+    It takes the list of tokens that go into the loss before its inputs (see ``redistribute``).
+    """
+    x_type, *others = (program.types[name] for name in i.inputs)
+    x = layout(program, x_type)
+    dim_ok = isinstance(x.placement, Shard) and x.dim < len(x_type.value.shape) - 1
+    replicated = all(
+        isinstance(t.placement, Replicate) and program.participants(t) == x.ranks for t in others
+    ) and all(program.producers[name].op == "param" for name in i.inputs[1:])
+    if i.op != "aten.linear" or not dim_ok or not replicated:
+        raise MixmeshError(
+            "sfb does not fit this instruction",
+            expected="aten.linear of x S(batch dim) and a parameter R on the same ranks",
+            got=", ".join(str(program.types[name]) for name in i.inputs),
+            where=f"{print_instruction(i)}  {i.location}".rstrip(),
+        )
+    channel = comm.channel(x.ranks, i)
+
+    def run(tokens: list[Tensor], x_local: Tensor, weight: Tensor, bias: Tensor | None = None):
+        if not torch.is_grad_enabled():
+            return (torch.nn.functional.linear(x_local, weight, bias),)
+        # the parameters go around autograd: their gradients arrive later, through the sink
+        needs_grad = weight.requires_grad or (bias is not None and bias.requires_grad)
+        anchor = torch.empty(0, device=x_local.device, requires_grad=needs_grad)
+        y, token = _Sfb.apply(anchor, x_local, (weight, bias), channel, x, sink)
+        tokens.append(token)
+        return (y,)
+
+    return run
+
+
+class _Sfb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, x: Tensor, params, channel: Channel, held: Layout, sink):
+        weight, bias = params
+        ctx.save_for_backward(x)
+        ctx.params, ctx.channel, ctx.held, ctx.sink = params, channel, held, sink
+        y = torch.nn.functional.linear(x, weight.detach(), None if bias is None else bias.detach())
+        return y, anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, gy: Tensor, _token):
+        (x,) = ctx.saved_tensors
+        weight, bias = ctx.params
+        sizes = [ctx.held.sizes[rank] for rank in ctx.channel.ranks]
+        whole_gy = all_gather(ctx.channel, gy, sizes, ctx.held.dim, async_op=True)
+        if weight.requires_grad:
+            whole_x = all_gather(ctx.channel, x, sizes, ctx.held.dim, async_op=True)
+            ctx.sink(weight, then(_weight_gradient, whole_gy, whole_x))
+        if bias is not None and bias.requires_grad:
+            ctx.sink(bias, then(lambda g: g.flatten(0, -2).sum(0), whole_gy))
+        gx = gy @ weight.detach() if ctx.needs_input_grad[1] else None
+        return None, gx, None, None, None, None
+
+
+def _weight_gradient(gy: Tensor, x: Tensor) -> Tensor:
+    return gy.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+def wait_now(p: Tensor | None, handle: Handle) -> None:
+    """A sink for callers without a reducer."""
+    gradient = handle.wait()
+    if p is not None and gradient is not None:
+        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
