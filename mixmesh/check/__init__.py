@@ -1,0 +1,29 @@
+"""Layer 3: is this program a program, and is this plan for this cluster and this model?
+
+What a person edits is checked before anything runs. Invariants of a valid program:
+
+- a value is defined once, before it is used;
+- a parameter, buffer or input is held as R or S, a constant as R;
+- an operator's placements are a strategy of its rule; without a rule all are R;
+- the values of one operator are held by the same ranks, its shards cut by the same shares;
+- a redistribution keeps the value type, and its name is the one that its placements have;
+- results have the types that PyTorch gives them;
+- the loss is a floating-point scalar held as P(sum).
+"""
+
+from __future__ import annotations
+
+from ..ir import Program
+from .placements import check_names, check_placements
+from .plans import check_plan
+
+__all__ = ["check_placements", "check_plan", "check_program"]
+
+
+def check_program(program: Program, where: str = "") -> None:
+    """Raises VerificationError naming the first line that is not valid; ``where`` names the file."""
+    from .types import check_types  # torch
+
+    check_names(program, where)
+    check_types(program, where)  # first: a wrong shape also fits no rule
+    check_placements(program, where)

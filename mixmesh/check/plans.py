@@ -1,0 +1,88 @@
+"""Does a plan belong to this cluster, and to this model?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cluster import Cluster
+from ..errors import PlanError
+from ..ir import Graph
+from ..plan_file import Plan
+
+SHOWN = 4
+
+
+def check_plan(
+    plan: Plan, cluster: Cluster | None = None, graph: Graph | None = None, where: str = ""
+) -> None:
+    """Raises PlanError, with what differs, if the plan was made for another cluster or another model."""
+    if cluster is not None:
+        _check_cluster(plan, cluster, where)
+    if graph is not None:
+        _check_graph(plan, graph, where)
+
+
+def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
+    if plan.cluster_fingerprint == cluster.fingerprint:
+        return
+    planned, given = plan.program.world_size, cluster.world_size
+    differs = ["other figures of a device or a link"]
+    if planned != given:
+        differs = [f"{planned} devices, not {given}"]
+    raise PlanError(
+        "the plan was made for another cluster",
+        expected=f'"{plan.cluster_name}" ({plan.cluster_fingerprint}), {planned} devices',
+        got=f'"{cluster.name}" ({cluster.fingerprint}), {given} devices: the plan has {differs[0]}',
+        where=where,
+        hint="mixmesh plan JOB --cluster C.toml --out X.plan",
+    )
+
+
+def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
+    if plan.graph_fingerprint and plan.graph_fingerprint == graph.fingerprint:
+        return
+    differences = list(_differences(plan.program.graph, graph))
+    if not differences:
+        return
+    shown, more = differences[:SHOWN], len(differences) - SHOWN
+    raise PlanError(
+        "the plan was made for another model or batch",
+        expected="; ".join(e for e, _ in shown) + (f"; and {more} more" if more > 0 else ""),
+        got="; ".join(g for _, g in shown),
+        where=where,
+        hint="plan again with this job: mixmesh plan JOB --cluster C.toml --out X.plan",
+    )
+
+
+def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:
+    """What was planned and what was given: leaves by name first, then the first operator that differs."""
+    found = False
+    for op, label in (("param", "parameter"), ("buffer", "buffer"), ("input", "input")):
+        ours = {n.args[0]: n.types[0] for n in planned.nodes if n.op == op}
+        theirs = {n.args[0]: n.types[0] for n in given.nodes if n.op == op}
+        for name in {**ours, **theirs}:
+            if ours.get(name) != theirs.get(name):
+                found = True
+                yield _shown(label, name, ours.get(name)), _shown(label, name, theirs.get(name))
+    if found:
+        return
+    ours, theirs = _operators(planned), _operators(given)
+    for mine, other in zip(ours, theirs):
+        if mine != other:
+            yield _line(mine), _line(other)
+            return
+    if len(ours) != len(theirs):
+        yield f"{len(ours)} operators", f"{len(theirs)} operators"
+
+
+def _shown(label: str, name: str, value) -> str:
+    return f"{label} {name} {value}" if value is not None else f"no {label} {name}"
+
+
+def _operators(graph: Graph) -> list[tuple]:
+    return [(n.op, n.types) for n in graph.nodes if not n.is_leaf]
+
+
+def _line(operator: tuple) -> str:
+    op, types = operator
+    return f"{op} : {', '.join(map(str, types))}" if types else op
