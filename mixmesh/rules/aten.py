@@ -1,228 +1,207 @@
-"""The table: one row per ATen operator."""
+"""The table: one row per ATen operator. ``python -m mixmesh.rules`` prints it with examples."""
 
 from __future__ import annotations
 
+from . import factories as f
+from . import lookups as i
+from . import losses as n
+from . import products as p
 from . import shapes as s
-from .rule import Call, LocalCall, Rule
+from .rule import Call, Rule
 
 ELEMENTWISE = Rule(s.same)
 LINEAR_ELEMENTWISE = Rule(s.same, linear="first")
+SPACE_WHOLE = Rule(s.space_whole)
+RESAMPLED = Rule(s.space_whole, linear="first")
 
 
-def conv(call: Call) -> str:
-    """conv2d(x, w, bias, stride, padding, dilation, groups); any number of spatial dims."""
-    spatial = len(call.inputs[0].shape) - 2
-    size_in = " ".join(f"h{i}!" for i in range(spatial))
-    kernel = " ".join(f"a{i}!" for i in range(spatial))
-    size_out = " ".join(f"y{i}!" for i in range(spatial))
-    if call.arg(6, "groups", 1) == 1:
-        return f"n i {size_in}, o i {kernel}, +o -> n o {size_out}"
-    return f"n ci! {size_in}, o! i! {kernel}, o! -> n o! {size_out}"
+ALL = 99  # no argument names the dims: a reduction over all of them
 
 
-def matmul(call: Call) -> str:
-    a, b = (len(t.shape) for t in call.inputs)
-    left = "k" if a == 1 else "... m k"
-    right = "k" if b == 1 else "... k n"
-    out = "..." + (" m" if a > 1 else "") + (" n" if b > 1 else "")
-    return f"{left}, {right} -> {out}" if a > 1 or b > 1 else "k, k ->"
+def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)):
+    """What fills in a constant is linear where the constant is zero."""
+
+    def linear(call: Call) -> tuple[tuple[int, ...], ...]:
+        return (group,) if not call.arg(position, name, 0) else ()
+
+    return linear
 
 
-def attention(call: Call) -> str:
-    """q, k, v, mask: batch and heads are free; with grouped queries the groups are what is cut."""
-    causal = call.arg(5, "is_causal", False)
-    grouped = call.inputs[0].shape[-3] != call.inputs[1].shape[-3] if len(call.inputs[0].shape) > 2 else False
-    query = "s!" if causal else "s"
-    heads = "(h g)" if grouped else "h"
-    if len(call.inputs[0].shape) != 4:
-        return f"... {query} e!, ... t! e!, ... t! v!, ... {query} t! -> ... {query} v!"
-    mask_rank = len(call.inputs[3].shape) if len(call.inputs) > 3 else 4
-    mask = " ".join(["b", heads, query, "t!"][4 - mask_rank :])
-    return f"b {heads} {query} e!, b h t! e!, b h t! v!, {mask} -> b {heads} {query} v!"
+def pad_linear(call: Call) -> tuple[tuple[int, ...], ...]:
+    constant = call.arg(2, "mode", "constant") == "constant"
+    return () if constant and call.arg(3, "value") else ((0,),)
 
 
-def cross_entropy(call: Call) -> str:
-    """Summed or unreduced; the classes are whole, the samples free."""
-    spatial = " ".join(f"x{i}" for i in range(len(call.inputs[0].shape) - 2))
-    batch = "n " if len(call.inputs[0].shape) > 1 else ""
-    out = f"{batch}{spatial}" if call.arg(3, "reduction", 1) == 0 else ""
-    if call.inputs[1].shape == call.inputs[0].shape:  # target probabilities
-        return f"{batch}c! {spatial}, {batch}c! {spatial}, c! -> {out}"
-    return f"{batch}c! {spatial}, {batch}{spatial}, c! -> {out}"
-
-
-def gather(call: Call) -> str:
-    rank = len(call.inputs[0].shape)
-    dim = s.wrap(call.arg(1, "dim"), rank)
-    pairs = list(zip(call.inputs[0].shape, call.inputs[1].shape))
-    free = [i != dim and a == b for i, (a, b) in enumerate(pairs)]
-    left = " ".join(f"d{i}" if f else f"a{i}!" for i, f in enumerate(free))
-    index = " ".join(f"d{i}" if f else f"b{i}!" for i, f in enumerate(free))
-    return f"{left}, {index} -> {index}"
-
-
-def index(call: Call) -> str:
-    """self[indices]: indexed dims are whole, the dims of the indices and the other dims are free."""
-    places = [i for i, a in enumerate(call.args[1]) if a is not None]
-    rank = len(call.inputs[0].shape)
-    count = max(len(t.shape) for t in call.inputs[1:])
-    adjacent = places == list(range(places[0], places[-1] + 1))
-    left = [f"x{i}!" if i in places else f"d{i}" for i in range(rank)]
-    kept = [f"d{i}" for i in range(rank) if i not in places]
-    new = [f"i{count - 1 - k}" for k in range(count)]
-    at = places[0] if adjacent else 0
-    right = kept[:at] + new + kept[at:]
-    indices = [" ".join(new[count - len(t.shape) :]) for t in call.inputs[1:]]
-    return ", ".join([" ".join(left), *indices]) + " -> " + " ".join(right)
-
-
-def index_select(call: Call) -> str:
-    rank = s.rank_of(call)
-    dim = s.wrap(call.arg(1, "dim"), rank)
-    left = " ".join(f"d{i}!" if i == dim else f"d{i}" for i in range(rank))
-    return f"{left}, j -> " + " ".join("j" if i == dim else f"d{i}" for i in range(rank))
-
-
-def topk(call: Call) -> str:
-    left, right = s.resize_dims(call).split("->")
-    return f"{left} -> {right}, {right}"
-
-
-def scatter_slice(call: Call) -> str:
-    """slice_scatter, select_scatter(self, src, dim, ...): the written dim is whole."""
-    rank = len(call.inputs[0].shape)
-    dim = s.wrap(call.arg(2, "dim", 0), rank)
-    left = " ".join(f"x{i}!" if i == dim else f"d{i}" for i in range(rank))
-    selects = len(call.inputs[1].shape) < rank
-    source = " ".join(f"d{i}" if i != dim else "y!" for i in range(rank) if not (selects and i == dim))
-    return f"{left}, {source} -> {left}"
-
-
-def batched_pool(call: Call) -> str:
-    """Pooling: batch and channels are free, space is whole."""
-    spatial = len(call.inputs[0].shape) - 2
-    left = " ".join(f"h{i}!" for i in range(spatial))
-    right = " ".join(f"y{i}!" for i in range(spatial))
-    return f"n c {left} -> " + ", ".join([f"n c {right}"] * len(call.outputs))
-
-
-def dropout(call: Call) -> str:
-    return s.same(call)
-
-
-def group_norm(call: Call) -> str:
-    rest = " ".join(f"h{i}!" for i in range(len(call.inputs[0].shape) - 2))
-    return f"n c! {rest}, c!, c! -> n c! {rest}"
-
-
-def last_whole(count: int):
-    """The last dims are whole (tril, triu), the rest are free."""
-
-    def rule(call: Call) -> str:
-        rank = len(call.inputs[0].shape)
-        return s.fixed_dims(call, tuple(range(rank - count, rank)))
-
-    return rule
-
-
-def local_factory_like(local: LocalCall):
-    return (local.call.args[0], local.out_shapes[0], *local.call.args[2:]), local.call.kwargs
-
-
-_UNARY = """
-    abs exp log log1p log2 sqrt rsqrt sin cos tanh sigmoid relu gelu silu erf pow.Tensor_Scalar sign
-    reciprocal elu leaky_relu hardtanh hardswish hardsigmoid softplus mish relu6 celu selu logit expm1
-    floor ceil round trunc isnan isinf isfinite logical_not bitwise_not clamp clamp_min clamp_max
-    square sinh cosh asin acos atan log_sigmoid nan_to_num threshold
+UNARY = """
+    abs exp exp2 expm1 log log1p log2 log10 sqrt rsqrt sin cos tan tanh sinh cosh asin acos atan asinh
+    acosh atanh sigmoid relu gelu silu erf erfc erfinv sign sgn reciprocal elu leaky_relu hardtanh
+    hardswish hardsigmoid hardshrink softshrink softplus mish relu6 celu selu logit lgamma digamma floor
+    ceil round round.decimals trunc frac isnan isinf isfinite logical_not bitwise_not clamp clamp_min
+    clamp_max square log_sigmoid nan_to_num threshold signbit sinc isposinf isneginf
+    special_expit angle
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
-    add.Scalar sub.Scalar rsub.Scalar pow.Scalar fmod.Scalar remainder.Scalar
-    bitwise_and.Scalar bitwise_or.Scalar __and__.Scalar __or__.Scalar floor_divide.Scalar
-    full_like zeros_like ones_like empty_like fill.Scalar
+    add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar fmod.Scalar remainder.Scalar
+    bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
+    __lshift__.Scalar __rshift__.Scalar floor_divide.Scalar div.Scalar_mode xlogy.Scalar_Other
+    full_like zeros_like ones_like empty_like fill.Scalar where.Scalar
 """.split()
-_BINARY = """
-    pow.Tensor_Tensor maximum minimum min.other max.other atan2 fmod.Tensor remainder.Tensor
+BINARY = """
+    pow.Tensor_Tensor maximum minimum fmax fmin min.other max.other atan2 hypot logaddexp logaddexp2
+    xlogy.Tensor fmod.Tensor remainder.Tensor heaviside copysign.Tensor
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor
     logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
-    __and__.Tensor __or__.Tensor floor_divide div.Tensor_mode copy fill.Tensor
-    clamp.Tensor where.ScalarOther where.ScalarSelf where.Scalar prelu_elementwise
-    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits
-    masked_fill.Tensor kl_div
+    __and__.Tensor __or__.Tensor __lshift__.Tensor __rshift__.Tensor floor_divide div.Tensor_mode fill.Tensor
+    clamp.Tensor clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor _prelu_kernel
 """.split()
-_LINEAR_UNARY = "neg mul.Scalar div.Scalar _to_copy to.dtype detach clone alias".split()
+LINEAR_UNARY = """
+    neg positive mul.Scalar div.Scalar _to_copy to.dtype detach clone alias contiguous lift_fresh_copy
+    real imag conj
+""".split()
+POOLS = """
+    max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool2d adaptive_max_pool3d
+""".split()
+RESAMPLERS = """
+    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d
+    upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d
+    upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d
+    upsample_bicubic2d.vec upsample_trilinear3d upsample_trilinear3d.vec _upsample_bilinear2d_aa
+    _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec
+    reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
+""".split()
+# reductions whose dims must be whole: the position of the argument that names them
+WHOLE_DIMS = {
+    "amax": 1, "amin": 1, "max": ALL, "min": ALL, "any": ALL, "all": ALL, "any.dim": 1, "all.dim": 1,
+    "any.dims": 1, "all.dims": 1, "max.dim": 1, "min.dim": 1, "argmax": 1, "argmin": 1, "logsumexp": 1,
+    "prod": ALL, "prod.dim_int": 1, "var": ALL, "var.dim": 1, "var.correction": 1, "std": ALL,
+    "std.dim": 1, "std.correction": 1, "var_mean.correction": 1, "std_mean.correction": 1,
+    "linalg_vector_norm": 2, "norm.Scalar": ALL, "norm.ScalarOpt_dim": 2, "median": ALL, "median.dim": 1,
+    "mode": 1, "kthvalue": 2,
+}  # fmt: skip
+ALONG_DIM = {
+    "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "cumprod": 1,
+    "logcumsumexp": 1, "cummax": 1, "cummin": 1, "sort": 1, "sort.stable": 2, "argsort": 1,
+    "argsort.stable": 2,
+}  # fmt: skip
+_CONV = Rule(p.convolution(), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 y0 y1 y2")
+_CONV_TRANSPOSED = Rule(
+    p.convolution(True), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 h0 h1 h2"
+)
 
 RULES: dict[str, Rule] = {
-    **{f"aten.{op}": ELEMENTWISE for op in _UNARY + _BINARY},
-    **{f"aten.{op}": LINEAR_ELEMENTWISE for op in _LINEAR_UNARY},
-    # products and sums
+    **{f"aten.{op}": ELEMENTWISE for op in UNARY + BINARY},
+    **{f"aten.{op}": LINEAR_ELEMENTWISE for op in LINEAR_UNARY},
+    **{f"aten.{op}": SPACE_WHOLE for op in POOLS},
+    **{f"aten.{op}": RESAMPLED for op in RESAMPLERS},
+    **{f"aten.{op}": Rule(s.reduce_dims(at, contract=False)) for op, at in WHOLE_DIMS.items()},
+    **{f"aten.{op}": Rule(s.along(at)) for op, at in ALONG_DIM.items()},
+    # products
     "aten.linear": Rule("... k, n k, +n -> ... n", linear=((0,), (1,)), flops="... k n"),
-    "aten.addmm": Rule("+... n, m k, k n -> m n", linear=((1,), (2,)), flops="m k n"),
+    "aten.addmm": Rule(p.with_addend("m k, k n -> m n"), linear=((1,), (2,)), flops="m k n"),
     "aten.mm": Rule("m k, k n -> m n", linear="separately", flops="m k n"),
     "aten.bmm": Rule("b m k, b k n -> b m n", linear="separately", flops="b m k n"),
-    "aten.baddbmm": Rule("+... n, b m k, b k n -> b m n", linear=((1,), (2,)), flops="b m k n"),
-    "aten.matmul": Rule(matmul, linear="separately", flops="... m k n"),
+    "aten.baddbmm": Rule(p.with_addend("b m k, b k n -> b m n"), linear=((1,), (2,)), flops="b m k n"),
+    "aten.matmul": Rule(p.matmul, linear="separately", flops="... m k n"),
     "aten.mv": Rule("m k, k -> m", linear="separately", flops="m k"),
+    "aten.addmv": Rule(p.with_addend("m k, k -> m"), linear=((1,), (2,)), flops="m k"),
     "aten.dot": Rule("k, k ->", linear="separately", flops="k"),
-    "aten.conv2d": Rule(conv, linear=((0,), (1,)), flops="n i o a0 a1 y0 y1"),
-    "aten.conv2d.padding": Rule(conv, linear=((0,), (1,)), flops="n i o a0 a1 y0 y1"),
-    "aten.conv1d": Rule(conv, linear=((0,), (1,)), flops="n i o a0 y0"),
-    "aten.conv1d.padding": Rule(conv, linear=((0,), (1,)), flops="n i o a0 y0"),
-    "aten.conv3d": Rule(conv, linear=((0,), (1,)), flops="n i o a0 a1 a2 y0 y1 y2"),
-    "aten.scaled_dot_product_attention": Rule(
-        attention, linear=((2,),), flops="b h g s t e + b h g s t v + _0 s t e + _0 s t v"
+    "aten.outer": Rule("m, n -> m n", linear="separately"),
+    "aten.bilinear": Rule(
+        "... i, ... j, o i j, +o -> ... o", linear=((0,), (1,), (2,)), flops="... o i j"
     ),
+    "aten.einsum": Rule(p.einsum, linear="separately", flops=p.einsum_flops),
+    "aten.conv1d": _CONV, "aten.conv2d": _CONV, "aten.conv3d": _CONV,
+    "aten.conv1d.padding": _CONV, "aten.conv2d.padding": _CONV, "aten.conv3d.padding": _CONV,
+    "aten.conv_transpose1d": _CONV_TRANSPOSED, "aten.conv_transpose2d.input": _CONV_TRANSPOSED,
+    "aten.conv_transpose3d.input": _CONV_TRANSPOSED,
+    "aten.scaled_dot_product_attention": Rule(
+        p.attention, linear=((2,),), flops="b h g s t e + b h g s t v + _0 s t e + _0 s t v"
+    ),
+    "transformers.grouped_mm_fallback": Rule(p.grouped_mm, linear=((0,), (1,)), flops="m k n"),
+    # sums and products of elements
     "aten.add.Tensor": Rule(s.same, linear="jointly"),
     "aten.sub.Tensor": Rule(s.same, linear="jointly"),
     "aten.mul.Tensor": Rule(s.same, linear="separately"),
     "aten.div.Tensor": Rule(s.same, linear="first"),
-    "aten.where.self": Rule(s.same, linear=((1, 2),)),
-    "aten.masked_fill.Scalar": Rule(s.same),
-    "aten.addcmul": Rule(s.same),
+    "aten.true_divide.Tensor": Rule(s.same, linear="first"),
+    "aten.addcmul": Rule(s.same, linear=((0, 1), (0, 2))),
+    "aten.addcdiv": Rule(s.same, linear=((0, 1),)),
     "aten.lerp.Scalar": Rule(s.same, linear="jointly"),
+    "aten.lerp.Tensor": Rule(s.same, linear=((0, 1),)),
+    "aten.where.self": Rule(s.same, linear=((1, 2),)),
+    "aten.where.ScalarOther": Rule(s.same, linear=if_zero(2, "other", (1,))),
+    "aten.where.ScalarSelf": Rule(s.same, linear=if_zero(1, "self", (1,))),
+    "aten.masked_fill.Scalar": Rule(s.same, linear=if_zero(2, "value")),
+    "aten.copy": Rule(s.same, linear=((1,),)),
+    "aten.type_as": Rule(s.reads_no_value, linear="first"),
+    "aten.prelu": Rule(s.channels_of),
     # reductions
-    "aten.sum": Rule(s.reduce_dims(99, contract=True), linear="first"),
+    "aten.sum": Rule(s.reduce_dims(ALL, contract=True), linear="first"),
     "aten.sum.dim_IntList": Rule(s.reduce_dims(1, contract=True), linear="first"),
-    "aten.mean": Rule(s.reduce_dims(99, contract=True), linear="first"),
+    "aten.mean": Rule(s.reduce_dims(ALL, contract=True), linear="first"),
     "aten.mean.dim": Rule(s.reduce_dims(1, contract=True), linear="first"),
-    "aten.amax": Rule(s.reduce_dims(1, contract=False)),
-    "aten.amin": Rule(s.reduce_dims(1, contract=False)),
-    "aten.max": Rule(s.reduce_dims(99, contract=False)),
-    "aten.min": Rule(s.reduce_dims(99, contract=False)),
-    "aten.any": Rule(s.reduce_dims(99, contract=False)),
-    "aten.all": Rule(s.reduce_dims(99, contract=False)),
-    "aten.any.dim": Rule(s.reduce_dims(1, contract=False)),
-    "aten.all.dim": Rule(s.reduce_dims(1, contract=False)),
-    "aten.max.dim": Rule(s.reduce_dims(1, contract=False)),
-    "aten.min.dim": Rule(s.reduce_dims(1, contract=False)),
-    "aten.argmax": Rule(s.reduce_dims(1, contract=False)),
-    "aten.argmin": Rule(s.reduce_dims(1, contract=False)),
-    "aten.logsumexp": Rule(s.reduce_dims(1, contract=False)),
-    "aten.prod.dim_int": Rule(s.reduce_dims(1, contract=False)),
-    "aten.var.correction": Rule(s.reduce_dims(1, contract=False)),
-    "aten.std.correction": Rule(s.reduce_dims(1, contract=False)),
-    "aten.linalg_vector_norm": Rule(s.reduce_dims(2, contract=False)),
+    "aten.count_nonzero": Rule(s.reduce_dims(ALL, contract=True)),
+    "aten.count_nonzero.dim_IntList": Rule(s.reduce_dims(1, contract=True)),
+    "aten.histc": Rule(s.histogram),
+    "aten.cumsum": Rule(s.along(1), linear="first"),
     # normalisations and losses
-    "aten.softmax.int": Rule(s.along(1)),
-    "aten.log_softmax.int": Rule(s.along(1)),
-    "aten._softmax": Rule(s.along(1)),
-    "aten._log_softmax": Rule(s.along(1)),
-    "aten.cumsum": Rule(s.along(1)),
-    "aten.layer_norm": Rule(s.normalized),
-    "aten.rms_norm": Rule(s.normalized),
-    "aten.group_norm": Rule(group_norm),
-    "aten.native_dropout": Rule(dropout),
-    "aten.cross_entropy_loss": Rule(cross_entropy),
-    "aten.nll_loss": Rule(cross_entropy),
-    "aten.nll_loss_nd": Rule(cross_entropy),
+    "aten.layer_norm": Rule(n.normalized),
+    "aten.native_layer_norm": Rule(n.normalized),
+    "aten.rms_norm": Rule(n.normalized),
+    "aten._fused_rms_norm": Rule(n.normalized),
+    "aten.group_norm": Rule(n.group_norm, local=n.local_group_norm),
+    "aten.native_group_norm": Rule(n.native_group_norm, local=n.local_native_group_norm),
+    "aten.batch_norm": Rule(n.batch_norm(training=5)),
+    "aten.native_batch_norm": Rule(n.batch_norm(training=5)),
+    "aten._native_batch_norm_legit_functional": Rule(n.batch_norm(training=5)),
+    "aten._native_batch_norm_legit_no_training": Rule(n.batch_norm(training=None)),
+    "aten.instance_norm": Rule(n.instance_norm),
+    "aten._weight_norm": Rule(n.weight_norm),
+    "aten._weight_norm_interface": Rule(n.weight_norm),
+    "aten.cosine_similarity": Rule(n.cosine_similarity),
+    "aten.cross_entropy_loss": Rule(n.cross_entropy),
+    "aten.nll_loss": Rule(n.cross_entropy),
+    "aten.nll_loss_nd": Rule(n.cross_entropy),
+    "aten.nll_loss_forward": Rule(n.nll_loss_forward),
+    "aten.nll_loss2d_forward": Rule(n.nll_loss_forward),
+    "aten.ctc_loss.Tensor": Rule(n.ctc_loss),
+    "aten.mse_loss": Rule(n.elementwise_loss(2)),
+    "aten.l1_loss": Rule(n.elementwise_loss(2)),
+    "aten.smooth_l1_loss": Rule(n.elementwise_loss(2)),
+    "aten.huber_loss": Rule(n.elementwise_loss(2)),
+    "aten.soft_margin_loss": Rule(n.elementwise_loss(2)),
+    "aten.kl_div": Rule(n.elementwise_loss(2)),
+    "aten.binary_cross_entropy": Rule(n.elementwise_loss(3)),
+    "aten.binary_cross_entropy_with_logits": Rule(n.elementwise_loss(4)),
+    # recurrent layers
+    "aten.lstm.input": Rule(n.recurrent(2)),
+    "aten.gru.input": Rule(n.recurrent(1)),
+    "aten.rnn_tanh.input": Rule(n.recurrent(1)),
+    "aten.rnn_relu.input": Rule(n.recurrent(1)),
     # look-ups
-    "aten.embedding": Rule("v d, ... -> ... d", linear="first"),
-    "aten.gather": Rule(gather, linear="first"),
-    "aten.index.Tensor": Rule(index, linear="first"),
-    "aten.index_select": Rule(index_select, linear="first"),
+    "aten.embedding": Rule(i.embedding, linear="first"),
+    "aten.gather": Rule(i.gather, linear="first"),
+    "aten.index.Tensor": Rule(i.index, linear="first"),
+    "aten.index_select": Rule(i.index_select, linear="first"),
+    "aten.take": Rule(lambda c: " ".join(f"a{k}!" for k in range(s.rank_of(c))) + ", ... -> ...", "first"),
+    "aten.scatter.src": Rule(i.scatter(), linear=((0, 2),)),
+    "aten.scatter.value": Rule(i.scatter(), linear=if_zero(3, "value")),
+    "aten.scatter_add": Rule(i.scatter(adds=True), linear=((0, 2),)),
+    "aten.scatter_reduce.two": Rule(i.scatter()),
+    "aten.index_put": Rule(i.index_put, linear=lambda c: ((0, len(c.inputs) - 1),)),
+    "aten.index_add": Rule(i.index_add, linear=((0, 2),)),
+    "aten.index_copy": Rule(i.index_copy, linear=((0, 2),)),
+    "aten.index_fill.int_Scalar": Rule(i.index_fill, linear=if_zero(3, "value")),
     "aten.one_hot": Rule("... -> ... c!"),
-    "aten.topk": Rule(topk),
-    "aten.sort": Rule(s.along(1)),
+    "aten.topk": Rule(i.topk),
+    "aten.isin.Tensor_Tensor": Rule(i.isin),
+    "aten.bucketize.Tensor": Rule(i.bucketize),
+    "aten.searchsorted.Tensor": Rule(i.searchsorted),
     # shapes
     "aten.view": Rule(s.view, linear="first", local=s.local_view),
+    "aten.reshape": Rule(s.view, linear="first", local=s.local_view),
+    "aten._unsafe_view": Rule(s.view, linear="first", local=s.local_view),
     "aten.expand": Rule(s.expand, linear="first", local=s.local_view),
     "aten.permute": Rule(s.permute, linear="first"),
     "aten.transpose.int": Rule(s.transpose, linear="first"),
@@ -235,33 +214,63 @@ RULES: dict[str, Rule] = {
     "aten.stack": Rule(s.stack, linear="jointly"),
     "aten.split.Tensor": Rule(s.pieces(2), linear="first"),
     "aten.split_with_sizes": Rule(s.pieces(2), linear="first"),
+    "aten.unsafe_split.Tensor": Rule(s.pieces(2), linear="first"),
     "aten.chunk": Rule(s.pieces(2), linear="first"),
     "aten.unbind.int": Rule(s.drop_dim(1), linear="first"),
     "aten.select.int": Rule(s.drop_dim(1), linear="first"),
-    "aten.slice.Tensor": Rule(s.resize_dims, linear="first"),
-    "aten.pad": Rule(s.resize_dims),
-    "aten.constant_pad_nd": Rule(s.resize_dims),
-    "aten.slice_scatter": Rule(scatter_slice, linear="jointly"),
-    "aten.select_scatter": Rule(scatter_slice, linear="jointly"),
-    "aten.flip": Rule(lambda c: s.fixed_dims(c, c.args[1])),
-    "aten.roll": Rule(lambda c: s.fixed_dims(c, c.arg(2, "dims", ()) or tuple(range(s.rank_of(c))))),
-    "aten.tril": Rule(last_whole(2), linear="first"),
-    "aten.triu": Rule(last_whole(2), linear="first"),
+    "aten.slice.Tensor": Rule(s.slice_, linear="first"),
+    "aten.glu": Rule(s.resize_dim(1, -1)),
+    "aten.unfold": Rule(s.resize_dim(1), linear="first"),
+    "aten.diff": Rule(s.resize_dim(2, -1), linear="jointly"),
+    "aten.pad": Rule(s.pad, linear=pad_linear),
+    "aten.constant_pad_nd": Rule(s.pad, linear=if_zero(2, "value")),
+    "aten.slice_scatter": Rule(s.scatter_slice, linear="jointly"),
+    "aten.select_scatter": Rule(s.scatter_slice, linear="jointly"),
+    "aten.repeat": Rule(s.repeat, linear="first", local=s.local_repeat),
+    "aten.repeat_interleave.self_int": Rule(
+        s.repeat_interleave, linear="first", local=s.local_repeat_interleave
+    ),
+    "aten.flip": Rule(lambda c: s.fixed_dims(c, c.args[1]), linear="first"),
+    "aten.roll": Rule(
+        lambda c: s.fixed_dims(c, c.arg(2, "dims", ()) or tuple(range(s.rank_of(c)))), linear="first"
+    ),
+    "aten.tril": Rule(s.last_whole(2), linear="first"),
+    "aten.triu": Rule(s.last_whole(2), linear="first"),
+    "aten.diagonal": Rule(s.diagonal, linear="first"),
+    "aten.pixel_shuffle": Rule(s.pixel_shuffle, linear="first"),
+    "aten.pixel_unshuffle": Rule(s.pixel_unshuffle, linear="first"),
+    "aten.channel_shuffle": Rule(lambda c: s.fixed_dims(c, (1,)), linear="first"),
+    "aten.im2col": Rule(s.im2col, linear="first"),
+    "aten.col2im": Rule(s.col2im, linear="first"),
+    "aten.grid_sampler": Rule(s.grid_sampler, linear="first"),
+    "aten.grid_sampler_2d": Rule(s.grid_sampler, linear="first"),
+    "aten.meshgrid": Rule(s.meshgrid),
+    "aten.meshgrid.indexing": Rule(s.meshgrid),
+    "aten.fft_fftn": Rule(lambda c: s.fixed_dims(c, c.arg(2, "dim") or range(s.rank_of(c))), "first"),
+    "aten.fft_fft": Rule(lambda c: s.fixed_dims(c, (c.arg(2, "dim", -1),)), linear="first"),
+    "aten.view_as_real": Rule("... -> ... t!", linear="first"),
+    "aten.view_as_complex": Rule("... t! -> ...", linear="first"),
     # factories
-    "aten.full": Rule(s.factory, local=s.local_size_first),
-    "aten.zeros": Rule(s.factory, local=s.local_size_first),
-    "aten.ones": Rule(s.factory, local=s.local_size_first),
-    "aten.new_zeros": Rule(s.factory_like, local=local_factory_like),
-    "aten.new_ones": Rule(s.factory_like, local=local_factory_like),
-    "aten.new_full": Rule(s.factory_like, local=local_factory_like),
-    "aten.new_empty": Rule(s.factory_like, local=local_factory_like),
+    "aten.full": Rule(f.factory, local=f.local_size),
+    "aten.zeros": Rule(f.factory, local=f.local_size),
+    "aten.ones": Rule(f.factory, local=f.local_size),
+    "aten.empty.memory_format": Rule(f.factory, local=f.local_size),
+    "aten.new_zeros": Rule(f.factory_like, local=f.local_size_second),
+    "aten.new_ones": Rule(f.factory_like, local=f.local_size_second),
+    "aten.new_full": Rule(f.factory_like, local=f.local_size_second),
+    "aten.new_empty": Rule(f.factory_like, local=f.local_size_second),
     "aten.arange": Rule("-> d"),
     "aten.arange.start": Rule("-> d"),
     "aten.arange.start_step": Rule("-> d"),
+    "aten.linspace": Rule("-> d!"),
+    "aten.eye": Rule("-> a! b!"),
     "aten.scalar_tensor": Rule("->"),
-    # pooling
-    "aten.max_pool2d": Rule(batched_pool),
-    "aten.avg_pool2d": Rule(batched_pool),
-    "aten.adaptive_avg_pool2d": Rule(batched_pool),
-    "aten.adaptive_avg_pool1d": Rule(batched_pool),
+    # random numbers: the runtime's policy decides what a shard draws
+    "aten.native_dropout": LINEAR_ELEMENTWISE,
+    "aten.bernoulli": ELEMENTWISE,
+    "aten.bernoulli.p": ELEMENTWISE,
+    "aten.rand_like": ELEMENTWISE,
+    "aten.randn_like": ELEMENTWISE,
+    "aten.rand": Rule(f.factory),
+    "aten.randn": Rule(f.factory),
 }  # fmt: skip

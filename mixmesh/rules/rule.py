@@ -37,6 +37,9 @@ class Call:
         return dict(self.kwargs).get(name, default)
 
 
+Linear = str | tuple[tuple[int, ...], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """How one operator may be sharded.
@@ -44,14 +47,15 @@ class Rule:
     ``pattern`` is rule text, or a function of the call that returns it (with the sizes of factors that
     shapes alone leave open, if any). ``linear`` says how a partial sum may pass: ``"separately"`` (any
     one input partial, the others replicated), ``"jointly"`` (all value inputs partial together),
-    ``"first"`` (only the first input), or groups of input positions. ``flops`` names the factors whose
-    product is the number of multiply-adds, several products joined by ``+``; empty for an operator
-    bound by memory. ``local`` rewrites arguments that bake in global sizes (see ``localize``).
+    ``"first"`` (only the first input), or groups of input positions; a function of the call where
+    arguments decide. ``flops`` names the factors whose product is the number of multiply-adds, several
+    products joined by ``+``; empty for an operator bound by memory. ``local`` rewrites arguments that
+    bake in global sizes.
     """
 
     pattern: str | Callable[[Call], str | tuple[str, dict[str, int]]]
-    linear: str | tuple[tuple[int, ...], ...] = ()
-    flops: str = ""
+    linear: Linear | Callable[[Call], Linear] = ()
+    flops: str | Callable[[Call], str] = ""
     local: Callable[[LocalCall], tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]] | None = None
 
     def bound(self, call: Call) -> Bound:
@@ -69,17 +73,19 @@ class Rule:
         made = self.pattern(call)
         return made if isinstance(made, tuple) else (made, {})
 
-    def partial_groups(self, num_inputs: int) -> tuple[tuple[int, ...], ...]:
-        match self.linear:
+    def partial_groups(self, call: Call) -> tuple[tuple[int, ...], ...]:
+        """Groups of inputs that may be partial together, by position."""
+        linear, num_inputs = self.linear, len(call.inputs)
+        match linear(call) if callable(linear) else linear:
             case "separately":
                 return tuple((i,) for i in range(num_inputs))
             case "jointly":
                 return (tuple(range(num_inputs)),)
             case "first":
                 return ((0,),)
-            case str():
-                raise ValueError(f"linear={self.linear!r}")
-        return tuple(g for g in self.linear if all(i < num_inputs for i in g))
+            case tuple(groups):
+                return tuple(g for g in groups if all(i < num_inputs for i in g))
+        raise ValueError(f"linear={linear!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +132,16 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
         made = shard_strategy(bound, factor)
         if made is not None and sums_are_floating(made, call):
             out.append(made)
-    for group in rule.partial_groups(num_inputs):
-        if not all(t.is_floating for t in call.outputs) or not group:
+    # a result that is not a number (dropout's mask) does not depend on the partial input
+    passed = tuple(PARTIAL if t.is_floating else REPLICATE for t in call.outputs)
+    for group in rule.partial_groups(call):
+        if PARTIAL not in passed or not group:
             continue
         if not all(call.inputs[i].is_floating for i in group):
             continue
         held = bound.additive | set(group)
         inputs = tuple(PARTIAL if i in held else REPLICATE for i in range(num_inputs))
-        out.append(Strategy(PASS_PARTIAL, inputs, (PARTIAL,) * num_outputs))
+        out.append(Strategy(PASS_PARTIAL, inputs, passed))
     return tuple(dict.fromkeys(out))
 
 
@@ -197,7 +205,8 @@ def multiply_adds(rule: Rule, call: Call) -> int:
     if not rule.flops:
         return 0
     sizes = rule.bound(call).sizes
-    named = [term.split() for term in rule.flops.split("+")]
+    flops = rule.flops(call) if callable(rule.flops) else rule.flops
+    named = [term.split() for term in flops.split("+")]
     return sum(math.prod(_factor_size(sizes, f) for f in names) for names in named)
 
 

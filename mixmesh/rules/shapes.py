@@ -1,4 +1,4 @@
-"""Rules that depend on arguments: each function returns rule text for one call."""
+"""Rules of shapes: each function returns rule text for one call."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def along(index: int, name: str = "dim", default: int = -1):
     return rule
 
 
-def reduce_dims(index: int, *, contract: bool, keepdim_index: int | None = None):
+def reduce_dims(index: int, *, contract: bool):
     """Reductions over the dims of argument ``index`` (all of them if it is absent).
 
     ``contract`` says that partial results add up (sum, mean); otherwise the dims must be whole.
@@ -73,51 +73,61 @@ def permute(call: Call) -> str:
 
 def transpose(call: Call) -> str:
     rank = rank_of(call)
-    a, b = (wrap(d, rank) for d in ((call.arg(1), call.arg(2)) if len(call.args) > 2 else (0, 1)))
+    a, b = (wrap(d, rank) for d in (call.args[1:] or (0, 1)))
     order = names(rank)
-    if rank:
+    if rank > 1:
         order[a], order[b] = order[b], order[a]
     return " ".join(names(rank)) + " -> " + " ".join(order)
 
 
 def view(call: Call) -> tuple[str, dict[str, int]]:
-    """Splits and merges of dims, found by matching products from the left."""
+    """Splits and merges of dims, found by common divisors from the left.
+
+    Where both sides go on with the same number of elements they share a factor. (8, 6) -> (4, 12) is
+    "(a b) c -> a (b c)": cut in pairs of rows on the left, in rows on the right.
+    """
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if math.prod(source) == 0:
         raise PatternMismatch("a view of nothing")
-    left, right, sizes = [[] for _ in source], [[] for _ in target], {}
-    i = j = count = 0
-    while i < len(source) or j < len(target):
-        group_i, group_j = [i] if i < len(source) else [], [j] if j < len(target) else []
-        a, b = (source[i] if group_i else 1), (target[j] if group_j else 1)
-        while a != b:
-            if a < b:
-                group_i.append(group_i[-1] + 1 if group_i else i)
-                a *= source[group_i[-1]]
-            else:
-                group_j.append(group_j[-1] + 1 if group_j else j)
-                b *= target[group_j[-1]]
-        i, j = i + len(group_i), j + len(group_j)
-        long_i = [k for k in group_i if source[k] != 1]
-        long_j = [k for k in group_j if target[k] != 1]
-        whole = "!" if len(long_i) > 1 and len(long_j) > 1 else ""
-        finer, coarser = (long_j, long_i) if len(long_j) >= len(long_i) else (long_i, long_j)
-        shape, fine_side, coarse_side = (target, right, left) if finer is long_j else (source, left, right)
-        if whole:  # a many-to-many regrouping: nothing here keeps its order under a cut
-            for k in long_i:
-                left[k].append(f"f{count}!")
-                sizes[f"f{count}"] = source[k]
-                count += 1
-            for k in long_j:
-                right[k].append(f"f{count}!")
-                sizes[f"f{count}"] = target[k]
-                count += 1
+    left, right = [[] for _ in source], [[] for _ in target]
+    sizes: dict[str, int] = {}
+    i = j = 0
+    a = b = 1  # what is left of the current dims
+    whole = False  # the two sides step differently here: until they meet again, no dim keeps its order
+
+    def emit(size: int, *places: list[str]) -> None:
+        name = f"f{len(sizes)}"
+        sizes[name] = size
+        for place in places:
+            place.append(name + ("!" if whole else ""))
+
+    while True:
+        if a == 1 and i < len(source):
+            a, i = source[i], i + 1
             continue
-        for k in finer:
-            fine_side[k].append(f"f{count}")
-            coarse_side[coarser[0]].append(f"f{count}")
-            sizes[f"f{count}"] = shape[k]
-            count += 1
+        if b == 1 and j < len(target):
+            b, j = target[j], j + 1
+            continue
+        if a == b == 1:
+            break
+        common = math.gcd(a, b)
+        if common > 1 and not whole:
+            emit(common, left[i - 1], right[j - 1])
+            a, b = a // common, b // common
+            continue
+        whole = True
+        done_a, done_b = a, b
+        emit(a, left[i - 1])
+        emit(b, right[j - 1])
+        while done_a != done_b:
+            if done_a < done_b:
+                emit(source[i], left[i])
+                done_a, i = done_a * source[i], i + 1
+            else:
+                emit(target[j], right[j])
+                done_b, j = done_b * target[j], j + 1
+        a = b = 1
+        whole = False
 
     def text(side) -> str:
         return " ".join(f"({' '.join(d)})" if len(d) > 1 else d[0] if d else "1" for d in side)
@@ -129,28 +139,12 @@ def local_view(local: LocalCall):
     return (local.call.args[0], local.out_shapes[0], *local.call.args[2:]), local.call.kwargs
 
 
-def local_size_first(local: LocalCall):
-    """The size is the first argument (factories)."""
-    return (local.out_shapes[0], *local.call.args[1:]), local.call.kwargs
-
-
 def expand(call: Call) -> str:
     source, target = call.inputs[0].shape, call.outputs[0].shape
     offset = len(target) - len(source)
     right = names(len(target))
     left = [right[offset + i] if n == target[offset + i] else "1" for i, n in enumerate(source)]
     return " ".join(left) + " -> " + " ".join(right)
-
-
-def factory(call: Call) -> str:
-    """A tensor of one value: any dim may be sharded."""
-    return " -> " + " ".join(names(len(call.outputs[0].shape)))
-
-
-def factory_like(call: Call) -> str:
-    """A new tensor whose size is an argument; the input only lends its dtype."""
-    left = " ".join(f"x{i}!" for i in range(rank_of(call)))
-    return f"{left} -> " + " ".join(names(len(call.outputs[0].shape)))
 
 
 def unsqueeze(call: Call) -> str:
@@ -204,19 +198,188 @@ def drop_dim(dim_index: int):
     return rule
 
 
-def resize_dims(call: Call) -> str:
-    """Dims whose size changes must be whole (slice, pad): the rest pass."""
-    source, target = call.inputs[0].shape, call.outputs[0].shape
-    left = " ".join(f"d{i}" if a == b else f"a{i}!" for i, (a, b) in enumerate(zip(source, target)))
-    right = " ".join(f"d{i}" if a == b else f"b{i}!" for i, (a, b) in enumerate(zip(source, target)))
-    return f"{left} -> {right}"
+def resize_dim(dim_index: int, default: int = 0):
+    """One dim (an argument) changes its size and must be whole: slice, glu, unfold, diff."""
+
+    def rule(call: Call) -> str:
+        rank = rank_of(call)
+        dim = wrap(call.arg(dim_index, "dim", default), rank)
+        keeps = call.inputs[0].shape == call.outputs[0].shape
+        left = " ".join("a!" if i == dim else f"d{i}" for i in range(rank))
+        out = left.replace("a!", "b!")
+        added = [f"e{i}!" for i in range(len(call.outputs[0].shape) - rank)]
+        others = [left.replace("a!", f"c{n}!") for n in range(1, len(call.inputs))]
+        return ", ".join([left, *others]) + " -> " + " ".join([left if keeps else out, *added])
+
+    return rule
 
 
-def normalized(call: Call) -> str:
-    """layer_norm(x, shape, weight, bias): the normalized dims are whole."""
-    count = len(call.args[1])
-    tail = " ".join(f"n{i}!" for i in range(count))
-    return f"... {tail}, {tail}, {tail} -> ... {tail}"
+def slice_(call: Call) -> str:
+    """slice(self, dim, start, end, step): whole, unless it takes all there is."""
+    if call.inputs[0].shape == call.outputs[0].shape:
+        return "... -> ..."
+    return resize_dim(1)(call)
+
+
+def pad(call: Call) -> str:
+    """pad(self, [last dim before, after, the one before it ...]): padded (or cropped) dims are whole."""
+    rank = rank_of(call)
+    amounts = call.args[1]
+    touched = {rank - 1 - k // 2 for k, amount in enumerate(amounts) if amount}
+    left = " ".join(f"a{i}!" if i in touched else f"d{i}" for i in range(rank))
+    return f"{left} -> {left.replace('a', 'b')}"
+
+
+def repeat(call: Call) -> tuple[str, dict[str, int]]:
+    """repeat(self, repeats): a repeated dim is (times, size), of which the times may be cut."""
+    source, times = call.inputs[0].shape, call.args[1]
+    shape = (1,) * (len(times) - len(source)) + source
+    left, right, sizes = [], [], {}
+    for i, (n, r) in enumerate(zip(shape, times)):
+        left.append(f"d{i}")
+        right.append(f"d{i}" if r == 1 else f"(r{i} d{i})")
+        sizes |= {f"d{i}": n, f"r{i}": r}
+    return " ".join(left[len(times) - len(source) :]) + " -> " + " ".join(right), sizes
+
+
+def local_repeat(local: LocalCall):
+    source, out = local.in_shapes[0], local.out_shapes[0]
+    shape = (1,) * (len(out) - len(source)) + source
+    times = tuple(o // n if n else r for n, o, r in zip(shape, out, local.call.args[1]))
+    return (local.call.args[0], times), local.call.kwargs
+
+
+def repeat_interleave(call: Call) -> tuple[str, dict[str, int]]:
+    """repeat_interleave(self, repeats, dim): each step stands ``repeats`` times behind itself."""
+    rank, times = rank_of(call), call.args[1]
+    dim = call.arg(2, "dim")
+    if dim is None:
+        if rank != 1:
+            raise PatternMismatch("repeat_interleave that flattens")
+        dim = 0
+    dim = wrap(dim, rank)
+    right = " ".join(f"(d{i} r)" if i == dim else f"d{i}" for i in range(rank))
+    sizes = {f"d{i}": n for i, n in enumerate(call.inputs[0].shape)}
+    return " ".join(names(rank)) + " -> " + right, {**sizes, "r": times}
+
+
+def local_repeat_interleave(local: LocalCall):
+    kwargs = tuple((k, v) for k, v in local.call.kwargs if k != "output_size")
+    return local.call.args[:3], kwargs
+
+
+def pixel_shuffle(call: Call) -> tuple[str, dict[str, int]]:
+    r = call.args[1]
+    return "... (c p q) h w -> ... c (h p) (w q)", {"p": r, "q": r}
+
+
+def pixel_unshuffle(call: Call) -> tuple[str, dict[str, int]]:
+    r = call.args[1]
+    return "... c (h p) (w q) -> ... (c p q) h w", {"p": r, "q": r}
+
+
+def space_whole(call: Call) -> str:
+    """Samples and channels are free, space is whole: pooling, upsampling. Unbatched input too."""
+    spatial = _spatial(call)
+    free = " ".join(f"n{i}" for i in range(rank_of(call) - spatial))
+    left = " ".join(f"h{i}!" for i in range(spatial))
+    right = " ".join(f"y{i}!" for i in range(spatial))
+    return f"{free} {left} -> " + ", ".join([f"{free} {right}"] * len(call.outputs))
+
+
+def _spatial(call: Call) -> int:
+    digit = next((c for c in call.op.partition(".")[2] if c.isdigit()), "2")
+    return int(digit)
+
+
+def im2col(call: Call) -> tuple[str, dict[str, int]]:
+    """n c h w -> n (c k) l: channels stay in front of the kernel's places."""
+    (a, b) = call.args[1]
+    return "n c h! w! -> n (c k) l!", {"k": a * b}
+
+
+def col2im(call: Call) -> tuple[str, dict[str, int]]:
+    (a, b) = call.args[2]
+    return "n (c k) l! -> n c h! w!", {"k": a * b}
+
+
+def meshgrid(call: Call) -> str:
+    """Each of the vectors along its own dim of every result."""
+    vectors = names(len(call.inputs), "v")
+    order = list(vectors)
+    if dict(call.kwargs).get("indexing") == "xy" and len(order) > 1:
+        order[:2] = order[1::-1]
+    return ", ".join(vectors) + " -> " + ", ".join([" ".join(order)] * len(vectors))
+
+
+def diagonal(call: Call) -> str:
+    """diagonal(self, offset, dim1, dim2): the two dims become one at the end."""
+    rank = rank_of(call)
+    cut = {wrap(call.arg(2, "dim1", 0), rank), wrap(call.arg(3, "dim2", 1), rank)}
+    left = " ".join(f"a{i}!" if i in cut else f"d{i}" for i in range(rank))
+    return f"{left} -> " + " ".join([f"d{i}" for i in range(rank) if i not in cut] + ["z!"])
+
+
+def all_whole(call: Call) -> str:
+    """Nothing may be cut; a row all the same where a partial sum may pass."""
+
+    def term(t, prefix):
+        return " ".join(f"{prefix}{i}!" for i in range(len(t.shape)))
+
+    ins = [term(t, f"a{n}_") for n, t in enumerate(call.inputs)]
+    outs = [term(t, f"b{n}_") for n, t in enumerate(call.outputs)]
+    return ", ".join(ins) + " -> " + ", ".join(outs)
+
+
+def last_whole(count: int):
+    """The last dims are whole, the rest are free: tril, triu."""
+
+    def rule(call: Call) -> str:
+        rank = rank_of(call)
+        return fixed_dims(call, tuple(range(rank - count, rank)))
+
+    return rule
+
+
+def scatter_slice(call: Call) -> str:
+    """slice_scatter, select_scatter(self, src, dim, ...): the written dim is whole."""
+    rank = rank_of(call)
+    dim = wrap(call.arg(2, "dim", 0), rank)
+    left = " ".join("x!" if i == dim else f"d{i}" for i in range(rank))
+    selects = len(call.inputs[1].shape) < rank
+    source = " ".join("y!" if i == dim else f"d{i}" for i in range(rank) if not (selects and i == dim))
+    return f"{left}, {source} -> {left}"
+
+
+def channels_of(call: Call) -> str:
+    """prelu(x, weight): one weight for all, or one for each of the second dim."""
+    rank = rank_of(call)
+    if math.prod(call.inputs[1].shape) == 1 or rank < 2:
+        return f"..., {' '.join(['1'] * rank_of(call, 1))} -> ..."
+    rest = " ".join(f"h{i}" for i in range(rank - 2))
+    return f"n c {rest}, c -> n c {rest}"
+
+
+def grid_sampler(call: Call) -> str:
+    """grid_sampler(x, grid): places of the output are free, places of the input are whole."""
+    spatial = rank_of(call) - 2
+    source = " ".join(f"h{i}!" for i in range(spatial))
+    places = " ".join(f"y{i}" for i in range(spatial))
+    return f"n c {source}, n {places} t! -> n c {places}"
+
+
+def histogram(call: Call) -> str:
+    """histc(x, bins, min, max): counts add up where the range is given."""
+    low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
+    mark = "!" if low == high else ""
+    return " ".join(f"d{i}{mark}" for i in range(rank_of(call))) + " -> b!"
+
+
+def reads_no_value(call: Call) -> str:
+    """type_as(self, other): only the dtype of ``other`` is read; cut alike where shapes are alike."""
+    if call.inputs[0].shape == call.inputs[1].shape:
+        return "..., ... -> ..."
+    return "..., " + " ".join(f"x{i}!" for i in range(rank_of(call, 1))) + " -> ..."
 
 
 def is_sharded_on(local: LocalCall, index: int, dim: int) -> bool:

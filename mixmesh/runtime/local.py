@@ -1,7 +1,8 @@
 """One instruction on one rank: the ATen operator on local shards, its baked-in sizes made local.
 
 Where the local result is not the plain operator on the shards (a mean over a cut dim, a look-up in a
-piece of a vocabulary, random numbers), a kernel below takes its place.
+piece of a vocabulary, random numbers), one of ``kernels`` takes its place; where a rank's piece is empty,
+``empty`` does.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from functools import cache
 import torch
 
 from ..errors import UnsupportedOp
-from ..ir import Arg, DType, Instruction, Partial, Program, Ref, Shard, map_refs, shard_offsets, shard_sizes
+from ..ir import Arg, DType, Instruction, Program, Ref, Shard, map_refs, shard_sizes
 from ..rules import RULES, LocalCall, call_of
+from .empty import empty_op, is_empty
+from .kernels import KERNELS, Site
 from .random import RandomPolicy
 
 LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
@@ -66,8 +69,11 @@ def local_op(
 ) -> LocalOp:
     """A function of the local inputs (in the order of ``i.inputs``) that gives the local results."""
     local = local_call(program, i, rank)
+    if is_empty(local):
+        return empty_op(local, [TORCH_DTYPES[t.dtype] for t in local.call.outputs], device)
     kernel = KERNELS.get(i.op)
-    made = kernel(Site(program, i, rank, device, random, local)) if kernel else None
+    site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device))
+    made = kernel(site) if kernel else None
     return made or plain_op(i, local, device)
 
 
@@ -113,7 +119,12 @@ def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> LocalOp:
     return run
 
 
-RETURNS_LIST = frozenset({"aten.split.Tensor", "aten.split_with_sizes", "aten.chunk", "aten.unbind.int"})
+RETURNS_LIST = frozenset(
+    {
+        "aten.split.Tensor", "aten.split_with_sizes", "aten.unsafe_split.Tensor", "aten.chunk",
+        "aten.unbind.int", "aten.meshgrid", "aten.meshgrid.indexing",
+    }
+)  # fmt: skip
 
 
 class Slot(int):
@@ -138,134 +149,3 @@ def _fill(arg, tensors):
     if isinstance(arg, list):
         return [_fill(a, tensors) for a in arg]
     return arg
-
-
-# --- kernels -------------------------------------------------------------------------------------------
-
-
-class Site:
-    """Where a kernel runs: the instruction, the rank, and its local call."""
-
-    def __init__(self, program, instruction, rank, device, random, local: LocalCall) -> None:
-        self.program: Program = program
-        self.instruction: Instruction = instruction
-        self.rank: int = rank
-        self.device: torch.device = device
-        self.random: RandomPolicy = random
-        self.local = local
-
-    def span(self, name: str) -> tuple[int, int]:
-        """First element and number of elements of this rank's piece of a sharded value."""
-        t = self.program.types[name]
-        sizes = shard_sizes(t.value.shape[t.placement.dim], self.program.ratio_of[t.ratio], t.placement.unit)
-        return shard_offsets(sizes)[self.rank], sizes[self.rank]
-
-
-class Dropout(torch.autograd.Function):
-    """Inverted dropout with a given mask; the mask is kept as one byte per element."""
-
-    @staticmethod
-    def forward(ctx, x, keep, scale):
-        ctx.save_for_backward(keep)
-        ctx.scale = scale
-        return x * keep * scale
-
-    @staticmethod
-    def backward(ctx, grad):
-        (keep,) = ctx.saved_tensors
-        return grad * keep * ctx.scale, None, None
-
-
-def dropout_kernel(site: Site) -> LocalOp:
-    i, random, device = site.instruction, site.random, site.device
-    p = float(i.args[1])
-    operator = sum(1 for other in instructions_before(site.program, i) if other.op == i.op)
-    placement = site.local.out_placements[0]
-    shape, full_shape = site.local.out_shapes[0], i.types[0].value.shape
-    sharded = isinstance(placement, Shard)
-    start, length = site.span(i.inputs[0]) if sharded else (0, 0)
-    scale = 0.0 if p == 1 else 1 / (1 - p)
-
-    def run(x):
-        if sharded and not random.exact:
-            generator = random.generator(operator, site.rank + 1, device)
-            keep = torch.empty(shape, device=device).bernoulli_(1 - p, generator=generator).bool()
-        else:
-            generator = random.generator(operator, 0, device)
-            keep = torch.empty(full_shape, device=device).bernoulli_(1 - p, generator=generator).bool()
-            if sharded:
-                keep = keep.narrow(placement.dim, start, length)
-        out = Dropout.apply(x, keep, scale)
-        return (out, keep)[: len(i.results)]
-
-    return run
-
-
-def instructions_before(program: Program, i: Instruction):
-    for other in program.instructions:
-        if other is i:
-            return
-        yield other
-
-
-def mean_kernel(site: Site) -> LocalOp | None:
-    """A mean over a cut dim: the local mean, scaled by the local share of the count."""
-    i = site.instruction
-    shard = site.local.in_placements[0]
-    if not (isinstance(shard, Shard) and isinstance(site.local.out_placements[0], Partial)):
-        return None
-    size = site.local.call.inputs[0].shape[shard.dim]
-    _, length = site.span(i.inputs[0])
-    plain = plain_op(i, site.local, site.device)
-    if length == 0:
-        out_shape, dims = i.types[0].value.shape, tuple(range(len(i.types[0].value.shape)))
-
-        def run(x):
-            return (x.sum().expand(out_shape) if dims else x.sum(),)  # nothing: a zero with a gradient
-
-        return run
-    return lambda x: (plain(x)[0] * (length / size),)
-
-
-def arange_kernel(site: Site) -> LocalOp | None:
-    i = site.instruction
-    if not isinstance(site.local.out_placements[0], Shard):
-        return None
-    start, length = site.span(i.result)
-    plain = plain_op(i, site.local, site.device)
-    return lambda: (plain()[0].narrow(0, start, length),)
-
-
-def embedding_kernel(site: Site) -> LocalOp | None:
-    """A look-up in a piece of the vocabulary: ids outside the piece give zeros, to be summed."""
-    i = site.instruction
-    weight = site.local.in_placements[0]
-    if not (isinstance(weight, Shard) and weight.dim == 0):
-        return None
-    start, length = site.span(i.inputs[0])
-    padding_idx = i.args[2] if len(i.args) > 2 else -1
-
-    def run(table, ids):
-        if length == 0:
-            return (table.sum() + torch.zeros((*ids.shape, *table.shape[1:]), dtype=table.dtype),)
-        local_ids = ids - start
-        inside = (local_ids >= 0) & (local_ids < length)
-        rows = torch.nn.functional.embedding(local_ids.clamp(0, length - 1), table)
-        keep = inside if padding_idx < 0 else inside & (ids != padding_idx)
-        mask = inside.unsqueeze(-1).to(rows.dtype)
-        if padding_idx >= 0:  # the pad row is looked up but takes no gradient
-            rows = torch.where(keep.unsqueeze(-1), rows, rows.detach())
-        return (rows * mask,)
-
-    return run
-
-
-KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
-    "aten.native_dropout": dropout_kernel,
-    "aten.mean": mean_kernel,
-    "aten.mean.dim": mean_kernel,
-    "aten.arange": arange_kernel,
-    "aten.arange.start": arange_kernel,
-    "aten.arange.start_step": arange_kernel,
-    "aten.embedding": embedding_kernel,
-}

@@ -1,0 +1,154 @@
+"""Rules of normalisations and losses."""
+
+from __future__ import annotations
+
+from . import shapes as s
+from .rule import Call, LocalCall
+
+NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers for ``reduction``
+
+
+def normalized(call: Call) -> str:
+    """layer_norm(x, shape, weight, bias): the normalized dims are whole. Statistics may follow."""
+    count = len(call.args[1])
+    tail = " ".join(f"n{i}!" for i in range(count))
+    statistics = "".join([f", ... {' '.join(['1'] * count)}"] * (len(call.outputs) - 1))
+    return f"... {tail}, {tail}, {tail} -> ... {tail}{statistics}"
+
+
+def group_norm(call: Call) -> tuple[str, dict[str, int]]:
+    """group_norm(x, num_groups, weight, bias): samples are free, and so are whole groups."""
+    groups = call.args[1]
+    rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
+    return f"n (g c!) {rest}, (g c!), (g c!) -> n (g c!) {rest}", {"g": groups}
+
+
+def local_group_norm(local: LocalCall):
+    args = local.call.args
+    held = args[1] * local.in_shapes[0][1] // local.call.inputs[0].shape[1]
+    return (args[0], held, *args[2:]), local.call.kwargs
+
+
+def native_group_norm(call: Call) -> tuple[str, dict[str, int]]:
+    """native_group_norm(x, weight, bias, N, C, HxW, group, eps) -> y, mean, rstd."""
+    rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
+    return f"n (g c!) {rest}, (g c!), (g c!) -> n (g c!) {rest}, n g, n g", {"g": call.args[6]}
+
+
+def local_native_group_norm(local: LocalCall):
+    args, (samples, channels) = local.call.args, local.in_shapes[0][:2]
+    held = args[6] * channels // args[4]
+    return (*args[:3], samples, channels, args[5], held, *args[7:]), local.call.kwargs
+
+
+def batch_norm(*, training: int | None):
+    """batch_norm(x, weight, bias, mean, var, ...): channels are free; samples too with fixed statistics.
+
+    ``training`` is the position of the flag that says so, None where statistics are always fixed.
+    """
+
+    def rule(call: Call) -> str:
+        fixed = training is None or not call.arg(training)
+        mark = "" if fixed else "!"
+        rank = s.rank_of(call)
+        x = " ".join([f"n{mark}", "c", *(f"h{i}{mark}" for i in range(rank - 2))])
+        outputs = [x]
+        for n, t in enumerate(call.outputs[1:]):
+            outputs.append(f"z{n}!" if t.shape == (0,) else "c")
+        return ", ".join([x, *["c"] * (len(call.inputs) - 1)]) + " -> " + ", ".join(outputs)
+
+    return rule
+
+
+def instance_norm(call: Call) -> str:
+    """instance_norm(x, weight, bias, mean, var, use_input_stats): every sample and channel alone."""
+    rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
+    affine = ", c" * (len(call.inputs) - 1)
+    samples = "n!" if call.args[3] is not None else "n"  # running statistics are means over the samples
+    return f"{samples} c {rest}{affine} -> {samples} c {rest}"
+
+
+def weight_norm(call: Call) -> str:
+    """_weight_norm(v, g, dim): a norm over all dims but one."""
+    rank = s.rank_of(call)
+    dim = call.arg(2, "dim", 0)
+    v = " ".join("c" if i == dim else f"x{i}!" for i in range(rank))
+    g = " ".join("c" if i == dim else "1" for i in range(rank))
+    return f"{v}, {g} -> {v}" if len(call.outputs) == 1 else f"{v}, {g} -> {v}, {g}"
+
+
+def elementwise_loss(index: int):
+    """A loss of equal shapes whose ``reduction`` is argument ``index``.
+
+    A mean over a cut dim is the local mean scaled by the local share (a local kernel).
+    """
+
+    def rule(call: Call) -> str:
+        out = "..." if call.arg(index, "reduction", MEAN) == NONE else ""
+        return ", ".join(["..."] * len(call.inputs)) + f" -> {out}"
+
+    return rule
+
+
+def cross_entropy(call: Call) -> str:
+    """cross_entropy_loss, nll_loss(x, target, weight, reduction): classes are whole, samples free.
+
+    A mean divides by a count that depends on all targets: it is whole (tracing decomposes it into a
+    sum over a globally summed count).
+    """
+    reduction = call.arg(3, "reduction", MEAN)
+    mark = "!" if reduction == MEAN else ""
+    spatial = [f"x{i}{mark}" for i in range(s.rank_of(call) - 2)]
+    samples = ([f"n{mark}"] if s.rank_of(call) > 1 else []) + spatial
+    logits = [*samples[:1], "c!", *spatial] if s.rank_of(call) > 1 else ["c!"]
+    out = " ".join(samples) if reduction == NONE else ""
+    target = logits if call.inputs[1].shape == call.inputs[0].shape else samples  # or probabilities
+    return f"{' '.join(logits)}, {' '.join(target)}, c! -> {out}"
+
+
+def nll_loss_forward(call: Call) -> str:
+    """As ``nll_loss``, with the sum of the weights as a second result: defined for a sum only."""
+    text = cross_entropy(call)
+    if call.arg(3, "reduction", MEAN) != SUM:
+        whole = " ".join(f"d{i}!" for i in range(s.rank_of(call)))
+        target = " ".join(f"t{i}!" for i in range(s.rank_of(call, 1)))
+        out = " ".join(f"t{i}!" for i in range(len(call.outputs[0].shape)))
+        return f"{whole}, {target}, c! -> {out}, "
+    return f"{text}, "
+
+
+def ctc_loss(call: Call) -> str:
+    """ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction)."""
+    reduction = call.arg(5, "reduction", MEAN)
+    n = "n!" if reduction == MEAN else "n"
+    targets = f"{n} s!" if s.rank_of(call, 1) == 2 else "s!"
+    if targets == "s!":
+        n = "n!"
+    return f"t! {n} c!, {targets}, {n}, {n} -> " + (n if reduction == NONE else "")
+
+
+def cosine_similarity(call: Call) -> str:
+    rank = len(call.outputs[0].shape) + 1
+    dim = s.wrap(call.arg(2, "dim", 1), rank)
+    full = [f"d{i}!" if i == dim else f"d{i}" for i in range(rank)]
+    terms = [" ".join(full[rank - len(t.shape) :]) for t in call.inputs]
+    return ", ".join(terms) + " -> " + " ".join(f"d{i}" for i in range(rank) if i != dim)
+
+
+def recurrent(states: int):
+    """lstm, gru, rnn(input, state, params, ..., batch_first): only the batch is free."""
+
+    def rule(call: Call) -> str:
+        batch_first = call.args[8]
+        if call.args[6] and call.args[5]:  # dropout between the layers, in training
+            x, n = "t! n! i!", "n!"
+        else:
+            x, n = ("n t! i!" if batch_first else "t! n i!"), "n"
+        if n == "n!" and batch_first:
+            x = "n! t! i!"
+        hidden = [f"l! {n} h{i}!" for i in range(states)]
+        params = call.inputs[1 + states :]
+        terms = [" ".join(f"p{k}_{i}!" for i in range(len(t.shape))) for k, t in enumerate(params)]
+        return ", ".join([x, *hidden, *terms]) + " -> " + ", ".join([x.replace("i!", "o!"), *hidden])
+
+    return rule

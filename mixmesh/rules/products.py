@@ -1,0 +1,120 @@
+"""Rules of products: matrices, convolutions, attention, einsum."""
+
+from __future__ import annotations
+
+import re
+
+from . import shapes as s
+from .pattern import PatternMismatch
+from .rule import Call, LocalCall
+
+
+def matmul(call: Call) -> str:
+    a, b = (len(t.shape) for t in call.inputs)
+    left = "k" if a == 1 else "... m k"
+    right = "k" if b == 1 else "... k n"
+    out = "..." + (" m" if a > 1 else "") + (" n" if b > 1 else "")
+    return f"{left}, {right} -> {out}" if a > 1 or b > 1 else "k, k ->"
+
+
+def with_addend(product: str):
+    """addmm, baddbmm, addmv: a term of fewer or shorter dims is added to a product."""
+    out = product.split("->")[1].split()
+
+    def rule(call: Call) -> str:
+        addend = " ".join(out[len(out) - s.rank_of(call) :])
+        return f"+{addend}, {product}"
+
+    return rule
+
+
+def einsum(call: Call) -> str:
+    """The equation is the rule. A letter twice in one term (a diagonal) must be whole."""
+    equation = call.args[0].replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = sorted(set(left) - set(",."))
+        right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
+    for term in terms:
+        if any(term.count(c) > 1 for c in set(term) - {"."}):
+            raise PatternMismatch("a diagonal")
+
+    def spaced(term: str) -> str:
+        return " ".join(re.findall(r"\.\.\.|[A-Za-z]", term))
+
+    return ", ".join(map(spaced, terms)) + " -> " + spaced(right)
+
+
+def einsum_flops(call: Call) -> str:
+    """Every letter once: what a single loop nest would do (a product of two tensors does just that)."""
+    if len(call.inputs) < 2:
+        return ""
+    letters = dict.fromkeys(re.findall(r"[A-Za-z]", call.args[0].partition("->")[0]))
+    return " ".join([*letters, "..."])
+
+
+# --- convolutions --------------------------------------------------------------------------------------
+
+GROUPS = 6  # the position of ``groups`` in convNd and conv_transposeNd
+
+
+def convolution(transposed: bool = False):
+    """convNd(x, weight, bias, stride, padding, dilation, groups), any number of spatial dims.
+
+    With groups, channels are compound: whole groups may be cut. A transposed weight has its input
+    channels first.
+    """
+
+    def rule(call: Call) -> tuple[str, dict[str, int]]:
+        x, weight = call.inputs[0].shape, call.inputs[1].shape
+        spatial = len(weight) - 2
+        batch = "n " if len(x) == len(weight) else ""
+        size_in = " ".join(f"h{i}!" for i in range(spatial))
+        kernel = " ".join(f"a{i}!" for i in range(spatial))
+        size_out = " ".join(f"y{i}!" for i in range(spatial))
+        groups = call.arg(GROUPS, "groups", 1)
+        if groups == 1:
+            weights = "i o" if transposed else "o i"
+            return f"{batch}i {size_in}, {weights} {kernel}, +o -> {batch}o {size_out}", {}
+        weights = "(g i) o" if transposed else "(g o) i"
+        text = f"{batch}(g i) {size_in}, {weights} {kernel}, +(g o) -> {batch}(g o) {size_out}"
+        inner = {"i": weight[0] // groups, "o": weight[1]} if transposed else {"i": weight[1]}
+        return text, {"g": groups, "o": weight[0] // groups, **inner}
+
+    return rule
+
+
+def local_groups(local: LocalCall):
+    """The number of groups that a rank holds: in proportion to its input channels."""
+    args, kwargs = local.call.args, local.call.kwargs
+    groups = local.call.arg(GROUPS, "groups", 1)
+    if groups == 1:
+        return args, kwargs
+    channel = len(local.in_shapes[0]) - len(local.in_shapes[1]) + 1
+    held = groups * local.in_shapes[0][channel] // local.call.inputs[0].shape[channel]
+    if len(args) > GROUPS:
+        return (*args[:GROUPS], held, *args[GROUPS + 1 :]), kwargs
+    return args, tuple((k, held if k == "groups" else v) for k, v in kwargs)
+
+
+def attention(call: Call) -> str:
+    """q, k, v, mask: batch and heads are free; with grouped queries the groups are what is cut.
+
+    Queries may be cut too, unless the mask is the implied causal one, which depends on their position.
+    """
+    query, key = call.inputs[0].shape, call.inputs[1].shape
+    causal = call.arg(5, "is_causal", False)
+    grouped = len(query) > 2 and query[-3] != key[-3]
+    s_ = "s!" if causal else "s"
+    heads = "(h g)" if grouped else "h"
+    if len(query) != 4:
+        return f"... {s_} e!, ... t! e!, ... t! v!, ... {s_} t! -> ... {s_} v!"
+    mask_rank = len(call.inputs[3].shape) if len(call.inputs) > 3 else 4
+    mask = " ".join(["b", heads, s_, "t!"][4 - mask_rank :])
+    return f"b {heads} {s_} e!, b h t! e!, b h t! v!, {mask} -> b {heads} {s_} v!"
+
+
+def grouped_mm(call: Call) -> str:
+    """Rows in consecutive groups, a matrix for each; the ends of the groups are data, so rows are whole."""
+    return "m! k, e! k n, e! -> m! n"

@@ -1,0 +1,282 @@
+"""Local kernels: where the result on a shard is not the plain operator on the shard.
+
+A kernel looks at its site and returns a function of the local inputs, or None where the plain operator
+will do. A rank with an empty piece never gets here (see ``empty``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ir import Instruction, Partial, Program, Shard, shard_offsets, shard_sizes
+from ..rules import LocalCall
+from .random import RandomPolicy
+
+LocalOp = Callable[..., tuple[Tensor | None, ...]]
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a kernel runs: the instruction, the rank, its local call, and the plain operator there."""
+
+    program: Program
+    instruction: Instruction
+    rank: int
+    device: torch.device
+    random: RandomPolicy
+    local: LocalCall
+    plain: Callable[[], LocalOp]
+
+    def span(self, name: str) -> tuple[int, int]:
+        """First element and number of elements of this rank's piece of a sharded value."""
+        t = self.program.types[name]
+        sizes = shard_sizes(t.value.shape[t.placement.dim], self.program.ratio_of[t.ratio], t.placement.unit)
+        return shard_offsets(sizes)[self.rank], sizes[self.rank]
+
+
+# --- random numbers ------------------------------------------------------------------------------------
+
+
+class Dropout(torch.autograd.Function):
+    """Inverted dropout with a given mask; the mask is kept as one byte per element."""
+
+    @staticmethod
+    def forward(ctx, x, keep, scale):
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return x * keep * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        (keep,) = ctx.saved_tensors
+        return grad * keep * ctx.scale, None, None
+
+
+def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
+    """How this site draws numbers for result ``index``: a function of ``draw(shape, generator)``.
+
+    See ``random``: a replicated result draws the same on all ranks, a cut one its own, or in exact mode
+    its piece of the whole.
+    """
+    i, random, device = site.instruction, site.random, site.device
+    operator = sum(1 for other in instructions_before(site.program, i) if other.op in RANDOM)
+    placement = site.local.out_placements[index]
+    sharded = isinstance(placement, Shard)
+    shape, full_shape = site.local.out_shapes[index], i.types[index].value.shape
+    if sharded:
+        t = i.types[index]
+        sizes = shard_sizes(full_shape[placement.dim], site.program.ratio_of[t.ratio], placement.unit)
+        start, length = shard_offsets(sizes)[site.rank], sizes[site.rank]
+
+    def make(draw):
+        if sharded and not random.exact:
+            return draw(shape, random.generator(operator, site.rank + 1, device))
+        whole = draw(full_shape, random.generator(operator, 0, device))
+        return whole.narrow(placement.dim, start, length) if sharded else whole
+
+    return make
+
+
+def instructions_before(program: Program, i: Instruction):
+    for other in program.instructions:
+        if other is i:
+            return
+        yield other
+
+
+def dropout_kernel(site: Site) -> LocalOp:
+    p = float(site.instruction.args[1])
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    make = drawing(site)
+
+    def draw(shape, generator):
+        return torch.empty(shape, device=site.device).bernoulli_(1 - p, generator=generator).bool()
+
+    def run(x):
+        keep = make(draw)
+        return (Dropout.apply(x, keep, scale), keep)[: len(site.instruction.results)]
+
+    return run
+
+
+def bernoulli_kernel(site: Site) -> LocalOp:
+    """bernoulli(probabilities) or bernoulli.p(like, p): from uniform numbers, so that a piece of the
+    probabilities meets the same piece of the numbers."""
+    make = drawing(site)
+
+    def run(x):
+        uniform = make(lambda shape, g: torch.rand(shape, generator=g, device=site.device))
+        p = site.instruction.args[1] if site.instruction.op == "aten.bernoulli.p" else x
+        return ((uniform < p).to(x.dtype),)
+
+    return run
+
+
+def fill_kernel(draw: Callable):
+    """rand, randn and their kin of a given size or like another tensor."""
+
+    def kernel(site: Site) -> LocalOp:
+        make = drawing(site)
+
+        def run(*like):
+            dtype = TORCH_FLOATS[site.instruction.types[0].value.dtype]
+            return (make(lambda shape, g: draw(shape, generator=g, dtype=dtype, device=site.device)),)
+
+        return run
+
+    return kernel
+
+
+# --- cut dims that are read as a whole -----------------------------------------------------------------
+
+
+def mean_kernel(site: Site) -> LocalOp | None:
+    """A mean over a cut dim: the local mean, scaled by the local share of the count.
+
+    The share is applied to the mean and not the sum, which need not fit a half type.
+    """
+    if not isinstance(site.local.out_placements[0], Partial):
+        return None
+    for placement, shape, value in zip(
+        site.local.in_placements, site.local.in_shapes, site.local.call.inputs
+    ):
+        if isinstance(placement, Shard):
+            share = shape[placement.dim] / value.shape[placement.dim]
+            plain = site.plain()
+            return lambda *tensors: (plain(*tensors)[0] * share,)
+    return None
+
+
+def mean_loss_kernel(position: int):
+    """A pointwise loss: only its mean needs a share."""
+
+    def kernel(site: Site) -> LocalOp | None:
+        return mean_kernel(site) if site.local.call.arg(position, "reduction", 1) == 1 else None
+
+    return kernel
+
+
+def arange_kernel(site: Site) -> LocalOp | None:
+    if not isinstance(site.local.out_placements[0], Shard):
+        return None
+    start, length = site.span(site.instruction.result)
+    plain = site.plain()
+    return lambda: (plain()[0].narrow(0, start, length),)
+
+
+def squeeze_kernel(site: Site) -> LocalOp:
+    """A piece of one element is not a dim of one element: squeeze what is 1 as a whole."""
+    shape = site.local.out_shapes[0]
+    return lambda x: (x.reshape(shape),)
+
+
+# --- masked look-ups -----------------------------------------------------------------------------------
+
+
+def cut_table(site: Site, dim: int) -> tuple[int, int] | None:
+    """The span of a table that is cut along the dim looked up in."""
+    placement = site.local.in_placements[0]
+    if isinstance(placement, Shard) and placement.dim == dim:
+        return site.span(site.instruction.inputs[0])
+    return None
+
+
+def localize_ids(ids: Tensor, start: int, length: int) -> tuple[Tensor, Tensor]:
+    """Ids counted from this rank's first row, held within its rows, and which of them are its own."""
+    local = ids - start
+    return local.clamp(0, length - 1), (local >= 0) & (local < length)
+
+
+def embedding_kernel(site: Site) -> LocalOp | None:
+    """A look-up in a piece of the vocabulary: ids outside the piece give zeros, to be summed."""
+    span = cut_table(site, 0)
+    if span is None:
+        return None
+    padding_idx = site.local.call.arg(2, "padding_idx", -1)
+
+    def run(table, ids):
+        local_ids, own = localize_ids(ids, *span)
+        rows = torch.nn.functional.embedding(local_ids, table)
+        if padding_idx >= 0:  # the pad row is looked up but takes no gradient
+            rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
+        return (torch.where(own.unsqueeze(-1), rows, rows.new_zeros(())),)
+
+    return run
+
+
+def gather_kernel(site: Site) -> LocalOp | None:
+    dim = site.local.call.args[1] % max(len(site.local.in_shapes[0]), 1)
+    span = cut_table(site, dim)
+    if span is None:
+        return None
+
+    def run(table, ids):
+        local_ids, own = localize_ids(ids, *span)
+        return (torch.where(own, table.gather(dim, local_ids), table.new_zeros(())),)
+
+    return run
+
+
+def index_kernel(site: Site) -> LocalOp | None:
+    """self[indices] with one index, and index_select: along one dim, which is cut."""
+    call = site.local.call
+    if call.op == "aten.index_select":
+        dim = call.args[1] % len(site.local.in_shapes[0])
+    else:
+        places = [n for n, a in enumerate(call.args[1]) if a is not None]
+        if len(places) > 1:
+            return None
+        (dim,) = places
+    span = cut_table(site, dim)
+    if span is None:
+        return None
+    size, rank = call.inputs[0].shape[dim], len(call.inputs[0].shape)
+
+    def run(table, ids):
+        local_ids, own = localize_ids(torch.where(ids < 0, ids + size, ids), *span)
+        rows = table.index_select(dim, local_ids.reshape(-1))
+        rows = torch.where(own.reshape(-1, *[1] * (rank - 1 - dim)), rows, rows.new_zeros(()))
+        return (rows.reshape(site.local.out_shapes[0]),)
+
+    return run
+
+
+TORCH_FLOATS = {
+    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+}  # fmt: skip
+RANDOM: dict[str, Callable[[Site], LocalOp | None]] = {
+    "aten.native_dropout": dropout_kernel,
+    "aten.bernoulli": bernoulli_kernel,
+    "aten.bernoulli.p": bernoulli_kernel,
+    "aten.rand": fill_kernel(torch.rand),
+    "aten.randn": fill_kernel(torch.randn),
+    "aten.rand_like": fill_kernel(torch.rand),
+    "aten.randn_like": fill_kernel(torch.randn),
+}
+KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
+    **RANDOM,
+    "aten.mean": mean_kernel,
+    "aten.mean.dim": mean_kernel,
+    "aten.mse_loss": mean_loss_kernel(2),
+    "aten.l1_loss": mean_loss_kernel(2),
+    "aten.smooth_l1_loss": mean_loss_kernel(2),
+    "aten.huber_loss": mean_loss_kernel(2),
+    "aten.soft_margin_loss": mean_loss_kernel(2),
+    "aten.kl_div": mean_loss_kernel(2),
+    "aten.binary_cross_entropy": mean_loss_kernel(3),
+    "aten.binary_cross_entropy_with_logits": mean_loss_kernel(4),
+    "aten.arange": arange_kernel,
+    "aten.arange.start": arange_kernel,
+    "aten.arange.start_step": arange_kernel,
+    "aten.squeeze": squeeze_kernel,
+    "aten.squeeze.dim": squeeze_kernel,
+    "aten.squeeze.dims": squeeze_kernel,
+    "aten.embedding": embedding_kernel,
+    "aten.gather": gather_kernel,
+    "aten.index.Tensor": index_kernel,
+    "aten.index_select": index_kernel,
+}

@@ -1,0 +1,40 @@
+"""Every row of the table is proved by execution; ``pytest tests/rules -k aten.roll`` selects one."""
+
+import contextlib
+
+import pytest
+from rule_proof import RATIOS, Refuted, make_case, prove, units_of
+
+from mixmesh.rules import RULES, strategies
+from mixmesh.rules.samples import SAMPLES
+
+with contextlib.suppress(ImportError):
+    import transformers.integrations.moe  # noqa: F401  registers transformers.grouped_mm_fallback
+
+
+def test_every_row_has_a_sample():
+    assert set(SAMPLES) == set(RULES)
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_no_incorrect_strategy(op):
+    wrong = []
+    for number, sample in enumerate(SAMPLES[op]):
+        case = make_case(op, sample)
+        for strategy in strategies(RULES[op], case.call):
+            for ratio in RATIOS if strategy.is_sharded else RATIOS[:1]:
+                try:
+                    prove(case, strategy, ratio, units_of(RULES[op], case.call, strategy))
+                except Refuted as error:
+                    wrong.append(f"sample {number}, {show(strategy)}, {ratio}: {error}")
+                except Exception as error:
+                    wrong.append(
+                        f"sample {number}, {show(strategy)}, {ratio}: {type(error).__name__} {error}"
+                    )
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def show(strategy) -> str:
+    inputs = ", ".join(map(str, strategy.inputs))
+    outputs = ", ".join(map(str, strategy.outputs))
+    return f"{strategy.factor or '-'}: {inputs} -> {outputs}"
