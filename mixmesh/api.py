@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .cost import CostModel, Profile
+from .errors import InputError
 from .plan_file import Plan
 from .simulator import Timeline
 
@@ -31,17 +34,50 @@ def plan(
     ``optimizer`` decides how many tensors of state a parameter has. ``progress`` is told what is being
     done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
-    from .planner import make_plan
+    from .job import optimizer_states
     from .trace import trace
 
+    check_planner(planner)
     if progress:
         progress("tracing the model")
-    traced = trace(model, batch)
-    if isinstance(profile, str | Path):
-        profile = Profile.load(profile)
-    return make_plan(
-        traced, cluster, planner=planner, profile=profile, optimizer=optimizer, progress=progress
+    states = optimizer_states(optimizer)
+    return plan_traced(
+        trace(model, batch),
+        cluster,
+        planner=planner,
+        profile=profile,
+        optimizer_states=states,
+        progress=progress,
     )
+
+
+def plan_traced(
+    traced: Any, cluster: Cluster, *, profile: Profile | str | Path | None = None, **options: Any
+) -> Plan:
+    """``plan`` for what ``trace`` returned; its warnings join the plan's."""
+    from .planner import make_plan
+
+    made = make_plan(traced, cluster, profile=load_profile(profile), **options)
+    extra = tuple(w for w in traced.warnings if w not in made.warnings)
+    return replace(made, warnings=made.warnings + extra)
+
+
+def check_planner(planner: str) -> None:
+    """Raises InputError for a planner that does not exist: before the model is traced, not after."""
+    from .planner import PLANNERS
+
+    if planner not in PLANNERS:
+        near = difflib.get_close_matches(planner, PLANNERS, 1)
+        raise InputError(
+            f"unknown planner {planner!r}",
+            expected=", ".join(PLANNERS),
+            got=planner,
+            hint=f"--planner {near[0]}" if near else "",
+        )
+
+
+def load_profile(profile: Profile | str | Path | None) -> Profile | None:
+    return Profile.load(profile) if isinstance(profile, str | Path) else profile
 
 
 def simulate(
@@ -52,6 +88,4 @@ def simulate(
     from .simulator import simulate as run
 
     check_plan(plan, cluster)
-    if isinstance(profile, str | Path):
-        profile = Profile.load(profile)
-    return run(plan.program, CostModel(cluster, profile), events=events)
+    return run(plan.program, CostModel(cluster, load_profile(profile)), events=events)

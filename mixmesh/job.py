@@ -14,7 +14,8 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -45,17 +46,18 @@ class Job:
 def load_job(text: str) -> Job:
     """The job that ``path/to/file.py:function`` names. Raises JobError, and nothing else."""
     path, function_name = split_name(text)
-    module = _import(path)
-    function = _function(module, path, function_name)
-    where = _place(function, path)
-    try:
-        made = function()
-    except MixmeshError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise JobError(
-            f"{function_name}() failed: {_reason(error)}", where=_place_in(error, path) or where
-        ) from None
+    with _importing_beside(path):
+        module = _import(path)
+        function = _function(module, path, function_name)
+        where = _place(function, path)
+        try:
+            made = function()
+        except MixmeshError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise JobError(
+                f"{function_name}() failed: {_reason(error)}", where=_place_in(error, path) or where
+            ) from None
     check_job(made, function_name, where)
     return made
 
@@ -102,12 +104,10 @@ def _similar_files(path: Path) -> tuple[str, ...]:
 def _import(path: Path) -> ModuleType:
     # the name holds the path, so that two files called job.py are two modules
     name = f"mixmesh_job_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_loader(
-        name, importlib.machinery.SourceFileLoader(name, str(path.resolve())), origin=str(path)
-    )
+    # with the loader named, a file that does not end in .py is read as well
+    loader = importlib.machinery.SourceFileLoader(name, str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     module = importlib.util.module_from_spec(spec)
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
     sys.modules[name] = module  # dataclasses and pickle look their module up
     try:
         spec.loader.exec_module(module)
@@ -124,10 +124,19 @@ def _import(path: Path) -> ModuleType:
         raise JobError(
             f"{path} cannot be imported: {_reason(error)}", where=_place_in(error, path) or str(path)
         ) from None
+    return module
+
+
+@contextmanager
+def _importing_beside(path: Path) -> Iterator[None]:
+    """The job may import the files next to it."""
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        yield
     finally:
         if folder in sys.path:
             sys.path.remove(folder)
-    return module
 
 
 def _function(module: ModuleType, path: Path, name: str) -> Callable[[], Any]:
@@ -259,6 +268,22 @@ def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
 
     leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
     return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), None)
+
+
+def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> int:
+    """Tensors of state per parameter: 2 for Adam, 0 for plain SGD. 2 if that cannot be found out."""
+    import torch
+
+    if optimizer is None:
+        return 2
+    try:
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        made = optimizer([p])
+        p.grad = torch.ones_like(p)
+        made.step()
+        return sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in made.state[p].values())
+    except Exception:  # the user's own function, on parameters that are not the model's
+        return 2
 
 
 def _describe(x: Any) -> str:

@@ -69,10 +69,12 @@ def verify(
     steps: int = 1,
     optimizer: OptimizerOf | None = None,
     traced: Traced | None = None,
+    where: str = "",
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compares the loss, every gradient and every updated buffer of one step, and the losses of
-    ``steps`` steps of ``optimizer`` (plain SGD if there is none). ``model`` is left as it is.
+    ``steps`` steps of ``optimizer`` (plain SGD if there is none). ``model`` is left as it is; ``where``
+    names the plan's file in errors.
 
     Raises VerificationError for a program that is not valid, PlanError for a plan of another model.
     """
@@ -82,9 +84,9 @@ def verify(
         say("tracing the model")
         traced = trace(model, batch)
     if isinstance(plan, Plan):
-        check_plan(plan, graph=traced.graph)
+        check_plan(plan, graph=traced.graph, where=where)
     say("checking the program")
-    check_program(program)
+    check_program(program, where)
     optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.01))
     tensors = _tensors(model)
     flat = Batch.of(batch)

@@ -1,0 +1,117 @@
+"""The command line: ``mixmesh COMMAND ...``
+
+Exit status: 0 success, 1 a clear failure (nothing fits, results differ), 2 wrong usage or bad input,
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from .cli.output import error_object, error_text, print_json
+from .cli.plan import plan
+from .cli.run import run
+from .cli.show import diff, show
+from .cli.simulate import simulate
+from .cli.testbed import testbed
+from .cli.verify import verify
+from .errors import InputError, MixmeshError
+
+# click's own, wherever this version of typer keeps it
+UsageError = typer.BadParameter.__mro__[1]
+
+app = typer.Typer(
+    name="mixmesh",
+    help="Train one ordinary PyTorch model across a cluster whose devices differ.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for command in (plan, show, diff, simulate, verify, run, testbed):
+    app.command()(command)
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    pass
+
+
+def execute(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit status; never raises for what a user may do."""
+    own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
+    as_json, debug = "--json" in own, own[:1] == ["--debug"]
+    if own[:1] == ["--version"]:
+        print(f"mixmesh {_version()}")
+        return 0
+    try:
+        return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
+    except UsageError as error:
+        error.show(file=sys.stderr)
+        return _failed(InputError(error.format_message()), as_json)
+    except MixmeshError as error:
+        if debug:
+            traceback.print_exc()
+        print(error_text(error), file=sys.stderr, flush=True)
+        return _failed(error, as_json)
+    except (KeyboardInterrupt, typer.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader, head for instance, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        text = bug_text(error)
+        print(text, file=sys.stderr, flush=True)
+        return _failed(MixmeshError(text), as_json)
+
+
+def bug_text(error: Exception) -> str:
+    """One line, and the traceback in a file."""
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="mixmesh-", suffix="-traceback.txt", delete=False
+        ) as file:
+            file.write(f"mixmesh {_version()}: {sys.argv}\n")
+            traceback.print_exception(error, file=file)
+        place = f"traceback in {file.name}"
+    except OSError:
+        place = "mixmesh --debug ... shows the traceback"
+    reason = " ".join(str(error).split())[:200]
+    return f"this is a bug in mixmesh, not in your input: {type(error).__name__}: {reason} ({place})"
+
+
+def _failed(error: MixmeshError, as_json: bool) -> int:
+    if as_json:
+        print_json(error_object(error))
+    return error.exit_status
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("mixmesh")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        return "unknown"
+
+
+def main() -> None:
+    """The console entry point."""
+    sys.exit(execute(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""What commands write: text and one JSON line to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+
+from ..errors import MixmeshError
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+def error_text(error: MixmeshError) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def error_object(error: MixmeshError) -> dict[str, Any]:
+    return {
+        "error": {
+            "type": type(error).__name__,
+            "message": error.message,
+            "expected": error.expected,
+            "got": error.got,
+            "where": error.where,
+            "hint": list(error.hint),
+        }
+    }
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One line. Numbers that JSON does not have (a step that never ends) are null."""
+    print(json.dumps(_plain(value), allow_nan=False), flush=True)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return value
+
+
+@contextmanager
+def working(text: str) -> Iterator[Callable[[str], None]]:
+    """A spinner on stderr, where that is a terminal; gives a function that changes its text."""
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text) as status:
+        yield status.update
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns two spaces apart; those whose cells are numbers are aligned to the right."""
+    rows = [list(map(str, row)) for row in rows]
+    widths = [max(len(row[n]) for row in [list(header), *rows]) for n in range(len(header))]
+    right = [
+        bool(rows) and all(row[n][:1].isdigit() or row[n] in ("-", "") for row in rows)
+        for n in range(len(header))
+    ]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = (c.rjust(w) if r else c.ljust(w) for c, w, r in zip(cells, widths, right))
+        return "  " + "  ".join(padded).rstrip()
+
+    return "\n".join(map(line, [header, *rows]))
+
+
+def seconds(value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+
+
+def size(value: float) -> str:
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= unit:
+            return f"{value / unit:.3g} {name}" if value < 1000 * unit else f"{value / unit:.0f} {name}"
+    return f"{value:.0f} B"

@@ -1,0 +1,119 @@
+"""mixmesh plan"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..cluster import Cluster
+from ..ir import print_program
+from ..plan_file import Plan
+from .output import Json, print_json, seconds, size, table, working
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:function, by default :job")]
+ClusterFile = Annotated[Path, typer.Option("--cluster", metavar="C.toml", help="The cluster file.")]
+PlannerName = Annotated[
+    str, typer.Option("--planner", help="auto, hap, or one of the baselines; a wrong name lists them.")
+]
+ProfileFile = Annotated[
+    Path | None, typer.Option("--profile", metavar="P.json", help="Measured costs, from mixmesh profile.")
+]
+
+
+def plan(
+    job: JobName,
+    cluster: ClusterFile,
+    planner: PlannerName = "auto",
+    profile: ProfileFile = None,
+    out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest program for a job on a cluster, and print it."""
+    described = Cluster.load(cluster)
+    _, _, made = plan_job(job, described, planner, profile)
+    if out is not None:
+        made.save(out)
+    if as_json:
+        print_json(plan_object(made))
+        return
+    print(print_program(made.program, made.notes))
+    print(summary(made, described))
+    if out is not None:
+        print(f"\nwritten to {out}")
+
+
+def plan_job(job: str, cluster: Cluster, planner: str, profile: Path | None) -> tuple[Any, Any, Plan]:
+    """The job, its trace and its plan. What is cheap to refuse is refused first."""
+    from ..api import check_planner, load_profile, plan_traced
+
+    check_planner(planner)
+    costs = load_profile(profile)
+    with working("loading the job") as say:
+        from ..job import load_job, optimizer_states
+        from ..trace import trace
+
+        loaded = load_job(job)
+        say("tracing the model")
+        traced = trace(loaded.model, loaded.batch)
+        states = optimizer_states(loaded.optimizer)
+        made = plan_traced(
+            traced, cluster, planner=planner, profile=costs, optimizer_states=states, progress=say
+        )
+    return loaded, traced, made
+
+
+def plan_object(plan: Plan) -> dict[str, Any]:
+    return {
+        "planner": plan.planner,
+        "feasible": plan.feasible,
+        "predicted_step_s": plan.predicted_step_s,
+        "predicted_peak_memory_bytes": list(plan.predicted_peak_memory_bytes),
+        "planning_s": plan.planning_s,
+        "ratios": {name: list(ratio) for name, ratio in plan.program.ratios},
+        "candidates": [
+            {"planner": c.planner, "feasible": c.feasible, "predicted_step_s": c.predicted_step_s}
+            for c in plan.candidates
+        ],
+        "states_expanded": plan.states_expanded,
+        "cost_source": plan.cost_source,
+        "warnings": list(plan.warnings),
+    }
+
+
+def summary(plan: Plan, cluster: Cluster | None = None) -> str:
+    """Everything about a plan but its program, for people."""
+    lines = [
+        f"{plan.program.name} on {plan.cluster_name or 'a cluster'}: planned by {plan.planner} "
+        f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
+        f"predicted step {seconds(plan.predicted_step_s)}",
+    ]
+    if plan.candidates:
+        rows = [
+            ("*" if c.planner == plan.planner else "", c.planner, seconds(c.predicted_step_s),
+             "yes" if c.feasible else "no")
+            for c in plan.candidates
+        ]  # fmt: skip
+        lines += ["", table(("", "candidate", "step", "fits"), rows)]
+    lines += ["", ranks(plan, cluster)]
+    lines += [f"warning: {text}" for text in plan.warnings]
+    return "\n".join(lines)
+
+
+def ranks(plan: Plan, cluster: Cluster | None) -> str:
+    """One line per rank: its share under every ratio, and its memory."""
+    names = [name for name, _ in plan.program.ratios]
+    rows = []
+    for rank in range(plan.program.world_size):
+        shares = [f"{ratio[rank]:.4f}" for _, ratio in plan.program.ratios]
+        peak = plan.predicted_peak_memory_bytes
+        memory = size(peak[rank]) if rank < len(peak) else "-"
+        row = [str(rank), *shares, memory]
+        if cluster is not None:
+            device = cluster.devices[rank]
+            row = [str(rank), device.name, *shares, memory, size(device.memory_bytes)]
+        rows.append(row)
+    if cluster is not None:
+        return table(("rank", "device", *names, "predicted memory", "of"), rows)
+    return table(("rank", *names, "predicted memory"), rows)

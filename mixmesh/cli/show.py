@@ -1,0 +1,72 @@
+"""mixmesh show, mixmesh diff"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..check import check_placements
+from ..ir import print_program
+from ..plan_file import Plan
+from .output import seconds, size
+from .plan import summary
+
+PlanFile = Annotated[Path, typer.Argument(metavar="X.plan", help="A plan.")]
+
+
+def show(plan: PlanFile) -> None:
+    """Print a plan: its program, as it stands in the file, and what it is predicted to cost."""
+    loaded = Plan.load(plan)
+    check_placements(loaded.program, str(plan))
+    lines = plan.read_text().split("\n")
+    start = next(n for n, line in enumerate(lines) if line.startswith("program "))
+    print("\n".join(lines[start:]))
+    print(summary(loaded))
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A.plan")], b: Annotated[Path, typer.Argument(metavar="B.plan")]
+) -> None:
+    """Compare two plans: the lines of their programs, their ratios and predictions."""
+    one, two = Plan.load(a), Plan.load(b)
+    texts = [print_program(p.program).splitlines() for p in (one, two)]
+    changed = list(difflib.unified_diff(*texts, str(a), str(b), n=1, lineterm=""))
+    print("\n".join(changed) if changed else "the programs are the same")
+    print()
+    print("\n".join(changes(one, two)) or "ratios and predictions are the same")
+
+
+def changes(a: Plan, b: Plan) -> list[str]:
+    """One line for each ratio and prediction that differs."""
+    pairs = [
+        ("planner", a.planner, b.planner),
+        (
+            "cluster",
+            f"{a.cluster_name} ({a.cluster_fingerprint})",
+            f"{b.cluster_name} ({b.cluster_fingerprint})",
+        ),
+        ("model", a.graph_fingerprint, b.graph_fingerprint),
+    ]
+    ratios = {**a.program.ratio_of, **b.program.ratio_of}
+    pairs += [
+        (f"ratio {n}", _shares(a.program.ratio_of.get(n)), _shares(b.program.ratio_of.get(n))) for n in ratios
+    ]
+    pairs += [
+        ("predicted step", seconds(a.predicted_step_s), seconds(b.predicted_step_s)),
+        ("predicted memory", _sizes(a), _sizes(b)),
+    ]
+    out = [f"{name:<17} {x}  ->  {y}" for name, x, y in pairs if x != y]
+    if a.predicted_step_s > 0 and a.predicted_step_s != b.predicted_step_s:
+        out.append(f"{'step':<17} {b.predicted_step_s / a.predicted_step_s:.3f} of the first")
+    return out
+
+
+def _shares(ratio) -> str:
+    return " ".join(f"{share:.4g}" for share in ratio) if ratio else "none"
+
+
+def _sizes(plan: Plan) -> str:
+    return ", ".join(map(size, plan.predicted_peak_memory_bytes))

@@ -1,0 +1,45 @@
+"""mixmesh testbed"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from ..cluster import Cluster
+from .output import seconds, size, table
+from .plan import ClusterFile
+
+CLUSTER_VARIABLE = "MIXMESH_CLUSTER"  # the cluster file, for what runs inside
+
+
+def testbed(
+    cluster: ClusterFile,
+    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND...", help="Run on every device.")],
+    timeout: Annotated[
+        float | None,
+        typer.Option("--timeout", min=0, metavar="SECONDS", help="End all ranks after this time."),
+    ] = None,
+) -> None:
+    """Make a mixed cluster out of this machine, and run a command on every device of it."""
+    from ..testbed import run
+
+    described = Cluster.load(cluster)
+    environment = {CLUSTER_VARIABLE: str(cluster.resolve())}
+    result = run(described, resolved(command), env=environment, timeout_s=timeout)
+    rows = [
+        (str(r.rank), described.devices[r.rank].name, seconds(r.cpu_s),
+         size(r.memory_peak_bytes) if r.memory_peak_bytes else "-",
+         size(r.memory_limit_bytes) if r.memory_limit_bytes else "-")
+        for r in result.ranks
+    ]  # fmt: skip
+    print(table(("rank", "device", "CPU time", "peak memory", "of"), rows), file=sys.stderr)
+    print(f"mixmesh testbed: {seconds(result.time_s)}, emulation: {result.emulation}", file=sys.stderr)
+
+
+def resolved(command: list[str]) -> list[str]:
+    """``mixmesh ...`` inside is this very installation, wherever PATH points."""
+    if command[0] == "mixmesh":
+        return [sys.executable, "-m", "mixmesh", *command[1:]]
+    return list(command)

@@ -1,0 +1,70 @@
+"""mixmesh verify"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..cluster import Cluster
+from ..errors import InputError
+from ..plan_file import Plan
+from .output import Json, print_json, working
+from .plan import JobName, PlannerName, ProfileFile, plan_job
+
+
+def verify(
+    job: JobName,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="Plan for this cluster, and verify that."),
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="X.plan", help="Verify this plan, edited or not.")
+    ] = None,
+    planner: PlannerName = "auto",
+    profile: ProfileFile = None,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Compare the losses of this many steps.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Run all ranks of a plan in one process and compare with the single device."""
+    if (plan is None) == (cluster is None):
+        raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
+    if plan is None:
+        loaded, traced, made = plan_job(job, Cluster.load(cluster), planner, profile)
+    else:
+        made, traced = Plan.load(plan), None
+        from ..job import load_job
+
+        loaded = load_job(job)
+    with working("verifying") as say:
+        from ..verification import verify as run
+
+        report = run(
+            loaded.model,
+            loaded.batch,
+            made,
+            steps=steps,
+            optimizer=loaded.optimizer,
+            traced=traced,
+            where=str(plan or ""),
+            progress=say,
+        )
+    if as_json:
+        print_json({**dataclasses.asdict(report), "planner": made.planner})
+    else:
+        reference = (
+            "the model" if report.reference == "module" else "its graph, with the same random numbers,"
+        )
+        print(f"{made.planner} on {report.world_size} ranks against {reference} on one device")
+        print(f"  loss      {report.max_loss_error:.1e}   in float64 {report.max_loss_error_f64:.1e}")
+        print(f"  gradients {report.max_gradient_error:.1e}   in float64 {report.max_gradient_error_f64:.1e}")
+        if report.worst:
+            print(f"  worst     {report.worst}")
+        for op in report.unsupported_ops:
+            print(f"warning: no sharding rule for {op}; it runs replicated")
+        print("equal" if report.ok else "DIFFERENT")
+    if not report.ok:
+        raise typer.Exit(1)
