@@ -16,7 +16,7 @@ DATA_PARALLEL = Prices(gradient_sync=0.0)
 def data_parallel(graph: Graph, costs: CostModel, ratio: Ratio, units: Units | None = None) -> Program:
     """Every rank runs the model on its share of the batch; parameters are replicated."""
     problem = Problem(graph, costs, ratio, prices=DATA_PARALLEL, units=units, shard_params=False)
-    return emit(problem, search(problem, max_states=20_000))
+    return emit(problem, search(problem, max_states=2_000))
 
 
 def fully_sharded(program: Program) -> Program:
@@ -35,8 +35,9 @@ def fully_sharded(program: Program) -> Program:
     return replace(program, instructions=tuple(out))
 
 
-def device_seconds(graph: Graph, costs: CostModel) -> tuple[float, ...]:
-    """Per rank, the seconds of a whole step on that device alone, communication and optimizer apart."""
+def device_seconds(graph: Graph, costs: CostModel, share: float = 1.0) -> tuple[float, ...]:
+    """Per rank, the seconds of ``share`` of a step's work on that device, communication and optimizer
+    apart."""
     by_class = [0.0] * len(costs.classes)
     for node in graph.nodes:
         if node.is_leaf or node.op == "update":
@@ -45,13 +46,14 @@ def device_seconds(graph: Graph, costs: CostModel) -> tuple[float, ...]:
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
         for c in range(len(costs.classes)):
             time = costs.op(call, grads, c)
-            by_class[c] += time.forward.at(1.0) + time.backward.at(1.0)
+            by_class[c] += time.forward.at(share) + time.backward.at(share)
     return tuple(by_class[c] for c in costs.class_of)
 
 
 def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
-    """Shares in proportion to the speed at which each device runs this very model."""
-    return make_ratio([1 / max(s, 1e-12) for s in device_seconds(graph, costs)])
+    """Shares in proportion to the speed at which each device runs an equal share of this very model."""
+    seconds = device_seconds(graph, costs, 1 / costs.cluster.world_size)
+    return make_ratio([1 / max(s, 1e-12) for s in seconds])
 
 
 def only(rank: int, world_size: int) -> Ratio:

@@ -33,7 +33,7 @@ PLANNERS = ("auto", "hap", *BASELINES)
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
 GRADIENT_PRICES = (1.0, 0.3, 0.0)  # of a second of gradient communication: none, much, all of it hidden
-MAX_STATES = 6_000
+MAX_STATES = 2_000
 MAX_ROUNDS = 4
 
 
@@ -135,6 +135,7 @@ class Task:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress = progress
         self.units = shard_units(graph, RULES)
+        self.seen_programs: set[str] = set()
         self.world_size = costs.cluster.world_size
 
     @cached_property
@@ -188,18 +189,29 @@ class Task:
 
     def synthesised(self) -> Iterator[Proposal]:
         """HAP: program and ratio in turn, for several prices and sets of devices."""
-        seconds = device_seconds(self.graph, self.costs)
-        fastest_first = sorted(range(self.world_size), key=seconds.__getitem__)
+        fastest_first = sorted(range(self.world_size), key=lambda r: -self.proportional[r])
+        best_s = float("inf")
         for ranks in device_sets(fastest_first, self.costs.class_of):
+            if self.least_seconds(ranks) >= best_s:
+                continue  # even with free communication these devices are too slow together
             for price in GRADIENT_PRICES:
                 self.progress(f"planning: hap, {len(ranks)} devices, gradient price {price:g}")
-                yield from self.alternate(ranks, Prices(gradient_sync=price))
+                for proposal in self.alternate(ranks, Prices(gradient_sync=price)):
+                    if proposal.feasible:
+                        best_s = min(best_s, proposal.timeline.step_s)
+                    yield proposal
+
+    def least_seconds(self, ranks: tuple[int, ...]) -> float:
+        """No plan on these devices is faster: all of the work at their summed speed."""
+        seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
+        return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def alternate(self, ranks: tuple[int, ...], prices: Prices) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished."""
         ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
         best: Proposal | None = None
         seen: set[Ratio] = set()
+        programs: set[str] = self.seen_programs
         for _ in range(MAX_ROUNDS):
             if ratio in seen:
                 break
@@ -217,6 +229,10 @@ class Task:
             except NoProgram:
                 break
             program = emit(problem, found)
+            text = str(with_ratio(program, "r0", even_ratio(self.world_size))) + str(ranks)
+            if best is None and text in programs:
+                break  # another price led to the same program
+            programs.add(text)
             try:
                 ratio = optimal_ratio(
                     program, self.costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM

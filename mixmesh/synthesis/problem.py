@@ -14,6 +14,7 @@ from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Ratio, Shard, Value
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 
 R, P = 0, 1
+INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and pinned copies over PCIe
 Vector = tuple[float, ...]  # seconds per class of ranks
 Need = tuple[int, int]  # (value, placement code)
 
@@ -76,6 +77,8 @@ class Problem:
         self.units = units if units is not None else shard_units(graph, self.rules)
         self.optimizer_states = optimizer_states
         self.shard_params = shard_params  # False: parameters are replicated, as in data parallelism
+        self._loads: dict[Need, Load | None] = {}
+        self._converts: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self.ranks = support(ratio)
         self.names = tuple(graph.types)
         self.ids = {name: n for n, name in enumerate(self.names)}
@@ -191,6 +194,12 @@ class Problem:
 
     def load(self, value: int, code: int) -> Load | None:
         """The price of holding a leaf as ``code``; None if it cannot be held so."""
+        key = (value, code)
+        if key not in self._loads:
+            self._loads[key] = self._load(value, code)
+        return self._loads[key]
+
+    def _load(self, value: int, code: int) -> Load | None:
         node = self.leaves[value]
         zeros = (0.0,) * len(self.classes)
         if code == P or (code >= 2 and not self.can_shard(value, code - 2)):
@@ -198,7 +207,9 @@ class Problem:
         if code != R and (node.op == "const" or (node.op == "param" and not self.shard_params)):
             return None
         if node.op != "param":
-            return Load(0.0, zeros)
+            # a share of a batch is cheaper to load than all of it, by a little
+            read = max(self.shares(value, code)) * self.types[value].size_bytes / INPUT_BYTES_PER_S
+            return Load(read, zeros)
         size, shares = self.types[value].size_bytes, self.shares(value, code)
         states = 2 + self.optimizer_states
         held = max(shares) * size * states * self.prices.byte_s
@@ -213,15 +224,22 @@ class Problem:
 
     def convert(self, value: int, src: int, dst: int) -> tuple[float, float] | None:
         """Seconds of ``src -> dst`` forward and in the backward pass; None if it is not allowed."""
+        key = (value, src, dst)
+        if key not in self._converts:
+            self._converts[key] = self._convert(value, src, dst)
+        return self._converts[key]
+
+    def _convert(self, value: int, src: int, dst: int) -> tuple[float, float] | None:
         if src == dst:
             return 0.0, 0.0
         if dst >= 2 and not self.can_shard(value, dst - 2):
             return None
         if src == R or dst == P:
             return (0.0, 0.0) if dst != R else None
-        name = {True: "all_reduce" if src == P else "all_gather"}.get(dst == R) or (
-            "reduce_scatter" if src == P else "all_to_all"
-        )
+        if dst == R:
+            name = "all_reduce" if src == P else "all_gather"
+        else:
+            name = "reduce_scatter" if src == P else "all_to_all"
         size = self.types[value].size_bytes
         dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(name, name)
         forward = self.costs.collective(name, self.ranks).seconds(size)

@@ -41,7 +41,7 @@ class Found:
     optimal: bool
 
 
-BEAM = 48  # states kept per step once the exact search has used up its budget
+BEAM = 24  # states kept per step once the exact search has used up its budget
 
 
 class NoProgram(ValueError):

@@ -1,0 +1,138 @@
+"""One rank of the demo: first the profile, then the same steps by DDP and by two plans, taking turns.
+
+Taking turns in one process lets the comparison hold while the speed of a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mixmesh.cluster import Cluster
+from mixmesh.demo.job import BATCH, job
+from mixmesh.ir import shard_sizes
+from mixmesh.plan_file import Plan
+from mixmesh.profiler import profile
+from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.runtime.data import shard_batches
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.testbed import enter_device
+from mixmesh.trace import trace
+
+ROUNDS = 5
+DDP_BUCKET_MB = 4
+
+
+def compare(steps: int, plan_paths: dict[str, str]) -> None:
+    initialise(int(os.environ["WORLD_SIZE"]), default_device(), 300.0)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    plans = {name: Plan.load(path) for name, path in plan_paths.items()}
+    variants: dict[str, Callable[[], float]] = {"ddp-even": ddp_steps(rank, world_size)}
+    for name, plan in plans.items():
+        variants[name] = plan_steps(plan)
+    alone = alone_step(rank, plans["plan"])
+    enter_device()
+    losses: dict[str, list[float]] = {name: [] for name in variants}
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    speeds: list[float] = []
+    per_round = -(-steps // ROUNDS)
+    for number in range(ROUNDS):
+        speeds.append(total(alone()))
+        for name, step in variants.items():
+            for _ in range(min(per_round, steps - len(losses[name]))):
+                dist.barrier()
+                started = time.perf_counter()
+                losses[name].append(step())
+                seconds[name].append(slowest(time.perf_counter() - started))
+        if rank == 0:
+            print(f"round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
+    if rank == 0:
+        print(json.dumps({"losses": losses, "seconds": seconds, "samples_per_s": speeds}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def ddp_steps(rank: int, world_size: int) -> Callable[[], float]:
+    """PyTorch's own DistributedDataParallel, equal batches."""
+    made = job()
+    model = nn.parallel.DistributedDataParallel(made.model, bucket_cap_mb=DDP_BUCKET_MB)
+    optimizer = made.optimizer(model.parameters())
+    size = BATCH // world_size
+    batches = iter(made.data)
+
+    def step() -> float:
+        batch = {k: v[rank * size : (rank + 1) * size] for k, v in next(batches).items()}
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total(loss.item()) / world_size
+
+    return step
+
+
+def plan_steps(plan: Plan) -> Callable[[], float]:
+    made = job()
+    model, optimizer = parallelize(made.model, made.optimizer(made.model.parameters()), plan)
+    batches = shard_batches(made.data, plan.program, dist.get_rank())
+
+    def step() -> float:
+        local, loss = model.forward_local(**next(batches))
+        local.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.wait())
+
+    return step
+
+
+def alone_step(rank: int, plan: Plan) -> Callable[[], float]:
+    """Samples per second of this device alone on its part of the plan's batch: no communication."""
+    made = job()
+    count = max(1, shard_sizes(BATCH, plan.program.ratios[0][1])[rank])
+    batch = {k: v[:count] for k, v in made.batch.items()}
+
+    def run() -> float:
+        dist.barrier()
+        started = time.perf_counter()
+        made.model(**batch).backward()
+        made.model.zero_grad()
+        return count / (time.perf_counter() - started)
+
+    return run
+
+
+def total(value: float) -> float:
+    t = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(t)
+    return t.item()
+
+
+def slowest(value: float) -> float:
+    t = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return t.item()
+
+
+def measure(cluster_path: str, out: str, budget_s: float) -> None:
+    made = job()
+    graph = trace(made.model, made.batch).graph
+    found = profile(graph, made, Cluster.load(cluster_path), budget_s=budget_s, on_start=enter_device)
+    if dist.get_rank() == 0:
+        found.save(out)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "profile":
+        measure(sys.argv[2], sys.argv[3], float(sys.argv[4]))
+    else:
+        compare(int(sys.argv[2]), json.loads(sys.argv[3]))
