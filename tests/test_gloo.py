@@ -14,13 +14,17 @@ from torch import nn
 
 from mixmesh.errors import CollectiveError, InputError, MixmeshError, PlanError
 from mixmesh.ir import parse_program
+from mixmesh.runtime import collectives
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.data import plan_sampler, shard_batches
+from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
     parallelize,
 )
+from mixmesh.runtime.random import RandomPolicy
+from mixmesh.runtime.reshard import Keeper
 
 WORLD = 3
 TAIL = """
@@ -96,6 +100,8 @@ PROGRAMS = {
     "gathered_early": f"""{UNEVEN} ratio m = [0.1, 0.2, 0.7] {BATCH}
       {stored("S(0)@m", "R", names=("w1", "b1", "w2"))} %b2 = param("fc2.bias") : f64[4] R
       {BODY} {TAIL}""",
+    "fsdp_reshard": f"""{UNEVEN} ratio m = [0.1, 0, 0.9] {BATCH}
+      {stored("S(0)@m", "R", "{reshard=true}")} {BODY} {TAIL}""",
     "sufficient_factors": f"""{UNEVEN} {BATCH} {stored("R")}
       %h = aten.linear(%x, %w1, %b1) {{sfb=true}} : f64[12, 8] S(0)@r0
       %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
@@ -167,7 +173,8 @@ def build(name: str, make=adamw, **kwargs):
     """A single-device model with its optimizer, and the same in parallel."""
     single = Mlp(0)
     other = Mlp(int(os.environ["RANK"]))  # ranks must agree on rank 0's values by themselves
-    model, optimizer = parallelize(other, make(other.parameters()), program(name), device="cpu", **kwargs)
+    made = make(other.parameters())
+    model, optimizer = parallelize(other, made, program(name), device="cpu", timeout_s=20, **kwargs)
     return single, make(single.parameters()), model, optimizer
 
 
@@ -248,6 +255,57 @@ def check_local_inputs(_) -> None:
     sampler = plan_sampler(range(40), model.program, rank, shuffle=False)
     assert list(sampler)[:7] == [*range([0, 6, 10][rank], [6, 10, 12][rank]), *range(12, 40)][:7] or rank
     assert len(sampler) == 3 * [6, 4, 2][rank]
+
+
+def check_reshard(_) -> None:
+    """Nothing gathered is kept between the passes; each parameter is gathered once more."""
+    gathers: list[tuple] = []
+    original = collectives.all_gather
+
+    def counted(channel, x, *args, **kwargs):
+        gathers.append(tuple(x.shape))
+        return original(channel, x, *args, **kwargs)
+
+    collectives.all_gather = counted
+    try:
+        _, _, model, _ = build("fsdp_reshard")
+        saved: list[object] = []
+        pack = Keeper._pack
+        Keeper._pack = lambda self, x: saved.append(pack(self, x)) or saved[-1]
+        loss = model(**batch(0))
+        Keeper._pack = pack
+        assert len(gathers) == 4
+        weights = [s for s in saved if isinstance(s, tuple)]
+        assert len(weights) == 1 and weights[0][0].handle is None  # the first layer saves none
+        loss.backward()
+        assert len(gathers) == 8
+    finally:
+        collectives.all_gather = original
+
+
+def check_dropout(_) -> None:
+    text = PROGRAMS["data_parallel"].replace("%h = aten.linear(%x", "%h = aten.linear(%e").replace(
+        "%h =", "%e, _ = aten.native_dropout(%x, 0.5, true) : f64[12, 6] S(0)@r0, bool[12, 6] S(0)@r0\n %h ="
+    )  # fmt: skip
+    text = text.replace('update("count", %m)', "")  # an update is for training only
+    dropping = parse_program(f"program dropping world=3 {{ {text}")
+    model, _ = parallelize(Mlp(), None, dropping, device="cpu", seed=3, random_exact=True)
+    losses = [model(**batch(0)).item() for _ in range(2)]
+    for step, loss in enumerate(losses, start=1):
+        random = RandomPolicy(3, exact=True)
+        random.step = step
+        tensors = {**dict(Mlp().named_parameters()), **dict(Mlp().named_buffers())}
+        close(
+            torch.tensor(loss).double(),
+            interpret(dropping, tensors, batch(0), random=random).loss.float().double(),
+        )
+    assert losses[0] != losses[1]
+    model.eval()
+    close(model(**batch(0)), Mlp()(**batch(0)))
+    updating, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu")
+    updating.eval()
+    with pytest.raises(MixmeshError, match="cannot evaluate"):
+        updating(**batch(0))
 
 
 def check_clipping(_) -> None:
@@ -399,6 +457,8 @@ CHECKS |= {
     for f in (
         check_names_and_sizes,
         check_local_inputs,
+        check_reshard,
+        check_dropout,
         check_clipping,
         check_accumulation,
         check_local_loss,

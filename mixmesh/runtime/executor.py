@@ -8,6 +8,7 @@ use (of any rank: what is awaited in the forward pass decides the order of the b
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from .layout import Layout, layout
 from .local import TORCH_DTYPES, local_op
 from .random import RandomPolicy
 from .redistribute import Sink, bind
+from .reshard import Keeper, reshard_points
 from .sfb import is_sfb, sfb_op, wait_now
 
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
@@ -32,6 +34,7 @@ class RankProgram:
     source: str
     lines: dict[int, Instruction] = field(repr=False)  # by line number of the source
     function: Callable = field(repr=False)
+    reshards: bool = False
 
     def run(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], inputs: dict[str, Tensor]
@@ -40,8 +43,10 @@ class RankProgram:
         and the tokens that must go into the loss (see ``redistribute``) out."""
         updated: dict[str, Tensor] = {}
         tokens: list[Tensor] = []
+        keep = Keeper()
         try:
-            loss = self.function(params, buffers, inputs, updated, tokens)
+            with keep.hooks() if self.reshards else nullcontext():
+                loss = self.function(params, buffers, inputs, updated, tokens, keep)
         except MixmeshError:
             raise
         except Exception as error:
@@ -86,7 +91,7 @@ def compile_program(
     code = compile(source, f"<{program.name}, rank {rank}>", "exec")
     names = dict(writer.bound)
     exec(code, names)
-    return RankProgram(program, rank, source, writer.origin, names["run"])
+    return RankProgram(program, rank, source, writer.origin, names["run"], bool(writer.reshard))
 
 
 class _Writer:
@@ -95,11 +100,13 @@ class _Writer:
     def __init__(self, program, rank, comm, device, random, training, sink) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
         self.training, self.sink = training, sink
-        self.text = ["def run(params, buffers, inputs, updated, tokens):"]
+        self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink}
         self.held: set[str] = set()
         self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
+        self.reshard = reshard_points(program)
+        self.resharded = {name for names in self.reshard.values() for name in names}
         self.pending: dict[str, str] = {}  # value -> what is written to await it
         self.last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
         self.last_use[program.loss] = len(program.instructions)
@@ -114,6 +121,8 @@ class _Writer:
             self._update(i)
         elif all(name in self.held for name in i.inputs) and self._takes_part(i):
             self._local(n, i)
+        for name in self.reshard.get(n, ()):
+            self._release(name, i)
         self._forget(n, i)
 
     def finish(self) -> str:
@@ -192,6 +201,12 @@ class _Writer:
             stored = self.program.producers[source].op == "param" and how.src.sizes
             sink = ", sink" if stored else ""
             self.pending[i.result] = f"{result}.finish(tokens{sink})"
+            if i.result in self.resharded:
+                # by way of params: the piece's own name is forgotten by then
+                piece = f"params[{self.program.producers[source].args[0]!r}]"
+                piece = piece if source in self.held else "None"
+                record = f"k_{_mangle(i.result)} = keep.hold({result}, move{n}, {piece})"
+                self.pending[i.result] += f"; {record}"
         else:
             self._line(f"{result} = move{n}.forward({_detached(argument)}, async_op=True)", i)
             self.pending[i.result] = f"{result}.wait()"
@@ -200,12 +215,19 @@ class _Writer:
         else:
             self.passing.add(i.result)
 
+    def _release(self, name: str, i: Instruction) -> None:
+        if name in self.held | self.passing:
+            result = self._name(i.results[0]) if i.results[0] in self.held else None
+            target = result or "_"
+            self._line(f"{target} = keep.release(k_{_mangle(name)}, {result}, tokens)", i)
+
     def _forget(self, n: int, i: Instruction) -> None:
         names = dict.fromkeys((*i.inputs, *(r for r in i.results if r is not None)))
         over = [x for x in names if x in self.held | self.passing and self.last_use.get(x, n) <= n]
         self._await(over, i)
         if over:
-            self._line(f"del {', '.join(map(self._name, over))}", None)
+            records = [f"k_{_mangle(name)}" for name in over if name in self.resharded]
+            self._line(f"del {', '.join([*map(self._name, over), *records])}", None)
             self.held.difference_update(over)
             self.passing.difference_update(over)
 

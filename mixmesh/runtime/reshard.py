@@ -1,0 +1,107 @@
+"""Gathered parameters that are let go of after the forward pass and gathered again in the backward: ZeRO-3.
+
+An ``all_gather`` of a parameter with the attribute ``reshard`` is not kept by autograd: what would be
+saved of it is replaced by a note of which gather it came from. Its last use carries a trigger, whose
+backward runs before that of any use, on all ranks in the same order, and starts the second gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ir import LEAVES, Program, Shard
+from .collectives import Handle
+from .redistribute import Redistribution
+
+
+def reshard_points(program: Program) -> dict[int, list[str]]:
+    """By index of the instruction that uses it last: values with ``reshard`` to let go of there."""
+    out: dict[int, list[str]] = {}
+    for i in program.instructions:
+        if i.op != "all_gather" or not i.attr("reshard", False) or i.result not in program.requires_grad:
+            continue
+        source = program.producers[i.inputs[0]]
+        users = [n for n, user in enumerate(program.instructions) if i.result in user.inputs]
+        if source.op != "param" or not isinstance(source.type.placement, Shard) or not users:
+            continue
+        last = program.instructions[users[-1]]
+        first_result = last.results[0] if last.results else None
+        plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
+        if plain and first_result in program.requires_grad:
+            out.setdefault(users[-1], []).append(i.result)
+    return out
+
+
+class _Record:
+    """One gathered parameter of one forward pass. Lives as long as something saved refers to it."""
+
+    def __init__(self, how: Redistribution, piece: Tensor | None, address: int | None) -> None:
+        self.how, self.piece, self.address = how, piece, address
+        self.handle: Handle | None = None
+
+    def load(self) -> None:
+        if self.handle is None:
+            piece = None if self.piece is None else self.piece.detach()
+            self.handle = self.how.forward(piece, async_op=True)
+
+    def whole(self) -> Tensor:
+        self.load()
+        return self.handle.wait()
+
+
+class Keeper:
+    """The gathered parameters of one forward pass that must not be saved."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}  # by address of their memory, while that is theirs
+
+    def hooks(self):
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def hold(self, whole: Tensor | None, how: Redistribution, piece: Tensor | None) -> _Record:
+        address = None if whole is None else whole.untyped_storage().data_ptr()
+        record = _Record(how, piece, address)
+        if address:
+            self._records[address] = record
+        return record
+
+    def release(self, record: _Record, result: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
+        """After the last use: from here on the memory may become another tensor's."""
+        self._records.pop(record.address, None)
+        if not torch.is_grad_enabled():
+            return result
+        anchor = torch.empty(0, device=record.how.comm.device, requires_grad=True)
+        result, token = _Trigger.apply(anchor, result, record)
+        tokens.append(token)
+        return result
+
+    def _pack(self, x: Tensor) -> Any:
+        record = self._records.get(x.untyped_storage().data_ptr())
+        if record is None:
+            return x.detach()
+        return record, x.size(), x.stride(), x.storage_offset()
+
+    @staticmethod
+    def _unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        record, size, stride, offset = saved
+        return record.whole().as_strided(size, stride, offset)
+
+
+class _Trigger(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: Tensor, result: Tensor | None, record: _Record):
+        ctx.record = record
+        ctx.set_materialize_grads(False)
+        return None if result is None else result.view_as(result), anchor.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor | None, _token):
+        if ctx.record is not None:
+            ctx.record.load()
+            ctx.record = None  # only what is saved refers to it now, so it goes with the last use
+        return None, gradient, None
