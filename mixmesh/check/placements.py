@@ -116,13 +116,18 @@ def _check_update(program: Program, i: Instruction, fail) -> None:
             raise fail("the value does not fit the buffer", str(leaf.type.value), str(t.value))
 
 
-def _check_redistribution(program: Program, i: Instruction, fail) -> None:
+def check_same_value(program: Program, i: Instruction, fail) -> None:
     if len(i.inputs) != 1 or len(i.args) != 1 or len(i.results) != 1:
         raise fail(f"{i.op} takes one value and gives one", f"%y = {i.op}(%x) : TYPE")
     src, dst = program.types[i.inputs[0]], i.type
-    change = f"{_placed(src)} -> {_placed(dst)}"
     if src.value != dst.value:
         raise fail(f"{i.op} does not change the value", str(src.value), str(dst.value))
+
+
+def _check_redistribution(program: Program, i: Instruction, fail) -> None:
+    check_same_value(program, i, fail)
+    src, dst = program.types[i.inputs[0]], i.type
+    change = f"{_placed(src)} -> {_placed(dst)}"
     same_ranks = program.participants(src) == program.participants(dst)
     cuts = [program.ratio_of[t.ratio] for t in (src, dst) if isinstance(t.placement, Shard)]
     if isinstance(src.placement, Partial) and isinstance(dst.placement, Partial):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from ..errors import UnsupportedOp
@@ -9,6 +11,7 @@ from ..ir import Arg, DType, Instruction, Program, Ref, ValueType
 from ..ir.text import print_arg
 from ..trace import DTYPE_NAME, TORCH_DTYPE, overload
 from .failure import invalid
+from .placements import check_same_value
 
 Signature = tuple[ValueType | None, ...]
 
@@ -19,6 +22,8 @@ def check_types(program: Program, where: str = "") -> None:
     for i in program.instructions:
         if i.op == "const":
             _check_const(program, i, where)
+        if i.is_redistribution:
+            check_same_value(program, i, partial(invalid, program, i, where))
         if i.is_leaf or i.is_redistribution or i.op == "update":
             continue
         key = (i.op, _typed(i.args, program), tuple((k, _typed(v, program)) for k, v in i.kwargs))

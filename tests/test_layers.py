@@ -1,0 +1,113 @@
+"""The layers of the design, as a table: a module imports what stands above it here, and nothing else.
+
+Modules of one row form one group and may import each other; groups of one layer may not.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import mixmesh
+
+ROOT = Path(mixmesh.__file__).parent
+
+# layer -> its groups, from the bottom up; a group is a set of top-level names
+LAYERS: tuple[tuple[set[str], ...], ...] = (
+    ({"errors"}, {"units"}),
+    ({"ir"}, {"cluster", "cluster_file", "catalogue"}),
+    ({"plan_file"}, {"rules"}, {"trace"}, {"job"}),
+    ({"cost"},),
+    ({"buckets"}, {"ratios"}, {"synthesis"}, {"placement"}, {"zero"}, {"check"}, {"runtime"}, {"testbed"}),
+    ({"simulator"},),
+    ({"baselines"}, {"profiler"}, {"verification"}),
+    ({"planner"}, {"report"}),
+    ({"api"},),
+    ({"cli", "__main__"}, {"demo"}, {"bench"}),
+)
+# the only ones that may import torch when they are imported
+TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench"}
+TORCH_FILES = {"check/types.py"}
+
+PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}
+FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
+
+
+def top(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, inside_functions: bool) -> list[tuple[str, int]]:
+    """Absolute names of the modules that a file imports, with the line."""
+    tree = ast.parse(path.read_text())
+    package = ["mixmesh", *path.relative_to(ROOT).parts[:-1]]
+    hidden = set()
+    for node in ast.walk(tree):
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if (lazy and not inside_functions) or typing_only:
+            hidden.update(id(n) for n in ast.walk(node))
+    out = []
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.Import):
+            out += [(a.name, node.lineno) for a in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            # `from .. import x` and `from . import x` name modules
+            out += [(f"{name}.{a.name}" if node.module is None else name, node.lineno) for a in node.names]
+    return out
+
+
+def test_every_module_has_a_layer():
+    unknown = {top(p) for p in FILES} - set(PLACE)
+    assert not unknown, f"give {unknown} a place in LAYERS"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down(path):
+    layer, group = PLACE[top(path)]
+    for name, line in imports(path, inside_functions=True):
+        if name != "mixmesh" and not name.startswith("mixmesh."):
+            continue
+        parts = name.split(".")
+        assert len(parts) > 1, f"{path}:{line} imports the root package"
+        other = PLACE[parts[1]]
+        same_group = other == (layer, group)
+        assert same_group or other[0] < layer, f"{path}:{line}: {top(path)} imports {parts[1]}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_torch_only_where_it_is_needed(path):
+    if top(path) in TORCH or str(path.relative_to(ROOT)) in TORCH_FILES:
+        return
+    for name, line in imports(path, inside_functions=False):
+        assert name.split(".")[0] != "torch", f"{path}:{line} imports torch"
+        if name.startswith("mixmesh."):
+            assert name.split(".")[1] not in TORCH, f"{path}:{line} imports {name}, which imports torch"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_private_framework_names_are_confined(path):
+    if top(path) in ("trace", "runtime", "verification", "job", "check"):
+        return
+    for name, line in imports(path, inside_functions=True):
+        private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
+        assert not private, f"{path}:{line} imports {name}"
+
+
+def test_no_cycle_at_start():
+    import subprocess
+
+    names = [f"mixmesh.{n}" for n in ("errors", "ir", "cluster", "rules", "cost", "planner", "__main__")]
+    for name in names:
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {name}, sys; sys.exit('torch' in sys.modules)"],
+            capture_output=True,
+        )
+        assert done.returncode == 0, (name, done.stderr.decode())
