@@ -42,27 +42,29 @@ UNARY = """
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
     add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar fmod.Scalar remainder.Scalar
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
-    __lshift__.Scalar __rshift__.Scalar floor_divide.Scalar div.Scalar_mode xlogy.Scalar_Other
+    __lshift__.Scalar __rshift__.Scalar floor_divide.Scalar div.Scalar_mode
     full_like zeros_like ones_like empty_like fill.Scalar where.Scalar
 """.split()
 BINARY = """
     pow.Tensor_Tensor maximum minimum fmax fmin min.other max.other atan2 hypot logaddexp logaddexp2
-    xlogy.Tensor fmod.Tensor remainder.Tensor heaviside copysign.Tensor
+    fmod.Tensor remainder.Tensor heaviside copysign.Tensor
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor
     logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
-    __and__.Tensor __or__.Tensor __lshift__.Tensor __rshift__.Tensor floor_divide div.Tensor_mode fill.Tensor
-    clamp.Tensor clamp_min.Tensor clamp_max.Tensor masked_fill.Tensor _prelu_kernel
+    __and__.Tensor __or__.Tensor __lshift__.Tensor __rshift__.Tensor floor_divide div.Tensor_mode
+    clamp.Tensor clamp_min.Tensor clamp_max.Tensor _prelu_kernel
 """.split()
 LINEAR_UNARY = """
     neg positive mul.Scalar div.Scalar _to_copy to.dtype detach clone alias contiguous lift_fresh_copy
-    real imag conj
+    real imag conj xlogy.Tensor xlogy.Scalar_Other
 """.split()
-POOLS = """
-    max_pool1d max_pool2d max_pool3d max_pool2d_with_indices max_pool3d_with_indices
+POOLS = "max_pool1d max_pool2d max_pool3d".split()
+LINEAR_POOLS = "avg_pool1d avg_pool2d avg_pool3d".split()
+SPATIAL = """
+    max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool2d adaptive_max_pool3d
 """.split()
 RESAMPLERS = """
-    avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     _adaptive_avg_pool2d _adaptive_avg_pool3d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d
     upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d
@@ -76,7 +78,7 @@ WHOLE_DIMS = {
     "any.dims": 1, "all.dims": 1, "max.dim": 1, "min.dim": 1, "argmax": 1, "argmin": 1, "logsumexp": 1,
     "prod": ALL, "prod.dim_int": 1, "var": ALL, "var.dim": 1, "var.correction": 1, "std": ALL,
     "std.dim": 1, "std.correction": 1, "var_mean.correction": 1, "std_mean.correction": 1,
-    "linalg_vector_norm": 2, "norm.Scalar": ALL, "norm.ScalarOpt_dim": 2, "median": ALL, "median.dim": 1,
+    "norm.Scalar": ALL, "norm.ScalarOpt_dim": 2, "median": ALL, "median.dim": 1,
     "mode": 1, "kthvalue": 2,
 }  # fmt: skip
 ALONG_DIM = {
@@ -92,7 +94,9 @@ _CONV_TRANSPOSED = Rule(
 RULES: dict[str, Rule] = {
     **{f"aten.{op}": ELEMENTWISE for op in UNARY + BINARY},
     **{f"aten.{op}": LINEAR_ELEMENTWISE for op in LINEAR_UNARY},
-    **{f"aten.{op}": SPACE_WHOLE for op in POOLS},
+    **{f"aten.{op}": Rule(s.pool) for op in POOLS},
+    **{f"aten.{op}": Rule(s.pool, linear="first") for op in LINEAR_POOLS},
+    **{f"aten.{op}": SPACE_WHOLE for op in SPATIAL},
     **{f"aten.{op}": RESAMPLED for op in RESAMPLERS},
     **{f"aten.{op}": Rule(s.reduce_dims(at, contract=False)) for op, at in WHOLE_DIMS.items()},
     **{f"aten.{op}": Rule(s.along(at)) for op, at in ALONG_DIM.items()},
@@ -133,6 +137,8 @@ RULES: dict[str, Rule] = {
     "aten.where.ScalarOther": Rule(s.same, linear=if_zero(2, "other", (1,))),
     "aten.where.ScalarSelf": Rule(s.same, linear=if_zero(1, "self", (1,))),
     "aten.masked_fill.Scalar": Rule(s.same, linear=if_zero(2, "value")),
+    "aten.masked_fill.Tensor": Rule(s.same, linear=((0, 2),)),
+    "aten.fill.Tensor": Rule(s.same, linear=((1,),)),
     "aten.copy": Rule(s.same, linear=((1,),)),
     "aten.type_as": Rule(s.reads_no_value, linear="first"),
     "aten.prelu": Rule(s.channels_of),
@@ -143,6 +149,7 @@ RULES: dict[str, Rule] = {
     "aten.mean.dim": Rule(s.reduce_dims(1, contract=True), linear="first"),
     "aten.count_nonzero": Rule(s.reduce_dims(ALL, contract=True)),
     "aten.count_nonzero.dim_IntList": Rule(s.reduce_dims(1, contract=True)),
+    "aten.linalg_vector_norm": Rule(s.vector_norm),
     "aten.histc": Rule(s.histogram),
     "aten.cumsum": Rule(s.along(1), linear="first"),
     # normalisations and losses
@@ -161,8 +168,8 @@ RULES: dict[str, Rule] = {
     "aten._weight_norm_interface": Rule(n.weight_norm),
     "aten.cosine_similarity": Rule(n.cosine_similarity),
     "aten.cross_entropy_loss": Rule(n.cross_entropy),
-    "aten.nll_loss": Rule(n.cross_entropy),
-    "aten.nll_loss_nd": Rule(n.cross_entropy),
+    "aten.nll_loss": Rule(n.cross_entropy, linear="first"),
+    "aten.nll_loss_nd": Rule(n.cross_entropy, linear="first"),
     "aten.nll_loss_forward": Rule(n.nll_loss_forward),
     "aten.nll_loss2d_forward": Rule(n.nll_loss_forward),
     "aten.ctc_loss.Tensor": Rule(n.ctc_loss),
@@ -244,8 +251,8 @@ RULES: dict[str, Rule] = {
     "aten.col2im": Rule(s.col2im, linear="first"),
     "aten.grid_sampler": Rule(s.grid_sampler, linear="first"),
     "aten.grid_sampler_2d": Rule(s.grid_sampler, linear="first"),
-    "aten.meshgrid": Rule(s.meshgrid),
-    "aten.meshgrid.indexing": Rule(s.meshgrid),
+    "aten.meshgrid": Rule(s.meshgrid, linear="jointly"),
+    "aten.meshgrid.indexing": Rule(s.meshgrid, linear="jointly"),
     "aten.fft_fftn": Rule(lambda c: s.fixed_dims(c, c.arg(2, "dim") or range(s.rank_of(c))), "first"),
     "aten.fft_fft": Rule(lambda c: s.fixed_dims(c, (c.arg(2, "dim", -1),)), linear="first"),
     "aten.view_as_real": Rule("... -> ... t!", linear="first"),

@@ -143,9 +143,10 @@ def isin(call: Call) -> str:
 
 
 def bucketize(call: Call) -> str:
-    return "..., b! -> ..."
+    """How many boundaries lie below: pieces of the boundaries count their own."""
+    return "..., b -> ..."
 
 
 def searchsorted(call: Call) -> str:
     """searchsorted(sorted, values): one sorted row for all, or one for each row of values."""
-    return "b!, ... -> ..." if s.rank_of(call) == 1 else "... b!, ... v -> ... v"
+    return "b, ... -> ..." if s.rank_of(call) == 1 else "... b, ... v -> ... v"

@@ -112,13 +112,16 @@ def bind(
 
     ``sizes`` names factors that the shapes leave open (inside compound dims). Raises PatternMismatch.
     """
-    if len(in_shapes) > len(pattern.inputs) or len(out_shapes) > len(pattern.outputs):
+    terms = pattern.inputs
+    if not terms and in_shapes == ((),):
+        terms = (Term(()),)  # nothing to the left of the arrow is also how a scalar is written
+    if len(in_shapes) > len(terms) or len(out_shapes) > len(pattern.outputs):
         raise PatternMismatch(
             f"{len(in_shapes)} inputs and {len(out_shapes)} outputs for a rule of "
             f"{len(pattern.inputs)} and {len(pattern.outputs)}"
         )
     whole = set(pattern.whole)
-    inputs = [_expand(t, s) for t, s in zip(pattern.inputs, in_shapes)]
+    inputs = [_expand(t, s) for t, s in zip(terms, in_shapes)]
     outputs = [_expand(t, s) for t, s in zip(pattern.outputs, out_shapes)]
     known = dict(sizes or {})
     pairs = [(d, n) for dims, s in zip(inputs + outputs, in_shapes + out_shapes) for d, n in zip(dims, s)]

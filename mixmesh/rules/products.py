@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from . import shapes as s
-from .pattern import PatternMismatch
 from .rule import Call, LocalCall
 
 
@@ -36,12 +35,10 @@ def einsum(call: Call) -> str:
     if not arrow:
         letters = sorted(set(left) - set(",."))
         right = ("..." if "..." in left else "") + "".join(c for c in letters if left.count(c) == 1)
-    for term in terms:
-        if any(term.count(c) > 1 for c in set(term) - {"."}):
-            raise PatternMismatch("a diagonal")
+    diagonal = {c for term in terms for c in term if c != "." and term.count(c) > 1}
 
     def spaced(term: str) -> str:
-        return " ".join(re.findall(r"\.\.\.|[A-Za-z]", term))
+        return " ".join(f"{c}!" if c in diagonal else c for c in re.findall(r"\.\.\.|[A-Za-z]", term))
 
     return ", ".join(map(spaced, terms)) + " -> " + spaced(right)
 
@@ -70,19 +67,43 @@ def convolution(transposed: bool = False):
         x, weight = call.inputs[0].shape, call.inputs[1].shape
         spatial = len(weight) - 2
         batch = "n " if len(x) == len(weight) else ""
-        size_in = " ".join(f"h{i}!" for i in range(spatial))
+        tiles = [] if transposed else tiled_dims(call, x[len(x) - spatial :], weight[2:])
+        size_in = " ".join(f"(y{i} b{i})" if i in tiles else f"h{i}!" for i in range(spatial))
+        tile_sizes = {f"b{i}": weight[2 + i] for i in tiles}
         kernel = " ".join(f"a{i}!" for i in range(spatial))
-        size_out = " ".join(f"y{i}!" for i in range(spatial))
+        size_out = " ".join(f"y{i}" if i in tiles else f"y{i}!" for i in range(spatial))
         groups = call.arg(GROUPS, "groups", 1)
         if groups == 1:
             weights = "i o" if transposed else "o i"
-            return f"{batch}i {size_in}, {weights} {kernel}, +o -> {batch}o {size_out}", {}
+            return f"{batch}i {size_in}, {weights} {kernel}, +o -> {batch}o {size_out}", tile_sizes
         weights = "(g i) o" if transposed else "(g o) i"
         text = f"{batch}(g i) {size_in}, {weights} {kernel}, +(g o) -> {batch}(g o) {size_out}"
         inner = {"i": weight[0] // groups, "o": weight[1]} if transposed else {"i": weight[1]}
-        return text, {"g": groups, "o": weight[0] // groups, **inner}
+        return text, {"g": groups, "o": weight[0] // groups, **inner, **tile_sizes}
 
     return rule
+
+
+def tiled_dims(call: Call, size, kernel) -> list[int]:
+    """Spatial dims that a convolution cuts into patches that neither overlap nor leave a gap.
+
+    Those may be cut between patches: pointwise convolutions and patch embeddings.
+    """
+
+    def of(position: int, name: str, default: int) -> tuple[int, ...]:
+        value = call.arg(position, name, (default,))
+        return value * len(kernel) if len(value) == 1 else value
+
+    stride, dilation = of(3, "stride", 1), of(5, "dilation", 1)
+    if isinstance(call.arg(4, "padding", (0,)), str):  # "same" adds k - 1
+        padding = (0 if call.arg(4, "padding") == "valid" else 1,) * len(kernel)
+    else:
+        padding = of(4, "padding", 0)
+    return [
+        i
+        for i, (n, k) in enumerate(zip(size, kernel))
+        if stride[i] == k and padding[i] == 0 and n % k == 0 and (k == 1 or dilation[i] == 1)
+    ]
 
 
 def local_groups(local: LocalCall):

@@ -133,16 +133,22 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
         if made is not None and sums_are_floating(made, call):
             out.append(made)
     # a result that is not a number (dropout's mask) does not depend on the partial input
-    passed = tuple(PARTIAL if t.is_floating else REPLICATE for t in call.outputs)
+    passed = tuple(REPLICATE if t.dtype == "bool" else PARTIAL for t in call.outputs)
     for group in rule.partial_groups(call):
-        if PARTIAL not in passed or not group:
-            continue
-        if not all(call.inputs[i].is_floating for i in group):
+        if PARTIAL not in passed or not group or not is_sum(call, group):
             continue
         held = bound.additive | set(group)
         inputs = tuple(PARTIAL if i in held else REPLICATE for i in range(num_inputs))
         out.append(Strategy(PASS_PARTIAL, inputs, passed))
     return tuple(dict.fromkeys(out))
+
+
+def is_sum(call: Call, group: tuple[int, ...]) -> bool:
+    """Whether sums of these inputs stay sums: no booleans, and nothing is rounded to an integer."""
+    if any(call.inputs[i].dtype == "bool" for i in group):
+        return False
+    rounds = any(not t.is_floating and t.dtype != "bool" for t in call.outputs)
+    return not (rounds and any(t.is_floating for t in call.inputs))
 
 
 def shard_strategy(bound: Bound, factor: str) -> Strategy | None:

@@ -139,6 +139,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(4, 6, 7, 6), F(8, 6, 3, 3), F(8), (2, 2), (1, 1)),
         call(F(4, 6, 7, 6), F(8, 6, 1, 1)),
         call(F(4, 6, 7, 6), F(8, 6, 3, 3), None, (1, 1), (1, 1), (2, 2)),
+        call(F(2, 3, 8, 12), F(5, 3, 2, 4), F(5), (2, 4)),
         call(F(4, 6, 5, 5), F(6, 1, 3, 3), F(6), (1, 1), (1, 1), (1, 1), 6),
         call(F(4, 6, 5, 5), F(12, 1, 3, 3), None, (1, 1), (1, 1), (1, 1), 6),
         call(F(4, 8, 5, 5), F(12, 2, 3, 3), F(12), (1, 1), (1, 1), (1, 1), 4),
@@ -249,13 +250,9 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.norm.Scalar": (call(F(5, 4), 2),),
     "aten.norm.ScalarOpt_dim": (call(F(5, 4), 2, (1,), True),),
     "aten.kthvalue": (call(F(5, 4), 2, 1), call(F(5, 4), 1, 0, True)),
-    "aten.any": (call(B(5, 4)),),
-    "aten.all": (call(B(5, 4)),),
     "aten.amax": (*_REDUCE_DIMS, call(F(5, 4), ())),
     "aten.amin": _REDUCE_DIMS,
     "aten.logsumexp": _REDUCE_DIMS,
-    "aten.any.dims": _REDUCE_DIMS,
-    "aten.all.dims": _REDUCE_DIMS,
     # normalisations and losses
     "aten.layer_norm": (*_NORM, call(F(4, 6), (6,), None, F(6))),
     "aten.native_layer_norm": tuple(call(*c.args, *[None] * (4 - len(c.args)), 1e-5) for c in _NORM),
@@ -264,7 +261,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.group_norm": (
         call(F(5, 8, 3), 4, F(8), F(8)),
         call(F(5, 4, 3, 2), 1, F(4), F(4)),
-        call(F(5, 6), 6),
+        call(F(5, 6, 3), 6),
         call(F(3, 8, 3), 2),
     ),
     "aten.native_group_norm": (
@@ -363,7 +360,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.index_select": (call(F(5, 4), 0, I(5, 7)), call(F(5, 4, 3), -2, I(4, 6))),
     "aten.take": (call(F(5, 4), I(20, 6)),),
     "aten.scatter.src": (
-        call(F(5, 4), 1, Spec("i64", (5, 4), "permuted"), F(5, 4)),
+        call(F(5, 4), 1, Spec("i64", (5, 3), "permuted"), F(5, 3)),
         call(F(5, 4), 1, I(1, 5, 1), no_grad(F(5, 3))),
     ),
     "aten.scatter.value": (
@@ -383,10 +380,10 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4, 3), (Spec("i64", (4,), "permuted"),), F(4, 4, 3)),
         call(F(5, 4, 3), (I(5, 6),), F(6, 4, 3), True),
         call(F(5, 4, 3), (I(5, 6), I(4, 6)), F(3), True),
-        call(F(5, 4), (None, Spec("i64", (4,), "permuted")), F()),
+        call(F(5, 4), (None, Spec("i64", (3,), "permuted")), F()),
     ),
     "aten.index_add": (call(F(5, 4), 0, I(5, 7), F(7, 4)), call(F(5, 4), 1, I(4, 6), F(5, 6), alpha=0.5)),
-    "aten.index_copy": (call(F(5, 4), 1, Spec("i64", (4,), "permuted"), F(5, 4)),),
+    "aten.index_copy": (call(F(5, 4), 1, Spec("i64", (3,), "permuted"), F(5, 3)),),
     "aten.index_fill.int_Scalar": (call(F(5, 4), 0, I(5, 3), 2.0), call(F(5, 4), 1, I(4, 3), 0)),
     "aten.one_hot": (call(I(6, 5, 3), 6),),
     "aten.topk": (call(F(5, 6), 2), call(F(5, 6, 3), 2, 1), call(F(5, 6), 6)),
@@ -530,7 +527,17 @@ def _fill_in() -> None:
     families["argsort.stable"] = (call(F(5, 4), stable=True), call(F(5, 4, 3), stable=True, dim=1))
     families["cumsum"] = _ALONG
     families |= dict.fromkeys("mse_loss l1_loss smooth_l1_loss huber_loss".split(), _LOSS)
-    for op in aten.POOLS + aten.RESAMPLERS:
+    equal = (call(I(3, 5, 4), I(3, 5, 4)), call(I(3, 5, 4), I(3, 4)))
+    families |= dict.fromkeys("eq.Tensor ne.Tensor".split(), equal)
+    families |= dict.fromkeys("eq.Scalar ne.Scalar".split(), (call(I(3, 5, 4), 1), call(I(3, 6), 2)))
+    logical = (call(B(5, 4), B(5, 4)), call(B(3, 1, 4), B(5, 1)))
+    families |= dict.fromkeys("logical_and logical_or logical_xor".split(), logical)
+    for op, kind in ("any", "one"), ("all", "all_but_one"):
+        flat, deep = Spec("bool", (5, 4), kind), Spec("bool", (3, 4, 5), kind)
+        families[op] = (call(flat),)
+        families[f"{op}.dim"] = (call(flat, 1), call(deep, -2, True))
+        families[f"{op}.dims"] = (call(flat, (1,)), call(deep, (0, -1), True))
+    for op in aten.POOLS + aten.LINEAR_POOLS + aten.SPATIAL + aten.RESAMPLERS:
         families[op] = _pool(op)
     for op, samples in families.items():
         SAMPLES.setdefault(f"aten.{op}", samples)

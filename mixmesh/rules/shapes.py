@@ -287,6 +287,28 @@ def space_whole(call: Call) -> str:
     return f"{free} {left} -> " + ", ".join([f"{free} {right}"] * len(call.outputs))
 
 
+def pool(call: Call) -> tuple[str, dict[str, int]]:
+    """max_pool, avg_pool(self, kernel, stride, padding): space may be cut between windows that touch."""
+    spatial = _spatial(call)
+    rank = rank_of(call)
+
+    def of(position: int, name: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        value = call.arg(position, name, default) or default
+        return value * spatial if len(value) == 1 else value
+
+    kernel = of(1, "kernel_size", ())
+    stride, padding = of(2, "stride", kernel), of(3, "padding", (0,))
+    dilated = "max" in call.op and of(4, "dilation", (1,)) != (1,) * spatial
+    free = " ".join(f"n{i}" for i in range(rank - spatial))
+    left, right, sizes = [], [], {}
+    for i, n in enumerate(call.inputs[0].shape[rank - spatial :]):
+        tiles = stride[i] == kernel[i] and padding[i] == 0 and n % kernel[i] == 0 and not dilated
+        left.append(f"(y{i} k{i})" if tiles else f"h{i}!")
+        right.append(f"y{i}" if tiles else f"y{i}!")
+        sizes |= {f"k{i}": kernel[i]} if tiles else {}
+    return f"{free} {' '.join(left)} -> {free} {' '.join(right)}", sizes
+
+
 def _spatial(call: Call) -> int:
     digit = next((c for c in call.op.partition(".")[2] if c.isdigit()), "2")
     return int(digit)
@@ -310,6 +332,11 @@ def meshgrid(call: Call) -> str:
     if dict(call.kwargs).get("indexing") == "xy" and len(order) > 1:
         order[:2] = order[1::-1]
     return ", ".join(vectors) + " -> " + ", ".join([" ".join(order)] * len(vectors))
+
+
+def vector_norm(call: Call) -> str:
+    """linalg_vector_norm(x, ord, dim): a sum of magnitudes adds up, other norms do not."""
+    return reduce_dims(2, contract=call.args[1] == 1)(call)
 
 
 def diagonal(call: Call) -> str:

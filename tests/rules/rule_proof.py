@@ -8,6 +8,7 @@ placements and compared; so are the gradients, by the dual placements (R <-> P(s
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from dataclasses import dataclass
@@ -32,8 +33,11 @@ from mixmesh.ir import (
 )
 from mixmesh.rules import RULES, Call, Strategy, strategies
 from mixmesh.rules.samples import Sample, Spec
-from mixmesh.runtime.local import DTYPE_NAMES, RETURNS_LIST, TORCH_DTYPES, aten_op, local_op, to_torch
+from mixmesh.runtime.local import DTYPE_NAMES, TORCH_DTYPES, aten_op, local_op, to_torch
 from mixmesh.runtime.random import RandomPolicy
+
+with contextlib.suppress(ImportError):
+    import transformers.integrations.moe  # noqa: F401  registers transformers.grouped_mm_fallback
 
 WORLD_SIZE = 3
 # uneven; the second leaves one rank, or two of a short dim, with a shard of nothing
@@ -73,6 +77,10 @@ def draw(spec: Spec) -> Tensor:
             return torch.rand(spec.shape) < 0.6
         case "sorted":
             return torch.randn(spec.shape, dtype=dtype).sort(-1).values
+        case "one" | "all_but_one":  # what an "any" or "all" over less than everything would miss
+            alone = torch.zeros(spec.shape, dtype=torch.bool)
+            alone.view(-1)[0] = True
+            return alone if spec.kind == "one" else ~alone
         case "above_one":
             return 1.1 + torch.rand(spec.shape, dtype=dtype)
         case "permuted":  # distinct along the last dim
@@ -302,29 +310,48 @@ def check(ok: bool, message: str) -> None:
 # --- strategies that a row lacks -----------------------------------------------------------------------
 
 
-def missing(case: Case, draws: list[Case]) -> list[Strategy]:
+# operators that do not check that their inputs fit together: a wrong guess overwrites memory
+UNCHECKED = frozenset(
+    f"aten.{op}"
+    for op in """batch_norm native_batch_norm _native_batch_norm_legit_functional
+    _native_batch_norm_legit_no_training _weight_norm _weight_norm_interface""".split()
+)
+
+
+def missing(op: str, samples) -> list[str]:
     """Strategies that execution proves right on every draw and that the row does not have.
 
     One factor at a time: all cut dims have the same number of units. Results are inferred from what
     the ranks hold; where the local run depends on them (a view), every candidate is tried.
     """
-    call = case.call
-    have = {(s.inputs, s.outputs) for s in strategies(RULES[call.op], call)}
     found = []
+    for sample in samples:
+        draws = [make_case(op, sample, seed) for seed in (0, 1)]
+        for strategy in guesses(draws[0].call):
+            if any(
+                all(holds(d, strategy, u) for d in draws) for u in possible_units(draws[0].call, strategy)
+            ):
+                found.append(show(strategy))
+    return list(dict.fromkeys(found))
+
+
+def show(strategy: Strategy) -> str:
+    return ", ".join(map(str, strategy.inputs)) + " -> " + ", ".join(map(str, strategy.outputs))
+
+
+def guesses(call: Call):
+    """Strategies that the row does not have."""
+    have = {(s.inputs, s.outputs) for s in strategies(RULES[call.op], call)}
     for inputs in itertools.product(*(candidates(t) for t in call.inputs)):
-        cut = [t.shape[p.dim] for t, p in zip(call.inputs, inputs) if isinstance(p, Shard)]
+        cut = any(isinstance(p, Shard) for p in inputs)
         partial = any(isinstance(p, Partial) for p in inputs)
-        if (cut and partial) or (inputs and not cut and not partial):
+        if (inputs and not cut and not partial) or (cut and call.op in UNCHECKED):
+            continue
+        if cut and partial and len(inputs) > 3:
             continue
         for outputs in possible_outputs(call, inputs):
-            strategy = Strategy("?", inputs, outputs)
-            if (inputs, outputs) in have:
-                continue
-            for units in possible_units(call, strategy):
-                if all(holds(d, strategy, units) for d in draws):
-                    found.append(strategy)
-                    break
-    return found
+            if (inputs, outputs) not in have:
+                yield Strategy("?", inputs, outputs)
 
 
 def candidates(t: ValueType) -> list[Placement]:
@@ -366,6 +393,3 @@ def holds(case: Case, strategy: Strategy, units) -> bool:
     except Exception:  # whatever goes wrong: this is no strategy
         return False
     return True
-
-
-__all__ = ["RATIOS", "RETURNS_LIST", "Case", "Refuted", "make_case", "missing", "prove", "units_of"]

@@ -1,15 +1,10 @@
 """Every row of the table is proved by execution; ``pytest tests/rules -k aten.roll`` selects one."""
 
-import contextlib
-
 import pytest
-from rule_proof import RATIOS, Refuted, make_case, prove, units_of
+from rule_proof import RATIOS, Refuted, make_case, prove, show, units_of
 
 from mixmesh.rules import RULES, strategies
 from mixmesh.rules.samples import SAMPLES
-
-with contextlib.suppress(ImportError):
-    import transformers.integrations.moe  # noqa: F401  registers transformers.grouped_mm_fallback
 
 
 def test_every_row_has_a_sample():
@@ -26,15 +21,9 @@ def test_no_incorrect_strategy(op):
                 try:
                     prove(case, strategy, ratio, units_of(RULES[op], case.call, strategy))
                 except Refuted as error:
-                    wrong.append(f"sample {number}, {show(strategy)}, {ratio}: {error}")
+                    wrong.append(f"sample {number}, [{strategy.factor}] {show(strategy)}, {ratio}: {error}")
                 except Exception as error:
                     wrong.append(
-                        f"sample {number}, {show(strategy)}, {ratio}: {type(error).__name__} {error}"
+                        f"sample {number}, [{strategy.factor}] {show(strategy)}, {ratio}: {type(error).__name__} {error}"
                     )
     assert not wrong, "\n" + "\n".join(wrong)
-
-
-def show(strategy) -> str:
-    inputs = ", ".join(map(str, strategy.inputs))
-    outputs = ", ".join(map(str, strategy.outputs))
-    return f"{strategy.factor or '-'}: {inputs} -> {outputs}"
