@@ -82,7 +82,7 @@ WHOLE_DIMS = {
     "mode": 1, "kthvalue": 2,
 }  # fmt: skip
 ALONG_DIM = {
-    "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "cumprod": 1,
+    "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "cumprod": 1,
     "logcumsumexp": 1, "cummax": 1, "cummin": 1, "sort": 1, "sort.stable": 2, "argsort": 1,
     "argsort.stable": 2,
 }  # fmt: skip

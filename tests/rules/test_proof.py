@@ -20,10 +20,7 @@ def test_no_incorrect_strategy(op):
             for ratio in RATIOS if strategy.is_sharded else RATIOS[:1]:
                 try:
                     prove(case, strategy, ratio, units_of(RULES[op], case.call, strategy))
-                except Refuted as error:
-                    wrong.append(f"sample {number}, [{strategy.factor}] {show(strategy)}, {ratio}: {error}")
                 except Exception as error:
-                    wrong.append(
-                        f"sample {number}, [{strategy.factor}] {show(strategy)}, {ratio}: {type(error).__name__} {error}"
-                    )
+                    what = str(error) if isinstance(error, Refuted) else repr(error)
+                    wrong.append(f"sample {number}, {strategy.factor} {show(strategy)}, {ratio}: {what}")
     assert not wrong, "\n" + "\n".join(wrong)
