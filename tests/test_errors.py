@@ -1,0 +1,321 @@
+"""Bad input: what a user sees is a message with a place and a next step, never a traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+
+import pytest
+from jobs import GOOD, HEAD, returning, write_job
+from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
+
+from mixmesh.__main__ import execute
+from mixmesh.cluster import Cluster
+from mixmesh.errors import JobError, MixmeshError
+from mixmesh.ir import parse_program
+from mixmesh.job import batch_size, load_job, optimizer_states
+
+
+@pytest.fixture
+def two(tmp_path):
+    (tmp_path / "two.toml").write_text(TWO_DEVICES)
+    return str(tmp_path / "two.toml")
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command line: its status, stdout and stderr. No error leaves a traceback."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*arguments: str):
+        capsys.readouterr()
+        status = execute(arguments)
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err and "bug in mixmesh" not in err, err
+        return status, out, err
+
+    return run
+
+
+def test_every_error_pickles():
+    error = JobError("m", expected="e", got="g", where="w", hint=("a", "b"))
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and type(again) is JobError and again.exit_status == 2
+    assert str(MixmeshError("only this")) == "only this"
+
+
+# --- jobs --------------------------------------------------------------------------------------------------
+
+# the text of the file, the message, the place (a line of the file), what helps
+BAD_FILES = {
+    "not python": ("def job(:\n", "is not Python: ", 1, ""),
+    "import": ("import torch\nimport no_such_module\n", "No module named 'no_such_module'", 2, ""),
+    "at import": ("x = 1\n\ny = x / 0\n", "ZeroDivisionError", 3, ""),
+    "exits": ("import sys\nsys.exit(3)\n", "SystemExit: 3", 2, ""),
+    "no function": (HEAD + "def jobs():\n    pass\n", "has no function job", None, "job.py:jobs"),
+    "no function at all": ("x = 1\n", "has no function job", None, ""),
+    "no callable": (HEAD + "job = 3\n", "is not a function", None, ""),
+    "arguments": (HEAD + "def job(size):\n    pass\n", "cannot be called without arguments", 19, ""),
+    "raises": (HEAD + "def job():\n    raise ValueError('no data here')\n", "no data here", 20, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_job_files(case, tmp_path):
+    text, message, line, hint = BAD_FILES[case]
+    path = write_job(tmp_path, text)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    error = caught.value
+    assert message in error.message
+    assert line is None or f"job.py:{line}" in error.where
+    assert hint in " ".join(error.hint)
+
+
+def test_job_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_job(tmp_path, name="train.py")
+    for name, message, hint in (
+        ("tran.py", "there is no file tran.py", "train.py"),
+        ("nowhere/train.py:job", "there is no file", ""),
+        (".", "is a folder", "train.py"),
+        ("train.py:a-b", "is no name of a function", "train.py:job"),
+        ("train.py:wade", "has no function wade", "train.py:wide"),
+    ):
+        with pytest.raises(JobError, match=message) as caught:
+            load_job(name)
+        assert hint in " ".join(caught.value.hint), (name, caught.value.hint)
+    assert load_job("train.py:wide").model.up.out_features == 64
+    (tmp_path / "bytes.py").write_bytes(b"\x80\x81\x00")
+    with pytest.raises(JobError, match="is not Python"):
+        load_job("bytes.py")
+
+
+# what job() returns, the message, what was got
+BAD_RETURNS = {
+    "None": ("None", "does not return a job", "None"),
+    "a model": ("MLP()", "does not return a job", "a model alone (MLP)"),
+    "a tuple": ("MLP(), batch()", "does not return a job", "a tuple of MLP, dict"),
+    "no module": ("mixmesh.Job(lambda x: x, batch())", "whose model is no module", "a function"),
+    "a class": ("mixmesh.Job(MLP, batch())", "whose model is no module", "the class MLP"),
+    "no parameters": ("mixmesh.Job(nn.ReLU(), batch())", "without parameters", "ReLU"),
+    "a tensor": ("mixmesh.Job(MLP(), torch.ones(3))", "batch of the wrong kind", "a tensor of shape [3]"),
+    "a set": ("mixmesh.Job(MLP(), {1, 2})", "batch of the wrong kind", "a set"),
+    "no tensors": ("mixmesh.Job(MLP(), {'x': 3})", "batch without tensors", "a dict with x"),
+    "nothing": ("mixmesh.Job(MLP(), {})", "batch without tensors", "nothing"),
+    "sizes": ("mixmesh.Job(MLP(), dict(batch(), y=torch.ones(7)))", "differ in dim 0", "['y'] [7]"),
+    "empty": ("mixmesh.Job(MLP(), batch(0))", "an empty batch", "[0, 8]"),
+    "keys": ("mixmesh.Job(MLP(), {0: torch.ones(3)})", "a key that is no name", "0"),
+    "optimizer": ("mixmesh.Job(MLP(), batch(), optimizer='adam')", "optimizer cannot be called", "a str"),
+    "made optimizer": (
+        "mixmesh.Job(MLP(), batch(), optimizer=torch.optim.SGD(MLP().parameters(), lr=1))",
+        "optimizer cannot be called", "a SGD",
+    ),
+    "data": ("mixmesh.Job(MLP(), batch(), data=3)", "cannot be iterated over", "an int"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_RETURNS)
+def test_what_a_job_returns(case, tmp_path):
+    expression, message, got = BAD_RETURNS[case]
+    with pytest.raises(JobError) as caught:
+        load_job(write_job(tmp_path, returning(expression)))
+    assert message in caught.value.message and got in caught.value.got
+    assert "job.py:20" in caught.value.where and caught.value.expected
+
+
+def test_good_jobs(tmp_path):
+    job = load_job(write_job(tmp_path))
+    assert batch_size(job.batch) == 12 and optimizer_states(job.optimizer) == 0
+    scalars = load_job(
+        write_job(tmp_path, returning("mixmesh.Job(MLP(), dict(batch(), t=torch.tensor(3.0)))"), "a.py")
+    )
+    assert batch_size(scalars.batch) == 12
+    (tmp_path / "helper.py").write_text("SIZE = 5\n")
+    text = returning("mixmesh.Job(MLP(), batch(__import__('helper').SIZE))")
+    assert batch_size(load_job(write_job(tmp_path, text, "b.py")).batch) == 5
+
+
+def test_optimizer_states():
+    import torch
+
+    assert optimizer_states(torch.optim.AdamW) == 2 and optimizer_states(None) == 2
+    assert optimizer_states(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)) == 1
+    assert optimizer_states(lambda p: 1 / 0) == 2
+
+
+# --- commands ----------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_missing(run, tmp_path, two):
+    out = tmp_path / "x.plan"
+    status, _, err = run("plan", str(tmp_path / "no.py"), "--cluster", two, "--out", str(out))
+    assert status == 2 and err.startswith("JobError: there is no file") and not out.exists()
+
+
+def test_a_wrong_return_as_json(run, tmp_path, two):
+    job = write_job(tmp_path, returning("MLP()"))
+    status, out, err = run("plan", job, "--cluster", two, "--json")
+    error = json.loads(out.splitlines()[-1])["error"]
+    assert status == 2 and error["type"] == "JobError" and "JobError" in err
+    assert error["message"] == "job() does not return a job" and "job.py" in error["where"]
+
+
+# bodies of a forward(self, x, y)
+MODELS = {
+    "decides": "if x.sum() > 0:\n            x = x + 1\n        return self.a(x).sum()",
+    "no loss": "return self.a(x)",
+    "fails": "return self.b(x).sum()",
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_that_cannot_be_traced(case, run, tmp_path, two):
+    text = f"{HEAD}\nclass Bad(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+    text += f"        self.a = nn.Linear(8, 4)\n\n    def forward(self, x, y):\n        {MODELS[case]}\n\n"
+    text += "def job():\n    return mixmesh.Job(Bad(), batch())\n"
+    path = tmp_path / "x.plan"
+    status, out, err = run("plan", write_job(tmp_path, text), "--cluster", two, "--out", str(path), "--json")
+    assert status == 1 and "TraceError: " in err and "job.py:" in err
+    assert json.loads(out.splitlines()[-1])["error"]["type"] == "TraceError"
+    assert not list(tmp_path.glob("x.plan*"))
+
+
+def test_a_batch_smaller_than_the_cluster(run, tmp_path, two):
+    job = write_job(tmp_path, returning("mixmesh.Job(MLP(), batch(1))"))
+    status, _, err = run("plan", job, "--cluster", two)
+    assert status == 2 and "the batch is smaller than the number of devices" in err
+
+
+def test_a_cluster_that_cannot_hold_the_model(run, tmp_path):
+    small = TWO_DEVICES.replace("cpu_share = 0.6", "cpu_share = 0.6, memory_gib = 0.01")
+    small = small.replace("cpu_share = 0.3", "cpu_share = 0.3, memory_gib = 0.01")
+    (tmp_path / "small.toml").write_text(small)
+    out = tmp_path / "x.plan"
+    arguments = ("plan", write_job(tmp_path), "--cluster", str(tmp_path / "small.toml"), "--out", str(out))
+    status, text, err = run(*arguments, "--json")
+    assert status == 1 and err.startswith("Infeasible: no plan fits in memory") and not out.exists()
+    assert json.loads(text.splitlines()[-1])["error"]["type"] == "Infeasible"
+
+
+def test_cluster_files(run, tmp_path):
+    job = write_job(tmp_path)
+    bad = tmp_path / "bad.toml"
+    bad.write_text(TWO_DEVICES.replace("cpu_share", "cpu_shar", 1))
+    for cluster in (str(tmp_path / "none.toml"), str(bad), str(tmp_path)):
+        status, _, err = run("plan", job, "--cluster", cluster)
+        assert status == 2 and err.startswith("ClusterError: ") and cluster in err
+
+
+def test_an_unknown_planner(run, tmp_path, two):
+    status, _, err = run("plan", write_job(tmp_path), "--cluster", two, "--planner", "ddp-evn")
+    assert status == 2 and "unknown planner 'ddp-evn'" in err and "--planner ddp-even" in err
+
+
+def test_a_profile_that_is_none(run, tmp_path, two):
+    (tmp_path / "p.json").write_text("{}")
+    status, _, err = run("plan", write_job(tmp_path), "--cluster", two, "--profile", str(tmp_path / "p.json"))
+    assert status == 2 and "this is not a profile" in err
+
+
+def test_a_plan_that_cannot_be_written(run, tmp_path, two):
+    out = tmp_path / "nowhere" / "x.plan"
+    arguments = ("plan", write_job(tmp_path), "--cluster", two, "--planner", "single", "--out", str(out))
+    status, _, err = run(*arguments)
+    assert status == 2 and "cannot write the plan" in err
+
+
+@pytest.fixture
+def plan(tmp_path):
+    """A plan for three devices, and of no job here."""
+    path = tmp_path / "x.plan"
+    make_plan(parse_program(MLP), Cluster.parse(THREE_DEVICES)).save(path)
+    return path
+
+
+def test_a_plan_for_another_cluster(run, plan, two):
+    status, out, err = run("simulate", str(plan), "--cluster", two, "--json")
+    assert status == 2 and "made for another cluster" in err and "3 devices, not 2" in err
+    assert json.loads(out.splitlines()[-1])["error"]["type"] == "PlanError"
+
+
+def test_a_plan_for_another_model(run, plan, tmp_path):
+    status, _, err = run("verify", write_job(tmp_path), "--plan", str(plan))
+    assert status == 2 and "made for another model" in err and "parameter up.weight" in err
+
+
+def test_an_edited_plan(run, plan, tmp_path):
+    (tmp_path / "three.toml").write_text(THREE_DEVICES)
+    text = plan.read_text()
+    plan.write_text(text.replace("all_gather", "all_reduce"))
+    line = next(n for n, row in enumerate(text.split("\n"), 1) if "all_gather" in row)
+    for command in (("show", str(plan)), ("simulate", str(plan), "--cluster", str(tmp_path / "three.toml"))):
+        status, _, err = run(*command)
+        assert status == 1 and f"x.plan:{line}: %h.r = all_reduce(%h)" in err and "expected all_gather" in err
+    plan.write_text(text.replace("all_gather(%h)", "all_gather(%q)"))
+    status, _, err = run("show", str(plan))
+    assert status == 2 and f"x.plan:{line}:" in err and "^" in err
+
+
+def test_what_is_no_plan(run, tmp_path):
+    (tmp_path / "a.plan").write_text("hello\n")
+    (tmp_path / "b.plan").write_text("mixmesh_plan = 99\nprogram x world=1 {\n")
+    for name in ("a.plan", "b.plan", "none.plan", "."):
+        status, _, err = run("show", str(tmp_path / name))
+        assert status == 2 and err.startswith("PlanError: "), (name, err)
+
+
+def test_running_outside_of_torchrun(run, plan, tmp_path, monkeypatch):
+    job = write_job(tmp_path)
+    status, _, err = run("run", job, "--plan", str(plan))
+    assert (
+        status == 2
+        and f"torchrun --nproc-per-node 3 -m mixmesh run {job}" in err
+        and "mixmesh testbed" in err
+    )
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = run("run", job, "--plan", str(plan))
+    assert status == 2 and "WORLD_SIZE=2" in err
+
+
+def test_wrong_usage(run):
+    for arguments in (("plan",), ("plans",), ("show", "--all", "x"), ("verify", "x.py", "--steps", "0")):
+        status, out, err = run(*arguments, "--json")
+        assert status == 2 and json.loads(out.splitlines()[-1])["error"]["message"], arguments
+        assert "Usage: mixmesh" in err
+    status, _, err = run("verify", "x.py")
+    assert status == 2 and "--cluster C.toml, or --plan X.plan" in err
+
+
+def test_our_own_bugs_are_one_line_and_a_file(capsys, monkeypatch, plan):
+    import mixmesh.cli.show
+
+    def fail(path):
+        raise ZeroDivisionError("oh\nno")
+
+    monkeypatch.setattr(mixmesh.cli.show.Plan, "load", fail)
+    assert execute(["show", str(plan)]) == 1
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1 and "this is a bug in mixmesh" in err and "ZeroDivisionError: oh no" in err
+    path = err.split("traceback in ")[1].rstrip(")\n")
+    with open(path) as file:
+        assert "Traceback (most recent call last)" in file.read()
+    os.unlink(path)
+
+
+def test_an_interrupt(monkeypatch, plan, capsys):
+    import mixmesh.cli.show
+
+    def interrupt(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mixmesh.cli.show.Plan, "load", interrupt)
+    assert execute(["show", str(plan)]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_good_file_is_good(tmp_path):
+    assert load_job(write_job(tmp_path, GOOD)).optimizer is not None
