@@ -17,6 +17,7 @@ import typer
 
 from .cli.output import error_object, error_text, print_json
 from .cli.plan import plan
+from .cli.profile import profile
 from .cli.run import run
 from .cli.show import diff, show
 from .cli.simulate import simulate
@@ -35,7 +36,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (plan, show, diff, simulate, verify, run, testbed):
+for command in (plan, show, diff, simulate, verify, profile, run, testbed):
     app.command()(command)
 
 

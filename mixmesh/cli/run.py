@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from ..check import check_plan
 from ..cluster import Cluster
-from ..errors import InputError
+from ..errors import InputError, JobError
 from ..plan_file import Plan
 from .output import Json, print_json, seconds, size
 from .plan import JobName
@@ -30,12 +29,21 @@ def run(
     from ..check import check_program
     from ..job import load_job
     from ..runtime.train import train
+    from ..testbed import enter_device
 
     check_program(loaded_plan.program, str(plan))
-    report = train(load_job(job), loaded_plan, steps)
+
+    def say(number: int, loss: float, step_s: float) -> None:
+        if not rank and not as_json:
+            print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
+
+    report = train(load_job(job), loaded_plan, steps=steps, on_start=enter_device, on_step=say)
+    leave()
     if rank:
         return
-    median = statistics.median(report.step_s)
+    if not report.step_s:
+        raise JobError("the job's data has no batch", expected="at least one batch", where=job)
+    median = report.step_s_median
     if as_json:
         print_json(
             {
@@ -50,9 +58,17 @@ def run(
         )
         return
     predicted = loaded_plan.predicted_step_s
-    print(f"{steps} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
+    print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
     print(f"step {seconds(median)} (median), predicted {seconds(predicted)}")
     print("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
+
+
+def leave() -> None:
+    """Ends together: a rank that leaves early looks lost to the others."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def check_launch(job: str, path: Path, plan: Plan) -> int:
