@@ -82,8 +82,10 @@ WHOLE_DIMS = {
     "mode": 1, "kthvalue": 2,
 }  # fmt: skip
 ALONG_DIM = {
-    "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1, "cumprod": 1,
-    "logcumsumexp": 1, "cummax": 1, "cummin": 1, "sort": 1, "sort.stable": 2, "argsort": 1,
+    "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1,
+    "cumprod": 1,
+    "logcumsumexp": 1,
+    "cummax": 1, "cummin": 1, "sort": 1, "sort.stable": 2, "argsort": 1,
     "argsort.stable": 2,
 }  # fmt: skip
 _CONV = Rule(p.convolution(), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 y0 y1 y2")
@@ -181,6 +183,13 @@ RULES: dict[str, Rule] = {
     "aten.kl_div": Rule(n.elementwise_loss(2)),
     "aten.binary_cross_entropy": Rule(n.elementwise_loss(3)),
     "aten.binary_cross_entropy_with_logits": Rule(n.elementwise_loss(4)),
+    "aten.poisson_nll_loss": Rule(n.elementwise_loss(5)),
+    "aten.hinge_embedding_loss": Rule(n.elementwise_loss(3)),
+    "aten.margin_ranking_loss": Rule(n.elementwise_loss(4)),
+    "aten.cosine_embedding_loss": Rule(n.row_loss(4)),
+    "aten.triplet_margin_loss": Rule(n.row_loss(7)),
+    "aten.multi_margin_loss": Rule(n.row_loss(5)),
+    "aten.multilabel_margin_loss": Rule(n.row_loss(2)),
     # recurrent layers
     "aten.lstm.input": Rule(n.recurrent(2)),
     "aten.gru.input": Rule(n.recurrent(1)),

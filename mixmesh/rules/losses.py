@@ -90,6 +90,24 @@ def elementwise_loss(index: int):
     return rule
 
 
+def row_loss(index: int):
+    """A loss of rows, whole, whose ``reduction`` is argument ``index``: one target or one row of them each.
+
+    A mean is whole too: tracing writes it as the mean of the rows' losses.
+    """
+
+    def rule(call: Call) -> str:
+        reduction = call.arg(index, "reduction", MEAN)
+        rank = s.rank_of(call)
+        rows = [f"n{i}!" if reduction == MEAN else f"n{i}" for i in range(rank - 1)]
+        terms = [" ".join([*rows, "c!"] if len(t.shape) == rank else rows) for t in call.inputs]
+        if call.op == "aten.multi_margin_loss" and len(call.inputs) > 2:
+            terms[2] = "c!"  # weights of the classes
+        return ", ".join(terms) + " -> " + (" ".join(rows) if reduction == NONE else "")
+
+    return rule
+
+
 def cross_entropy(call: Call) -> str:
     """cross_entropy_loss, nll_loss(x, target, weight, reduction): classes are whole, samples free.
 

@@ -327,6 +327,29 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4), P(5, 4), no_grad(P(5, 4)), no_grad(P(4)), 0),
         call(F(5, 4), P(5, 4), None, no_grad(P(4))),
     ),
+    "aten.poisson_nll_loss": tuple(
+        call(F(5, 4), no_grad(P(5, 4)), True, False, 1e-8, reduction) for reduction in (SUM, 0, 1)
+    ),
+    "aten.hinge_embedding_loss": tuple(
+        call(F(5, 4), no_grad(Spec("f64", (5, 4), "signs")), 1.0, reduction) for reduction in (SUM, 0, 1)
+    ),
+    "aten.margin_ranking_loss": tuple(
+        call(F(7), F(7), no_grad(Spec("f64", (7,), "signs")), 0.1, reduction) for reduction in (SUM, 0, 1)
+    ),
+    "aten.cosine_embedding_loss": tuple(
+        call(F(5, 4), F(5, 4), no_grad(Spec("f64", (5,), "signs")), 0.1, reduction)
+        for reduction in (SUM, 0, 1)
+    ),
+    "aten.triplet_margin_loss": tuple(
+        call(F(5, 4), F(5, 4), F(5, 4), 1.0, 2.0, 1e-6, False, reduction) for reduction in (SUM, 0, 1)
+    ),
+    "aten.multi_margin_loss": (
+        *(call(F(5, 4), I(4, 5), 1, 1.0, None, reduction) for reduction in (SUM, 0, 1)),
+        call(F(5, 5), I(5, 5), 1, 1.0, no_grad(P(5)), SUM),
+    ),
+    "aten.multilabel_margin_loss": tuple(
+        call(F(5, 4), I(4, 5, 4, low=-1), reduction) for reduction in (SUM, 0, 1)
+    ),
     # recurrent layers
     "aten.lstm.input": (
         call(F(6, 4, 3), _PAIR_OF_STATES, _LSTM_PARAMS, True, 1, 0.0, True, False, False),

@@ -145,6 +145,7 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "R, R, P(sum) -> P(sum)",
             "R, P(sum) -> P(sum)",
         ),
+        "aten.multi_margin_loss": ("R, R, P(sum) -> P(sum)",),
         "aten.nll_loss": ("R, R, P(sum) -> P(sum)",),
         "aten.nll_loss_nd": ("R, R, P(sum) -> P(sum)",),
         "aten.nll_loss_forward": ("R, R, P(sum) -> P(sum), P(sum)",),

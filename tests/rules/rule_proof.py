@@ -81,6 +81,8 @@ def draw(spec: Spec) -> Tensor:
             alone = torch.zeros(spec.shape, dtype=torch.bool)
             alone.view(-1)[0] = True
             return alone if spec.kind == "one" else ~alone
+        case "signs":
+            return torch.randn(spec.shape, dtype=dtype).sign()
         case "above_one":
             return 1.1 + torch.rand(spec.shape, dtype=dtype)
         case "permuted":  # distinct along the last dim

@@ -3,7 +3,8 @@
 import pytest
 from rule_proof import RATIOS, Refuted, make_case, prove, show, units_of
 
-from mixmesh.rules import RULES, strategies
+from mixmesh.ir import PARTIAL, REPLICATE, Shard
+from mixmesh.rules import RULES, Strategy, strategies
 from mixmesh.rules.samples import SAMPLES
 
 
@@ -24,3 +25,18 @@ def test_no_incorrect_strategy(op):
                     what = str(error) if isinstance(error, Refuted) else repr(error)
                     wrong.append(f"sample {number}, {strategy.factor} {show(strategy)}, {ratio}: {what}")
     assert not wrong, "\n" + "\n".join(wrong)
+
+
+WRONG = {
+    "relu passes no partial sum": ("aten.relu", Strategy("+", (PARTIAL,), (PARTIAL,))),
+    "softmax needs its dim whole": ("aten.softmax.int", Strategy("d1", (Shard(1),), (Shard(1),))),
+    "a bias is added once": ("aten.linear", Strategy("k", (Shard(2), Shard(1), REPLICATE), (PARTIAL,))),
+    "a sum of addends is not replicated": ("aten.sum", Strategy("", (PARTIAL,), (REPLICATE,))),
+}
+
+
+@pytest.mark.parametrize("why", WRONG)
+def test_the_proof_refutes(why):
+    op, strategy = WRONG[why]
+    with pytest.raises(Refuted):
+        prove(make_case(op, SAMPLES[op][0]), strategy, RATIOS[0], {})
