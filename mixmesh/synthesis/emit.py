@@ -129,8 +129,18 @@ def emit(problem: Problem, found: Found) -> Program:
         outputs = tuple(
             problem.placement(problem.ids[name], gives[problem.ids[name]])
             if name is not None
-            else strategy.outputs[n]
+            else unused_placement(node, n, strategy.outputs[n], gives, problem)
             for n, name in enumerate(node.results)
         )
         builder.node(node, inputs, outputs)
     return builder.finish()
+
+
+def unused_placement(node: Node, n: int, bare: Placement, gives, problem: Problem) -> Placement:
+    """The placement of a result that nobody uses: cut as its sibling of the same shape is."""
+    for name, value in zip(node.results, node.types):
+        if name is not None and isinstance(bare, Shard) and value.shape == node.types[n].shape:
+            sibling = problem.placement(problem.ids[name], gives[problem.ids[name]])
+            if isinstance(sibling, Shard) and sibling.dim == bare.dim:
+                return sibling
+    return bare
