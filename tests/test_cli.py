@@ -1,0 +1,187 @@
+"""The commands as a user types them: what they print, the keys of --json, the exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from jobs import GOOD, write_job
+from programs import TWO_DEVICES
+
+from mixmesh.__main__ import execute
+from mixmesh.plan_file import Plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A job, a cluster and two plans for it."""
+    path = tmp_path_factory.mktemp("cli")
+    write_job(path, GOOD)
+    (path / "two.toml").write_text(TWO_DEVICES)
+    for planner in ("ddp-even", "fsdp-even"):
+        arguments = [str(path / "job.py"), "--cluster", str(path / "two.toml"), "--planner", planner]
+        assert execute(["plan", *arguments, "--out", str(path / f"{planner}.plan")]) == 0
+    return path
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+
+    def run(text: str):
+        capsys.readouterr()
+        status = execute(text.split())
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return out
+
+    return run
+
+
+def last(out: str) -> dict:
+    return json.loads(out.splitlines()[-1])
+
+
+def test_plan(run, folder):
+    out = run("plan job.py --cluster two.toml --out auto.plan")
+    assert out.startswith("program mlp world=2 {\n")
+    for text in ("job.py:13", "# ", "candidate", "predicted step", "rank", "cpu@0.6", "written to auto.plan"):
+        assert text in out, text
+    plan = Plan.load(folder / "auto.plan")
+    assert out.startswith(str(plan.program).split("\n")[0])
+    assert {c.planner for c in plan.candidates} >= {"hap", "single", "ddp-even", "fsdp-even"}
+    assert plan.predicted_step_s == min(c.predicted_step_s for c in plan.candidates if c.feasible)
+
+
+def test_plan_json(run):
+    out = run("plan job.py:wide --cluster two.toml --planner ddp-even --json")
+    found = last(out)
+    assert {"planner", "feasible", "predicted_step_s", "predicted_peak_memory_bytes", "planning_s", "ratios",
+            "candidates"} <= set(found)  # fmt: skip
+    assert found["planner"] == "ddp-even" and found["feasible"] is True
+    assert found["ratios"] == {"r0": [0.5, 0.5]} and len(found["predicted_peak_memory_bytes"]) == 2
+    assert set(found["candidates"][0]) == {"planner", "feasible", "predicted_step_s"}
+
+
+def test_show(run, folder):
+    out = run("show ddp-even.plan")
+    text = (folder / "ddp-even.plan").read_text()
+    assert out.startswith(text[text.index("program ") :].rstrip())  # with its comments
+    assert "planned by ddp-even" in out and "0.5000" in out
+
+
+def test_diff(run):
+    out = run("diff ddp-even.plan fsdp-even.plan")
+    assert "--- ddp-even.plan" in out and "\n+  " in out and " = all_gather(%up.weight" in out
+    assert "planner           ddp-even  ->  fsdp-even" in out and "predicted step" in out
+    same = run("diff ddp-even.plan ddp-even.plan")
+    assert "the programs are the same" in same and "ratios and predictions are the same" in same
+
+
+def test_simulate(run, folder):
+    found = last(run("simulate ddp-even.plan --cluster two.toml --trace t.json --json"))
+    plan = Plan.load(folder / "ddp-even.plan")
+    assert found["predicted_step_s"] == pytest.approx(plan.predicted_step_s)
+    assert len(found["predicted_peak_memory_bytes"]) == 2
+    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert {e["pid"] for e in events} == {0, 1} and {e["ph"] for e in events} == {"M", "X"}
+    assert "predicted step" in run("simulate ddp-even.plan --cluster two.toml")
+
+
+def test_an_edited_ratio_changes_the_prediction(run, folder):
+    text = (folder / "ddp-even.plan").read_text()
+    (folder / "edited.plan").write_text(text.replace("r0 = [0.5, 0.5]", "r0 = [0.7, 0.3]"))
+    before = last(run("simulate ddp-even.plan --cluster two.toml --json"))["predicted_step_s"]
+    after = last(run("simulate edited.plan --cluster two.toml --json"))["predicted_step_s"]
+    assert after < before  # the second device has half the speed
+    assert last(run("verify job.py --plan edited.plan --json"))["ok"]
+
+
+def test_verify(run):
+    found = last(run("verify job.py --cluster two.toml --planner fsdp-even --steps 2 --json"))
+    assert {"ok", "max_loss_error", "max_gradient_error", "world_size", "unsupported_ops"} <= set(found)
+    assert found["ok"] is True and found["world_size"] == 2 and found["unsupported_ops"] == []
+    assert "equal" in run("verify job.py --plan ddp-even.plan")
+
+
+def test_a_difference_is_exit_status_1(folder, capsys, monkeypatch):
+    import mixmesh.verification as verification
+
+    monkeypatch.setattr(verification, "TOLERANCE_F64", -1.0)
+    assert execute(["verify", str(folder / "job.py"), "--plan", str(folder / "ddp-even.plan"), "--json"]) == 1
+    assert last(capsys.readouterr().out)["ok"] is False
+
+
+def mixmesh(*arguments: str, cwd, **environment: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, **environment}
+    return subprocess.run(
+        [sys.executable, "-m", "mixmesh", *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["--version"], ["show", "ddp-even.plan"], ["diff", "ddp-even.plan", "fsdp-even.plan"],
+     ["simulate", "ddp-even.plan", "--cluster", "two.toml"], ["plan", "--help"]],
+)  # fmt: skip
+def test_no_torch_where_none_is_needed(arguments, folder):
+    code = "import sys; from mixmesh.__main__ import execute; s = execute(sys.argv[1:]);"
+    code += "sys.exit(99 if 'torch' in sys.modules else s)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_help_names_every_command(folder):
+    out = mixmesh("--help", cwd=folder).stdout
+    for command in ("plan", "show", "diff", "simulate", "verify", "profile", "run", "testbed"):
+        assert f"\n  {command} " in out
+    assert not any(f"\n  {later} " in out for later in ("bench", "report", "explain"))
+
+
+def test_a_closed_pipe_is_no_error(folder):
+    command = f"{sys.executable} -m mixmesh show ddp-even.plan | head -1"
+    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True)
+    assert done.stdout.startswith("program mlp") and done.stderr == ""
+
+
+def test_run_in_the_testbed(folder):
+    done = mixmesh(
+        *"testbed --cluster two.toml -- mixmesh run job.py --plan fsdp-even.plan --steps 3 --json".split(),
+        cwd=folder, MIXMESH_TESTBED_FORCE_PLAIN="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = last(done.stdout)
+    assert {"step_s_median", "predicted_step_s", "losses", "peak_memory_bytes"} <= set(found)
+    assert len(found["losses"]) == 3 and found["losses"][2] < found["losses"][0]
+    assert found["emulation"] == "none" and len(found["peak_memory_bytes"]) == 2
+    assert "cpu@0.3" in done.stderr
+
+
+def test_the_testbed_refuses_the_plan_of_another_cluster(folder):
+    (folder / "other.toml").write_text(TWO_DEVICES.replace("0.6", "0.5"))
+    done = mixmesh(
+        *"testbed --cluster other.toml -- mixmesh run job.py --plan ddp-even.plan".split(),
+        cwd=folder, MIXMESH_TESTBED_FORCE_PLAIN="1",
+    )  # fmt: skip
+    assert done.returncode == 1 and "made for another cluster" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_torchrun(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mixmesh"]
+    done = subprocess.run(
+        [*torchrun, *"run job.py --plan ddp-even.plan --steps 2 --json".split()],
+        cwd=folder, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(last(done.stdout)["losses"]) == 2
