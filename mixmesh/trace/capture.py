@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
@@ -155,11 +157,12 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list) -> Captur
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the log lines of torch and transformers, which belong to their own debugging."""
+    """Without the log lines of torch and transformers, which belong to their own debugging, nor the
+    half-traced graph that torch.fx prints when an export fails."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
