@@ -1,0 +1,34 @@
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint golden clean
+
+help:     ## what there is to do
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup: .setup-done    ## a virtual environment in .venv, with everything that tests need
+
+.setup-done: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "mixmesh needs Python 3.11 or later, and $(PYTHON) is older: make setup PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@
+
+demo: setup    ## plan and train a small GPT on an emulated mixed cluster, beside DDP
+	$(BIN)/python -m mixmesh.demo
+
+test: setup    ## all tests
+	$(BIN)/python -m pytest
+
+lint: setup    ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+golden: setup    ## rewrite the golden files from what the code does now
+	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_golden.py --update-golden
+
+clean:    ## remove what can be made again, but for .venv
+	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
