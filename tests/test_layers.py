@@ -59,8 +59,10 @@ def imports(path: Path, *, inside_functions: bool) -> list[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            # `from .. import x` and `from . import x` name modules
-            out += [(f"{name}.{a.name}" if node.module is None else name, node.lineno) for a in node.names]
+            for a in node.names:
+                # `from . import x`, `from .. import x` and `from mixmesh import x` may name modules
+                module = node.module is None or (name == "mixmesh" and a.name in PLACE)
+                out.append((f"{name}.{a.name}" if module else name, node.lineno))
     return out
 
 
