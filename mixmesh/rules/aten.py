@@ -27,6 +27,11 @@ def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)):
     return linear
 
 
+def terms(call: Call) -> tuple[tuple[int, ...], ...]:
+    """A sum of two tensors is linear in both together; a number would be added once by every rank."""
+    return ((0, 1),) if len(call.inputs) == 2 else ()
+
+
 def pad_linear(call: Call) -> tuple[tuple[int, ...], ...]:
     constant = call.arg(2, "mode", "constant") == "constant"
     return () if constant and call.arg(3, "value") else ((0,),)
@@ -126,8 +131,8 @@ RULES: dict[str, Rule] = {
     ),
     "transformers.grouped_mm_fallback": Rule(p.grouped_mm, linear=((0,), (1,)), flops="m k n"),
     # sums and products of elements
-    "aten.add.Tensor": Rule(s.same, linear="jointly"),
-    "aten.sub.Tensor": Rule(s.same, linear="jointly"),
+    "aten.add.Tensor": Rule(s.same, linear=terms),
+    "aten.sub.Tensor": Rule(s.same, linear=terms),
     "aten.mul.Tensor": Rule(s.same, linear="separately"),
     "aten.div.Tensor": Rule(s.same, linear="first"),
     "aten.true_divide.Tensor": Rule(s.same, linear="first"),

@@ -193,7 +193,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.full_like": (call(F(5, 4), 2.0),),
     "aten._to_copy": (call(F(5, 4), dtype=DType("f64")), call(I(9, 5), dtype=DType("f64"))),
     "aten.to.dtype": (call(F(5, 4), DType("f64")), call(I(9, 5), DType("f64"))),
-    "aten.div.Tensor": (call(F(5, 4), P(5, 4)), call(F(5, 4), P(4)), call(F(4), P(3, 4))),
+    "aten.div.Tensor": (call(F(5, 4), P(5, 4)), call(F(5, 4), P(4)), call(F(4), P(3, 4)), call(F(5, 4), 0.3)),
     "aten.true_divide.Tensor": (call(F(5, 4), P(5, 4)),),
     "aten.div.Tensor_mode": (call(F(5, 4), P(5, 4), rounding_mode="floor"),),
     "aten.div.Scalar_mode": (call(F(5, 4), 0.3, rounding_mode="trunc"),),
@@ -536,7 +536,8 @@ def _fill_in() -> None:
     families |= {f"{op}.Scalar": _INT_SCALAR for op in integer.split()}
     families |= dict.fromkeys(aten.BINARY, _BINARY)
     families |= {f"{op}.Tensor": _INT_BINARY for op in integer.split()}
-    families |= dict.fromkeys("add.Tensor sub.Tensor mul.Tensor".split(), (*_BINARY, call(F(5, 4), F())))
+    by_number = (*_BINARY, call(F(5, 4), F()), call(F(5, 4), 0.3))
+    families |= dict.fromkeys("add.Tensor sub.Tensor mul.Tensor".split(), by_number)
     families |= dict.fromkeys("heaviside floor_divide".split(), fixed)
     families["floor_divide.Scalar"] = (call(no_grad(F(5, 4)), 0.3),)
     families["soft_margin_loss"] = tuple(call(F(5, 4), no_grad(F(5, 4)), k) for k in (SUM, 0, 1))
