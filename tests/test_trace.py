@@ -13,7 +13,7 @@ from torch import nn
 
 from mixmesh.errors import TraceError
 from mixmesh.ir import Graph, Node, Ref, ValueType
-from mixmesh.ir.text import print_arg
+from mixmesh.ir.printing import print_arg
 from mixmesh.trace import trace
 from mixmesh.trace.simplify import (
     drop_dead,

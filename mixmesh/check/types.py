@@ -8,7 +8,7 @@ import torch
 
 from ..errors import UnsupportedOp
 from ..ir import Arg, DType, Instruction, Program, Ref, ValueType
-from ..ir.text import print_arg
+from ..ir.printing import print_arg
 from ..trace import DTYPE_NAME, TORCH_DTYPE, overload
 from .failure import invalid
 from .placements import check_same_value

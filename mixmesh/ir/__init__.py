@@ -16,8 +16,9 @@ from .placement import (
     shard_sizes,
     support,
 )
+from .printing import print_instruction, print_program
 from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
-from .text import parse_program, print_instruction, print_program
+from .text import parse_program
 from .types import DTYPE_BYTES, TensorType, ValueType, local_bytes, local_shape, participants
 
 __all__ = [

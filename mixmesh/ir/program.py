@@ -10,6 +10,7 @@ from functools import cached_property
 
 from .graph import LEAVES, Arg, Graph, Node, gradient_flow, map_refs, refs
 from .placement import Partial, Placement, Ratio, Replicate, Shard
+from .printing import print_program
 from .types import TensorType, ValueType, local_shape, participants
 
 # redistributions, by name; the name follows from the two placements
@@ -94,8 +95,6 @@ class Program:
     loss: str
 
     def __str__(self) -> str:
-        from .text import print_program  # text imports this module
-
         return print_program(self)
 
     def ratio(self, name: str | None) -> Ratio | None:

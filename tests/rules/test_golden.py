@@ -5,7 +5,7 @@ from pathlib import Path
 
 from rule_proof import make_case, show, units_of
 
-from mixmesh.ir.text import print_arg
+from mixmesh.ir.printing import print_arg
 from mixmesh.rules import RULES, strategies
 from mixmesh.rules.__main__ import table
 from mixmesh.rules.samples import SAMPLES
