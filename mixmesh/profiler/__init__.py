@@ -1,0 +1,86 @@
+"""Measures a job's operators on this rank's device, and the collectives between all ranks.
+
+Every distinct operator of the job's graph runs forward and backward on shards of a few sizes around the
+share that the device is likely to get. A device under a CPU quota runs short bursts at full speed and
+then stands still, so single operators are timed by the CPU time of their thread; what a whole step takes
+in real time, measured after them at two batch sizes, turns those into seconds (``step_scale``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..cluster import Cluster
+from ..cost import DeviceProfile, Profile, device_key
+from ..ir import Graph
+from ..runtime.comm import Comm
+from .links import MEASURED_COLLECTIVES, fit_collective
+from .meter import Meter
+from .operators import measure_ops
+from .steps import measure_steps
+
+
+def profile(
+    graph: Graph,
+    job: Any,
+    cluster: Cluster,
+    *,
+    budget_s: float = 60.0,
+    device: torch.device | str | None = None,
+    on_start: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """The profile of ``job`` on the cluster that this process is a rank of. Collective.
+
+    Every rank measures its own device at the same time, as in training; of equal devices the median
+    counts. Operators that the budget did not reach are named in the provenance.
+    """
+    comm = Comm.of_sets(cluster.world_size, (), device=device)
+    started = time.perf_counter()
+    constant = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    on_start()
+    dist.barrier()
+    meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
+    progress("collectives")
+    fits = {name: fit_collective(comm, name, budget_s * 0.3 / 4) for name in MEASURED_COLLECTIVES}
+    share = likely_share(cluster, comm.rank)
+    progress("operators")
+    deadline = started + budget_s * 0.7
+    ops, skipped = measure_ops(graph, share, meter, comm.device, deadline, progress)
+    progress("whole steps")
+    scale, optimizer_s = measure_steps(graph, job, share, ops, meter, comm.device)
+    mine = DeviceProfile(ops, optimizer_s, constant, scale)
+    everyone: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(everyone, (device_key(cluster.devices[comm.rank]), mine, skipped))
+    devices = {}
+    for key in dict.fromkeys(k for k, _, _ in everyone):
+        devices[key] = merge([p for k, p, _ in everyone if k == key])
+    provenance = {
+        "torch": torch.__version__,
+        "cluster": cluster.fingerprint,
+        "graph": graph.fingerprint,
+        "device_type": comm.device.type,
+        "emulation": os.environ.get("MIXMESH_EMULATION", "none: real devices"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - started, 1),
+        "skipped": sorted({op for _, _, names in everyone for op in names}),
+    }
+    return Profile(devices, fits, provenance)
+
+
+def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
+    """Equal devices: the one in the middle by the time of a whole step."""
+    return sorted(profiles, key=lambda p: p.step_scale)[(len(profiles) - 1) // 2]
+
+
+def likely_share(cluster: Cluster, rank: int) -> float:
+    """The share of a batch that goes by the declared speeds."""
+    return cluster.devices[rank].flop_per_s / sum(d.flop_per_s for d in cluster.devices)

@@ -1,0 +1,48 @@
+"""Seconds of a piece of work on one device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+REPEATS = 3
+
+
+class Meter:
+    """Seconds of a piece of work on one device."""
+
+    def __init__(self, device: torch.device, *, emulated: bool) -> None:
+        self.device, self.emulated = device, emulated
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of ``work``: of the thread's CPU under a quota, of the wall otherwise."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        clock = time.thread_time if self.emulated else time.perf_counter
+        started = clock()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return clock() - started
+
+    def best(self, work: Callable[[], object], at_least_s: float = 2e-3) -> float:
+        """The median of a few runs, short work repeated until the clock can tell."""
+        first = self.once(work)
+        inner = max(1, math.ceil(at_least_s / max(first, 1e-7))) if first < at_least_s else 1
+        inner = min(inner, 50)
+
+        def repeated():
+            for _ in range(inner):
+                work()
+
+        return statistics.median(self.once(repeated) for _ in range(REPEATS)) / inner
+
+    @staticmethod
+    def wall(work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
