@@ -7,32 +7,63 @@ from dataclasses import replace
 from .cost import CostModel
 from .ir import REPLICATE, Graph, Instruction, Program, Ratio, Ref, Shard, TensorType, make_ratio
 from .rules import Units, call_of
-from .synthesis import Prices, Problem, emit, search
+from .synthesis import Choices, Prices, Problem, emit, search
 
-# sharding by dim 0 of a batch at no price for gradients: what data parallelism is
-DATA_PARALLEL = Prices(gradient_sync=0.0)
+# the least communication within the passes, at no price for gradients: what data parallelism is
+DATA_PARALLEL = Prices(gradient_sync=0.0, exchange=1e3)
 
 
-def data_parallel(graph: Graph, costs: CostModel, ratio: Ratio, units: Units | None = None) -> Program:
+def data_parallel(
+    graph: Graph,
+    costs: CostModel,
+    ratio: Ratio,
+    units: Units | None = None,
+    choices: Choices | None = None,
+) -> Program:
     """Every rank runs the model on its share of the batch; parameters are replicated."""
-    problem = Problem(graph, costs, ratio, prices=DATA_PARALLEL, units=units, shard_params=False)
-    return emit(problem, search(problem, max_states=2_000))
+    problem = Problem(
+        graph,
+        costs,
+        ratio,
+        prices=DATA_PARALLEL,
+        units=units,
+        choices=choices,
+        shard_params=False,
+        batch_only=True,
+    )
+    return emit(problem, search(problem, weight=1.05, max_states=2_000))
 
 
 def fully_sharded(program: Program) -> Program:
-    """``program`` with every replicated parameter stored S(0), gathered for use (ZeRO-3, FSDP)."""
+    """``program`` with every replicated parameter stored S(0) and gathered for use (ZeRO-3, FSDP).
+
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
+    after its last use, to be gathered again in the backward pass.
+    """
     ratio_name = program.ratios[0][0]
+    stored = {
+        i.result
+        for i in program.params
+        if i.type.placement == REPLICATE and i.type.value.shape and i.result in program.requires_grad
+    }
     out: list[Instruction] = []
+    gathers: list[Instruction] = []  # of the parameters met since the last operator that uses one
+    ahead = 0  # where in ``out`` the next gathers go: before the operator that used the last ones
     for i in program.instructions:
-        gathered = i.op == "param" and i.type.placement == REPLICATE and i.type.value.shape
-        if gathered and i.result in program.requires_grad:
-            stored = TensorType(i.type.value, (Shard(0),), ratio_name)
+        if i.op == "param" and i.result in stored:
             name = f"{i.result}.shard"
-            out.append(replace(i, results=(name,), types=(stored,), attrs=()))
-            out.append(Instruction((i.result,), (i.type,), "all_gather", (Ref(name),)))
-        else:
-            out.append(i)
-    return replace(program, instructions=tuple(out))
+            kept = TensorType(i.type.value, (Shard(0),), ratio_name)
+            gathers.append(replace(i, results=(name,), types=(kept,), attrs=()))
+            gathers.append(
+                Instruction((i.result,), (i.type,), "all_gather", (Ref(name),), attrs=(("reshard", True),))
+            )
+            continue
+        if gathers and any(name in stored for name in i.inputs):
+            out[ahead:ahead] = gathers
+            ahead = len(out)
+            gathers = []
+        out.append(i)
+    return replace(program, instructions=tuple(out + gathers))
 
 
 def device_seconds(graph: Graph, costs: CostModel, share: float = 1.0) -> tuple[float, ...]:

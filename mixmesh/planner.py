@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -25,16 +25,20 @@ from .ir import Graph, Program, Ratio, even_ratio, local_bytes, local_shape, mak
 from .plan_file import Candidate, Plan
 from .ratios import optimal_ratio, usable_bytes, with_ratio
 from .rules import RULES, shard_units
-from .simulator import Timeline, simulate
-from .synthesis import NoProgram, Prices, Problem, emit, search
+from .simulator import Simulation, Timeline
+from .synthesis import Choices, NoProgram, Prices, Problem, emit, search
 
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 PLANNERS = ("auto", "hap", *BASELINES)
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
-GRADIENT_PRICES = (1.0, 0.3, 0.0)  # of a second of gradient communication: none, much, all of it hidden
-MAX_STATES = 2_000
+GRADIENT_PRICES = (1.0, 0.0, 0.3)  # of a second of gradient communication: none, all, much of it hidden
+WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
+MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
 MAX_ROUNDS = 4
+MAX_POLISH = 64
+SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
+SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Proposal:
     timeline: Timeline
     feasible: bool
     states_expanded: int = 0
+    simulation: Simulation | None = field(default=None, compare=False, repr=False)
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -135,8 +140,9 @@ class Task:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress = progress
         self.units = shard_units(graph, RULES)
-        self.seen_programs: set[str] = set()
+        self.choices = Choices(graph, costs, RULES, self.units)
         self.world_size = costs.cluster.world_size
+        self._data_parallel: dict[Ratio, Program] = {}
 
     @cached_property
     def proportional(self) -> Ratio:
@@ -173,18 +179,27 @@ class Task:
         return self.costs.cluster.devices[rank].memory_bytes
 
     def data_parallel(self, ratio: Ratio) -> Program:
-        return data_parallel(self.graph, self.costs, ratio, self.units)
+        if ratio not in self._data_parallel:
+            made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices)
+            self._data_parallel[ratio] = made
+        return self._data_parallel[ratio]
 
-    def judge(self, planner: str, program: Program, states: int = 0) -> Proposal:
-        timeline = simulate(program, self.costs, optimizer_states=self.optimizer_states)
+    def judge(
+        self, planner: str, program: Program, states: int = 0, simulation: Simulation | None = None
+    ) -> Proposal:
+        simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
+        timeline = simulation.run(program)
         fits = all(
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
-        return Proposal(planner, program, timeline, fits, states)
+        return Proposal(planner, program, timeline, fits, states, simulation)
 
-    def best_buckets(self, planner: str, program: Program, states: int = 0) -> Proposal:
-        made = [self.judge(planner, with_buckets(program, size), states) for size in BUCKET_BYTES]
+    def best_buckets(
+        self, planner: str, program: Program, states: int = 0, simulation: Simulation | None = None
+    ) -> Proposal:
+        simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
+        made = [self.judge(planner, with_buckets(program, size), states, simulation) for size in BUCKET_BYTES]
         return min(made, key=lambda p: p.key)
 
     def synthesised(self) -> Iterator[Proposal]:
@@ -194,9 +209,16 @@ class Task:
         for ranks in device_sets(fastest_first, self.costs.class_of):
             if self.least_seconds(ranks) >= best_s:
                 continue  # even with free communication these devices are too slow together
-            for price in GRADIENT_PRICES:
-                self.progress(f"planning: hap, {len(ranks)} devices, gradient price {price:g}")
-                for proposal in self.alternate(ranks, Prices(gradient_sync=price)):
+            seen: set[int] = set()
+            by_price: dict[float, int] = {}
+            for price in (None, *GRADIENT_PRICES):
+                if len(ranks) == 1 and price is not None:
+                    continue  # nothing to communicate
+                if price is not None and len(by_price) == 2 and len(set(by_price.values())) == 1:
+                    continue  # the cheapest program at both ends is the cheapest in between
+                what = "data parallel" if price is None else f"gradient price {price:g}"
+                self.progress(f"planning: hap, {len(ranks)} devices, {what}")
+                for proposal in self.alternate(ranks, price, seen, by_price):
                     if proposal.feasible:
                         best_s = min(best_s, proposal.timeline.step_s)
                     yield proposal
@@ -206,64 +228,107 @@ class Task:
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
-    def alternate(self, ranks: tuple[int, ...], prices: Prices) -> Iterator[Proposal]:
-        """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished."""
+    def find(self, ratio: Ratio, price: float | None) -> tuple[Program | None, int, int]:
+        """The cheapest program under a ratio, a number that tells it from others, and the states that
+        the search took; no program if it is one with that number."""
+        if price is None:
+            return self.data_parallel(ratio), 0, 0
+        problem = Problem(
+            self.graph,
+            self.costs,
+            ratio,
+            prices=Prices(gradient_sync=price),
+            optimizer_states=self.optimizer_states,
+            choices=self.choices,
+        )
+        try:
+            found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
+        except NoProgram:
+            return None, 0, 0
+        number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
+        return emit(problem, found), number, found.states_expanded
+
+    def alternate(
+        self, ranks: tuple[int, ...], price: float | None, seen: set[int], by_price: dict[float, int]
+    ) -> Iterator[Proposal]:
+        """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
+
+        ``seen`` are the programs that were tried on these ranks before.
+        """
         ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
         best: Proposal | None = None
-        seen: set[Ratio] = set()
-        programs: set[str] = self.seen_programs
-        for _ in range(MAX_ROUNDS):
-            if ratio in seen:
-                break
-            seen.add(ratio)
-            problem = Problem(
-                self.graph,
-                self.costs,
-                ratio,
-                prices=prices,
-                units=self.units,
-                optimizer_states=self.optimizer_states,
-            )
-            try:
-                found = search(problem, max_states=MAX_STATES)
-            except NoProgram:
-                break
-            program = emit(problem, found)
-            text = str(with_ratio(program, "r0", even_ratio(self.world_size))) + str(ranks)
-            if best is None and text in programs:
-                break  # another price led to the same program
-            programs.add(text)
-            try:
-                ratio = optimal_ratio(
-                    program, self.costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM
-                )
-            except Infeasible:
-                ratio = problem.ratio
-            if support(ratio) != ranks:
-                # the LP left a device out: that is another set of devices, tried on its own
-                ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
-            made = self.best_buckets("hap", with_ratio(program, "r0", ratio), found.states_expanded)
+        for turn in range(MAX_ROUNDS):
+            program, number, states = self.find(ratio, price)
+            if turn == 0 and price is not None:
+                by_price[price] = number
+            if program is None or number in seen:
+                break  # another price or ratio led to the same program
+            seen.add(number)
+            simulation = Simulation(program, self.costs, self.optimizer_states)
+            better = self.ratio(program, ranks)
+            made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), states, simulation)
+            if not made.feasible:
+                yield from self.stored_sharded(program, ranks, states)
             if best is None or made.key < best.key:
                 best = made
             else:
                 break
+            if better is None or max(abs(a - b) for a, b in zip(ratio, better)) < SAME_RATIO:
+                break
+            ratio = better
         if best is not None:
             yield self.polish(best)
+
+    def ratio(self, program: Program, ranks: tuple[int, ...], headroom: float = HEADROOM) -> Ratio | None:
+        """The best shares of ``ranks`` for a program; None if they cannot all fit."""
+        if len(ranks) == 1:
+            return program.ratio_of["r0"]
+        try:
+            ratio = optimal_ratio(
+                program, self.costs, ranks, optimizer_states=self.optimizer_states, headroom=headroom
+            )
+        except Infeasible:
+            return None
+        if support(ratio) != ranks:
+            # the LP left a device out: that is another set of devices, tried on its own
+            ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
+        return ratio
+
+    def stored_sharded(self, program: Program, ranks: tuple[int, ...], states: int) -> Iterator[Proposal]:
+        """The same program with parameters stored in shards: for devices that cannot hold all of them.
+
+        Shards are whole rows and samples, so that the shares of the LP are rounded; where that oversteps
+        a memory, the LP is asked to leave a little more.
+        """
+        if len(ranks) == 1:
+            return
+        sharded = fully_sharded(program)
+        simulation = Simulation(sharded, self.costs, self.optimizer_states)
+        for spare in SPARE:
+            ratio = self.ratio(sharded, ranks, HEADROOM + spare)
+            if ratio is None:
+                return
+            made = self.judge("hap", with_ratio(sharded, "r0", ratio), states, simulation)
+            if made.feasible or spare == SPARE[-1]:
+                yield self.polish(made)
+                return
 
     def polish(self, proposal: Proposal) -> Proposal:
         """Moves single samples between ranks while that shortens the simulated step."""
         ranks = support(proposal.program.ratio_of["r0"])
-        if len(ranks) < 2:
+        if len(ranks) < 2 or not proposal.feasible:
             return proposal
+        simulation, states = proposal.simulation, proposal.states_expanded
+
+        def judge(counts) -> Proposal:
+            program = with_ratio(proposal.program, "r0", make_ratio(counts))
+            return self.judge(proposal.planner, program, states, simulation)
+
         counts = list(whole_counts(proposal.program.ratio_of["r0"], self.batch))
-        best = self.judge(
-            proposal.planner,
-            with_ratio(proposal.program, "r0", make_ratio(counts)),
-            proposal.states_expanded,
-        )
+        best = judge(counts)
         if proposal.key < best.key:
             best = proposal
-        for _ in range(self.batch):
+        for _ in range(MAX_POLISH):
             # take from whoever computes longest, give to whoever is done first
             load = best.timeline.compute_s
             givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
@@ -275,8 +340,7 @@ class Task:
                         moved = list(counts)
                         moved[giver] -= 1
                         moved[taker] += 1
-                        program = with_ratio(best.program, "r0", make_ratio(moved))
-                        moves.append((self.judge(best.planner, program, best.states_expanded), moved))
+                        moves.append((judge(moved), moved))
             if not moves:
                 break
             candidate, moved = min(moves, key=lambda m: m[0].key)
@@ -297,10 +361,12 @@ def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
 
 
 def device_sets(fastest_first: list[int], class_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All devices, then without the slowest class, without the two slowest, …: dropping is always legal."""
+    """All devices, then without the slowest class, without the two slowest, …, then without any other one
+    class (its memory may be the one that is too small): dropping is always legal."""
     order = list(dict.fromkeys(class_of[r] for r in fastest_first))
-    for count in range(len(order), 0, -1):
-        keep = set(order[:count])
+    kept = [order[:count] for count in range(len(order), 0, -1)]
+    kept += [order[:n] + order[n + 1 :] for n in range(len(order) - 1)]
+    for keep in dict.fromkeys(map(tuple, kept)):
         yield tuple(sorted(r for r in fastest_first if class_of[r] in keep))
 
 

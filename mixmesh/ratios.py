@@ -22,10 +22,10 @@ import highspy
 import numpy as np
 
 from .cost import CostModel
-from .cost.memory import held_at_peak
-from .cost.placed import exchange_of, is_computation, op_time, work_type
+from .cost.memory import held_by_cut
+from .cost.placed import Sheet, exchange_of
 from .errors import Infeasible
-from .ir import Program, Ratio, Shard, make_ratio
+from .ir import Program, Ratio, make_ratio
 
 
 @dataclass(frozen=True)
@@ -63,40 +63,40 @@ def stages(program: Program, costs: CostModel, ranks: tuple[int, ...]) -> tuple[
     The backward stages are those between the collectives of the backward pass. Where neither pass has a
     collective, optimizer, forward and backward are one stage, as no rank waits in between.
     """
-    n = len(ranks)
+    sheet = Sheet(program, costs)
+    classes = [costs.class_of[rank] for rank in ranks]
+    forward, backward = _lines(sheet, classes)
     done: list[Stage] = []
-    fixed, slope = np.zeros(n), np.zeros(n)
+    open_stage = np.zeros((2, len(ranks)))
 
     def close():
-        nonlocal fixed, slope
-        if fixed.any() or slope.any():
-            done.append(Stage(fixed, slope))
-        fixed, slope = np.zeros(n), np.zeros(n)
+        if open_stage.any():
+            done.append(Stage(*open_stage.copy()))
+        open_stage[:] = 0.0
 
-    def add(values: tuple[float, float], column: int, sharded: bool):
-        a, b = values
-        fixed[column] += a if sharded else a + b
-        slope[column] += b if sharded else 0.0
-
-    for i in program.params:
-        if i.result in program.requires_grad:
-            sharded = isinstance(i.type.placement, Shard)
-            for column, rank in enumerate(ranks):
-                add((0.0, costs.optimizer_s(rank, i.type.value.size_bytes)), column, sharded)
-    for backward, order in ((False, program.instructions), (True, reversed(program.instructions))):
-        for i in order:
-            active = not backward or any(r in program.requires_grad for r in i.results)
-            if not active:
-                continue
-            if is_computation(i):
-                sharded = isinstance(work_type(program, i).placement, Shard)
-                for column, rank in enumerate(ranks):
-                    time = op_time(program, i, costs, costs.class_of[rank])
-                    add((time.backward if backward else time.forward).affine, column, sharded)
-            elif exchange_of(program, i) is not None and i.result in program.requires_grad:
+    for (size, _, _), size_bytes in sheet.optimized.items():
+        open_stage[1 if size else 0] += [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+    for lines, order in ((forward, 1), (backward, -1)):
+        for n in range(len(program.instructions))[::order]:
+            i = program.instructions[n]
+            if n in sheet.work_of and (order == 1 or sheet.flows[n]):
+                open_stage += lines[sheet.work_of[n]]
+            elif i.is_redistribution and sheet.flows[n] and exchange_of(program, i) is not None:
                 close()
     close()
     return tuple(done)
+
+
+def _lines(sheet: Sheet, classes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Fixed and per-share seconds of every work, forward and backward: (work, 2, rank)."""
+    out = np.zeros((2, len(sheet.works), 2, len(classes)))
+    for n, work in enumerate(sheet.works):
+        for column, c in enumerate(classes):
+            for direction, curve in enumerate((work.times[c].forward, work.times[c].backward)):
+                a, b = curve.affine
+                # work that is not cut costs its whole at any share
+                out[direction, n, :, column] = (a, b) if work.cut[0] else (a + b, 0.0)
+    return out[0], out[1]
 
 
 def ratio_program(
@@ -115,13 +115,10 @@ def ratio_program(
                 rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
 
     def memory_rows():
+        held = held_by_cut(program, optimizer_states)
+        slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
+        fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
         for column, rank in enumerate(ranks):
-            fixed = slope = 0.0
-            for held in held_at_peak(program, optimizer_states):
-                if isinstance(held.type.placement, Shard):
-                    slope += held.size_bytes
-                else:
-                    fixed += held.size_bytes
             row = np.zeros(n + s)
             row[column] = slope / 2**30
             room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed

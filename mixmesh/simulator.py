@@ -1,18 +1,32 @@
 """The event simulator: a program's step as it unfolds on every rank.
 
 Per rank a compute stream; per process group one channel on which collectives follow each other. A
-collective of the forward or backward pass holds its ranks until it ends; the sum of a bucket of
-gradients runs beside the backward pass. The step is the steady-state period: every rank begins with the
-optimizer step of the step before, because nothing makes ranks wait between the two.
+redistribution starts at its place and is awaited at its first use; in the backward pass it starts after
+its first use and is awaited at its place, as the runtime has it. Nobody waits for the gradients of stored
+shards, nor for the sum of a bucket of gradients. The step is the steady-state period: every rank begins
+with the optimizer step of the step before, because nothing makes ranks wait between the two.
+
+Every time is a maximum of sums of durations in a fixed order, so that no device or link that gets faster
+can make the predicted step longer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .cost import CostModel
-from .cost.memory import peak_memory_bytes
-from .cost.placed import exchange_of, held_share, is_computation, op_time, synchronised, work_type
+from .cost.memory import held_by_cut
+from .cost.placed import (
+    Exchange,
+    Sheet,
+    exchange_of,
+    is_resharded,
+    is_stored,
+    supports,
+    synchronised,
+)
 from .ir import Instruction, Program
 
 
@@ -42,44 +56,165 @@ def simulate(
     program: Program, costs: CostModel, *, optimizer_states: int = 2, events: bool = False
 ) -> Timeline:
     """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2)."""
-    run = _Run(program, costs, events)
-    run.optimizer()
-    for i in program.instructions:
-        run.forward(i)
-    for i in reversed(program.instructions):
-        run.backward(i)
-    return Timeline(
-        run.finish(),
-        peak_memory_bytes(program, costs, optimizer_states),
-        tuple(run.busy),
-        run.communication,
-        tuple(run.events),
-    )
+    return Simulation(program, costs, optimizer_states).run(program, events=events)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A run of computations, and what ends it."""
+
+    works: tuple[tuple[int, str], ...]  # (work, name)
+    awaited: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values on their way: (name, ranks)
+    exchange: Exchange | None = None
+    name: str = ""
+    seconds: float = 0.0
+    value: str = ""  # what the exchange brings, awaited later; empty if it never is
+    gradient: str = ""  # a parameter whose gradient is complete
+
+
+class Simulation:
+    """A program ready to be simulated under other ratios and buckets: the order of what happens, with all
+    times that do not depend on them."""
+
+    def __init__(self, program: Program, costs: CostModel, optimizer_states: int = 2) -> None:
+        self.costs = costs
+        self.sheet = Sheet(program, costs)
+        self.memory = held_by_cut(program, optimizer_states)
+        self.forward = self._forward(program)
+        self.backward = self._backward(program)
+        self.forward_counts = self._counts(self.forward)
+        self.backward_counts = self._counts(self.backward)
+        self._sums: dict[tuple, float] = {}
+
+    def run(self, program: Program, *, events: bool = False) -> Timeline:
+        """One step under the ratios and buckets of ``program``, whose instructions must be those that the
+        simulation was made from."""
+        if supports(program) != self.sheet.supports:
+            raise ValueError("another set of ranks takes part: make another Simulation")
+        run = _Run(self, program, events)
+        run.optimizer()
+        forward_s, backward_s = self.sheet.seconds(program)
+        run.steps(self.forward, self.forward_counts, forward_s)
+        run.steps(self.backward, self.backward_counts, backward_s)
+        return Timeline(
+            run.finish(),
+            self.peak_memory_bytes(program),
+            tuple(run.busy),
+            run.communication,
+            tuple(run.events),
+        )
+
+    def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
+        held = self.sheet.held_bytes(self.memory, program)
+        return tuple(round(self.costs.memory_constant_bytes(r) + size) for r, size in enumerate(held))
+
+    def sum_seconds(self, size_bytes: int, ranks: tuple[int, ...]) -> float:
+        key = (size_bytes, ranks)
+        if key not in self._sums:
+            self._sums[key] = self.costs.collective("all_reduce", ranks).seconds(size_bytes)
+        return self._sums[key]
+
+    def _forward(self, program: Program) -> list[_Step]:
+        steps: list[_Step] = []
+        works: list[tuple[int, str]] = []
+        coming: dict[str, tuple[int, ...]] = {}
+
+        def close(**what) -> None:
+            steps.append(_Step(tuple(works), **what))
+            works.clear()
+
+        for n, i in enumerate(program.instructions):
+            awaited = [name for name in dict.fromkeys(i.inputs) if name in coming]
+            if awaited:
+                close(awaited=tuple((name, coming.pop(name)) for name in awaited))
+            if n in self.sheet.work_of:
+                works.append((self.sheet.work_of[n], i.op))
+            exchange = exchange_of(program, i)
+            if exchange is not None:
+                coming[i.result] = exchange.ranks
+                close(exchange=exchange, name=i.op, seconds=exchange.seconds(self.costs), value=i.result)
+        close(awaited=tuple((name, ranks) for name, ranks in coming.items() if name == program.loss))
+        return steps
+
+    def _backward(self, program: Program) -> list[_Step]:
+        steps: list[_Step] = []
+        works: list[tuple[int, str]] = []
+        starting: dict[int, list[Instruction]] = {}  # index of the first use -> redistributions
+        again: dict[int, list[Instruction]] = {}  # index of the last use -> gathers that are repeated
+        for i in program.instructions:
+            if i.is_redistribution and i.result in program.requires_grad and exchange_of(program, i):
+                uses = self.sheet.uses.get(i.result)
+                if uses:
+                    starting.setdefault(uses[0], []).append(i)
+                    if is_resharded(program, i):
+                        again.setdefault(uses[-1], []).append(i)
+
+        def close(**what) -> None:
+            steps.append(_Step(tuple(works), **what))
+            works.clear()
+
+        def start(i: Instruction, *, backward: bool, value: str) -> None:
+            exchange = exchange_of(program, i, backward=backward)
+            name = f"{exchange.name} grad" if backward else f"{exchange.name} again"
+            close(exchange=exchange, name=name, seconds=exchange.seconds(self.costs), value=value)
+
+        for n in reversed(range(len(program.instructions))):
+            i = program.instructions[n]
+            for gather in again.get(n, ()):
+                start(gather, backward=False, value=gather.result)
+                close(awaited=((gather.result, exchange_of(program, gather).ranks),))
+            if not self.sheet.flows[n]:
+                continue
+            if n in self.sheet.work_of:
+                works.append((self.sheet.work_of[n], i.op))
+            exchange = exchange_of(program, i, backward=True)
+            if exchange is not None:
+                if i.result not in self.sheet.uses:  # the loss itself
+                    start(i, backward=True, value=i.result)
+                if not is_stored(program, i):
+                    close(awaited=((i.result, exchange.ranks),))
+            for moved in starting.get(n, ()):
+                start(moved, backward=True, value="" if is_stored(program, moved) else moved.result)
+            if synchronised(program, i):
+                close(gradient=i.result)
+        close()
+        return steps
+
+    def _counts(self, steps: list[_Step]) -> np.ndarray:
+        """How often each work stands in each step."""
+        counts = np.zeros((len(steps), len(self.sheet.works)))
+        for row, step in zip(counts, steps):
+            for work, _ in step.works:
+                row[work] += 1
+        return counts
 
 
 class _Run:
     """The clocks of one simulated step."""
 
-    def __init__(self, program: Program, costs: CostModel, keep_events: bool) -> None:
-        self.program, self.costs, self.keep_events = program, costs, keep_events
+    def __init__(self, simulation: Simulation, program: Program, keep_events: bool) -> None:
+        self.simulation, self.program, self.keep_events = simulation, program, keep_events
         self.clock = [0.0] * program.world_size
         self.busy = [0.0] * program.world_size
         self.channel: dict[tuple[int, ...], float] = {}
         self.ready: dict[str, float] = {}  # results of collectives that nobody waits for yet
         self.communication = 0.0
         self.events: list[Event] = []
-        self.buckets = gradient_buckets(program)
-        self.waiting = {number: len(names) for number, names in self.buckets.items()}
-        self.sums: list[int] = []
+        self.bucket_of: dict[str, int] = {}
+        self.waiting: dict[int, int] = {}
+        self.size: dict[int, int] = {}
+        self.ranks: dict[int, tuple[int, ...]] = {}
+        numbers = {i.result: i.attr("bucket", n) for n, i in enumerate(program.params)}
+        for _, i in simulation.sheet.synchronised:
+            number = self.bucket_of[i.result] = numbers[i.result]
+            self.waiting[number] = self.waiting.get(number, 0) + 1
+            self.size[number] = self.size.get(number, 0) + i.type.value.size_bytes
+            self.ranks.setdefault(number, program.participants(i.type))
+        self.unsent = sorted(self.waiting, reverse=True)
 
     def optimizer(self) -> None:
-        for i in self.program.params:
-            if i.result in self.program.requires_grad:
-                for rank in self.program.participants(i.type):
-                    share = held_share(self.program, i.type, rank)
-                    self.compute(
-                        rank, "optimizer", self.costs.optimizer_s(rank, i.type.value.size_bytes * share)
-                    )
+        for rank, seconds in enumerate(self.simulation.sheet.optimizer_s(self.program)):
+            self.compute(rank, "optimizer", seconds)
 
     def compute(self, rank: int, name: str, seconds: float) -> None:
         start = self.clock[rank]
@@ -88,81 +223,45 @@ class _Run:
         if self.keep_events and seconds > 0:
             self.events.append(Event(rank, "compute", name, start, start + seconds))
 
-    def communicate(self, name: str, ranks: tuple[int, ...], seconds: float, *, waits: bool) -> float:
-        """A collective; ``waits`` holds the compute streams until its end, which is returned."""
+    def communicate(self, name: str, ranks: tuple[int, ...], seconds: float) -> float:
+        """A collective beside the compute streams; returns its end."""
         start = max([self.clock[r] for r in ranks] + [self.channel.get(ranks, 0.0)])
         end = start + seconds
         self.channel[ranks] = end
         self.communication += seconds
-        if waits:
-            for r in ranks:
-                self.clock[r] = end
         if self.keep_events:
             self.events += [Event(r, "communication", name, start, end) for r in ranks]
         return end
 
-    def forward(self, i: Instruction) -> None:
-        program = self.program
-        for name in i.inputs:
-            if name in self.ready:
+    def steps(self, steps: list[_Step], counts: np.ndarray, work_s: list[tuple[float, ...]]) -> None:
+        table = np.array(work_s).reshape(len(work_s), self.program.world_size)
+        for step, seconds in zip(steps, (counts @ table).tolist()):
+            if self.keep_events:
+                for work, name in step.works:
+                    for rank, s in enumerate(work_s[work]):
+                        self.compute(rank, name, s)
+            elif step.works:
+                for rank, s in enumerate(seconds):
+                    self.clock[rank] += s
+                    self.busy[rank] += s
+            for name, ranks in step.awaited:
                 end = self.ready.pop(name)
-                for rank in program.participants(program.types[name]):
+                for rank in ranks:
                     self.clock[rank] = max(self.clock[rank], end)
-        if is_computation(i):
-            self.work(i, backward=False)
-        exchange = exchange_of(program, i)
-        if exchange is not None:
-            hidden = i.result not in program.requires_grad
-            end = self.communicate(i.op, exchange.ranks, exchange.seconds(self.costs), waits=not hidden)
-            if hidden:
-                self.ready[i.result] = end
-
-    def work(self, i: Instruction, *, backward: bool) -> None:
-        program, costs = self.program, self.costs
-        t = work_type(program, i)
-        for rank in program.participants(t):
-            time = op_time(program, i, costs, costs.class_of[rank])
-            curve = time.backward if backward else time.forward
-            self.compute(rank, i.op, curve.at(held_share(program, t, rank)))
-
-    def backward(self, i: Instruction) -> None:
-        program = self.program
-        if not any(r in program.requires_grad for r in i.results):
-            return
-        if is_computation(i):
-            self.work(i, backward=True)
-        exchange = exchange_of(program, i, backward=True)
-        if exchange is not None:
-            self.communicate(
-                f"{exchange.name} grad", exchange.ranks, exchange.seconds(self.costs), waits=True
-            )
-        if synchronised(program, i):
-            number = next(n for n, names in self.buckets.items() if i.result in names)
-            self.waiting[number] -= 1
-            self.issue()
+            if step.exchange is not None:
+                end = self.communicate(step.name, step.exchange.ranks, step.seconds)
+                if step.value:
+                    self.ready[step.value] = end
+            if step.gradient:
+                self.waiting[self.bucket_of[step.gradient]] -= 1
+                self.issue()
 
     def issue(self) -> None:
         """Buckets whose gradients are complete, in order of their numbers."""
-        for number in self.buckets:
-            if number in self.sums:
-                continue
-            if self.waiting[number]:
-                return
-            names = self.buckets[number]
-            size = sum(self.program.types[n].value.size_bytes for n in names)
-            ranks = self.program.participants(self.program.types[names[0]])
-            fit = self.costs.collective("all_reduce", ranks)
-            self.communicate("all_reduce gradients", ranks, fit.seconds(size), waits=False)
-            self.sums.append(number)
+        while self.unsent and not self.waiting[self.unsent[-1]]:
+            number = self.unsent.pop()
+            seconds = self.simulation.sum_seconds(self.size[number], self.ranks[number])
+            self.communicate("all_reduce gradients", self.ranks[number], seconds)
 
     def finish(self) -> float:
         return max([*self.clock, *self.channel.values()])
-
-
-def gradient_buckets(program: Program) -> dict[int, tuple[str, ...]]:
-    """Parameters whose gradients travel together, by bucket number, in the order of issue."""
-    buckets: dict[int, list[str]] = {}
-    for n, i in enumerate(program.params):
-        if synchronised(program, i):
-            buckets.setdefault(i.attr("bucket", n), []).append(i.result)
-    return {number: tuple(buckets[number]) for number in sorted(buckets)}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..ir import Program, TensorType
 from .model import VIEWS, CostModel
-from .placed import held_share, is_computation, synchronised
+from .placed import Cut, cut_of, cut_shares, is_computation, is_resharded, synchronised
 
 # what autograd keeps: operators that need none of their inputs, and those that keep their result instead
 KEEPS_NOTHING = VIEWS | {
@@ -43,6 +43,9 @@ def held_at_peak(program: Program, optimizer_states: int) -> tuple[Held, ...]:
         elif i.op in ("input", "buffer"):
             out.append(Held(i.type.value.size_bytes, i.type))
     out += [Held(t.value.size_bytes, t) for t in saved(program).values()]
+    again = [i.type for i in program.instructions if i.op == "all_gather" and is_resharded(program, i)]
+    # one in use with its gradient, and one under way
+    out += [Held(3 * t.value.size_bytes, t) for t in sorted(again, key=lambda t: t.value.size_bytes)[-1:]]
     largest = max(
         (i for i in program.instructions if is_computation(i) and i.types),
         key=lambda i: sum(t.value.size_bytes for t in i.types),
@@ -60,7 +63,8 @@ def saved(program: Program) -> dict[str, TensorType]:
 
     def keep(name: str) -> None:
         root = base.get(name, name)
-        if program.producers[root].op not in ("param", "buffer", "input"):
+        producer = program.producers[root]
+        if producer.op not in ("param", "buffer", "input") and not is_resharded(program, producer):
             kept[root] = program.types[root]
 
     for i in program.instructions:
@@ -79,13 +83,19 @@ def saved(program: Program) -> dict[str, TensorType]:
     return kept
 
 
+def held_by_cut(program: Program, optimizer_states: int) -> dict[Cut, float]:
+    """What is held at the peak, in whole, by how it is cut."""
+    out: dict[Cut, float] = {}
+    for held in held_at_peak(program, optimizer_states):
+        cut = cut_of(held.type)
+        out[cut] = out.get(cut, 0.0) + held.size_bytes
+    return out
+
+
 def peak_memory_bytes(program: Program, costs: CostModel, optimizer_states: int = 2) -> tuple[int, ...]:
     """Per rank; a rank that takes part in nothing holds only its constant."""
-    held = held_at_peak(program, optimizer_states)
-    return tuple(
-        round(
-            costs.memory_constant_bytes(rank)
-            + sum(h.size_bytes * held_share(program, h.type, rank) for h in held)
-        )
-        for rank in range(program.world_size)
-    )
+    out = [float(costs.memory_constant_bytes(rank)) for rank in range(program.world_size)]
+    for cut, size in held_by_cut(program, optimizer_states).items():
+        for rank, share in enumerate(cut_shares(cut, program.ratio(cut[2]), program.world_size)):
+            out[rank] += size * share
+    return tuple(map(round, out))

@@ -5,9 +5,9 @@ and report all read.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from ..ir import Instruction, Program, Shard, TensorType, shard_sizes
+from ..ir import Instruction, Program, Ratio, Ref, Shard, TensorType, shard_sizes, support
 from ..rules import call_of
 from .model import CostModel, OpTime
 
@@ -83,3 +83,144 @@ def synchronised(program: Program, i: Instruction) -> bool:
         and not isinstance(i.type.placement, Shard)
         and len(program.participants(i.type)) > 1
     )
+
+
+def is_stored(program: Program, i: Instruction) -> bool:
+    """Whether a redistribution gathers a parameter that is stored sharded; nobody waits for its gradient."""
+    source = program.producers[i.inputs[0]]
+    return i.op == "all_gather" and source.op == "param"
+
+
+def is_resharded(program: Program, i: Instruction) -> bool:
+    """Whether a gathered parameter is let go of after its last use and gathered again (ZeRO-3)."""
+    return bool(i.attr("reshard", False)) and is_stored(program, i)
+
+
+Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
+
+
+def cut_of(t: TensorType) -> Cut:
+    if isinstance(t.placement, Shard):
+        return t.value.shape[t.placement.dim], t.placement.unit, t.ratio
+    return 0, 1, t.ratio
+
+
+def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
+    """The share of a tensor cut so that each rank holds, by integer sizes."""
+    size, unit, _ = cut
+    if ratio is None:
+        return (1.0,) * world_size
+    if not size:
+        return tuple(1.0 if share > 0 else 0.0 for share in ratio)
+    return _shares(size, ratio, unit)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Computations that cost alike: an operator's times per device class, and how its work is cut."""
+
+    times: tuple[OpTime, ...]
+    cut: Cut
+
+
+class Sheet:
+    """What a program costs apart from the values of its ratios and its buckets: made once, then read for
+    many ratios. The ranks that take part must stay the same.
+    """
+
+    def __init__(self, program: Program, costs: CostModel) -> None:
+        self.program, self.costs = program, costs
+        self.world_size = program.world_size
+        self.supports = supports(program)
+        self.works: list[Work] = []
+        self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
+        numbers: dict[tuple, int] = {}
+        times: dict[tuple, tuple[OpTime, ...]] = {}
+        for n, i in enumerate(program.instructions):
+            if is_computation(i):
+                call = call_of(i, program.types)
+                grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
+                plain = (i.op, _plain(i.args), _plain(i.kwargs), call.inputs, call.outputs, grads)
+                if plain not in times:
+                    times[plain] = tuple(costs.op(call, grads, c) for c in range(len(costs.classes)))
+                key = (plain, cut_of(work_type(program, i)))
+                if key not in numbers:
+                    numbers[key] = len(self.works)
+                    self.works.append(Work(times[plain], key[1]))
+                self.work_of[n] = numbers[key]
+
+    @cached_property
+    def uses(self) -> dict[str, list[int]]:
+        """Indices of the instructions that use each value."""
+        out: dict[str, list[int]] = {}
+        for n, i in enumerate(self.program.instructions):
+            for name in dict.fromkeys(i.inputs):
+                out.setdefault(name, []).append(n)
+        return out
+
+    @cached_property
+    def flows(self) -> tuple[bool, ...]:
+        """Per instruction, whether the backward pass goes through it."""
+        grad = self.program.requires_grad
+        return tuple(any(r in grad for r in i.results) for i in self.program.instructions)
+
+    @cached_property
+    def synchronised(self) -> tuple[tuple[int, Instruction], ...]:
+        """Parameters whose gradients are summed over ranks, with their place among the parameters."""
+        return tuple((n, i) for n, i in enumerate(self.program.params) if synchronised(self.program, i))
+
+    @cached_property
+    def optimized(self) -> dict[Cut, int]:
+        """Bytes of trainable parameters, by how they are cut."""
+        out: dict[Cut, int] = {}
+        for i in self.program.params:
+            if i.result in self.program.requires_grad:
+                cut = cut_of(i.type)
+                out[cut] = out.get(cut, 0) + i.type.value.size_bytes
+        return out
+
+    def shares(self, cut: Cut, program: Program) -> tuple[float, ...]:
+        return cut_shares(cut, program.ratio(cut[2]), self.world_size)
+
+    def seconds(self, program: Program) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Seconds of every work on every rank under the ratios of ``program``, forward and backward."""
+        class_of = self.costs.class_of
+        known: dict[tuple, tuple[float, float]] = {}
+        forward, backward = [], []
+        for n, work in enumerate(self.works):
+            pairs = []
+            for rank, share in enumerate(self.shares(work.cut, program)):
+                key = (n, class_of[rank], share)
+                if key not in known:
+                    time = work.times[class_of[rank]]
+                    known[key] = (time.forward.at(share), time.backward.at(share))
+                pairs.append(known[key])
+            forward.append(tuple(f for f, _ in pairs))
+            backward.append(tuple(b for _, b in pairs))
+        return forward, backward
+
+    def optimizer_s(self, program: Program) -> tuple[float, ...]:
+        """Seconds of the optimizer's step on every rank."""
+        held = self.held_bytes(self.optimized, program)
+        return tuple(self.costs.optimizer_s(rank, size) for rank, size in enumerate(held))
+
+    def held_bytes(self, sizes: dict[Cut, float], program: Program) -> list[float]:
+        """Bytes on every rank of what has ``sizes`` in whole."""
+        out = [0.0] * self.world_size
+        for cut, size in sizes.items():
+            for rank, share in enumerate(self.shares(cut, program)):
+                out[rank] += size * share
+        return out
+
+
+def supports(program: Program) -> tuple[tuple[int, ...], ...]:
+    return tuple(support(ratio) for _, ratio in program.ratios)
+
+
+def _plain(arg):
+    """Arguments without the names of values; types keep 1, 1.0 and True apart."""
+    if isinstance(arg, Ref):
+        return "%"
+    if isinstance(arg, tuple):
+        return tuple(map(_plain, arg))
+    return (type(arg), arg)

@@ -1,7 +1,8 @@
 """Layer 3: finding the program (HAP). A* over placements, and the program that its path spells."""
 
+from .choices import Choices
 from .emit import Builder, emit
 from .problem import Prices, Problem
 from .search import Found, NoProgram, search
 
-__all__ = ["Builder", "Found", "NoProgram", "Prices", "Problem", "emit", "search"]
+__all__ = ["Builder", "Choices", "Found", "NoProgram", "Prices", "Problem", "emit", "search"]

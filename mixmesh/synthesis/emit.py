@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..ir import (
     PARTIAL,
+    REPLICATE,
     Graph,
     Instruction,
     Node,
@@ -17,7 +18,8 @@ from ..ir import (
     map_refs,
     redistribution,
 )
-from .problem import Problem, R, code_of
+from .choices import R, code_of
+from .problem import Problem
 from .search import Found
 
 
@@ -98,6 +100,7 @@ class Builder:
     def finish(self) -> Program:
         """The program; the loss is turned into a partial sum if it is held otherwise."""
         loss = self.graph.loss
+        self.instructions = hidden_first(self.instructions, self.graph)
         if PARTIAL not in self.held[loss]:
             self.convert(loss, next(iter(self.held[loss])), PARTIAL)
         return Program(
@@ -109,19 +112,49 @@ class Builder:
         )
 
 
+def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruction]:
+    """Communication that no gradient passes and that depends on the batch only (a count of labels) moves
+    to the front, with all that leads to it: it then runs beside the forward pass."""
+    source: dict[str, Instruction] = {r: i for i in instructions for r in i.results if r is not None}
+    first: set[int] = set()
+    for i in instructions:
+        if i.op not in COLLECTIVE_OPS:
+            continue
+        found: dict[int, Instruction] = {}
+        waiting = [i]
+        while waiting:
+            this = waiting.pop()
+            if id(this) not in found:
+                found[id(this)] = this
+                waiting += [source[name] for name in this.inputs]
+        if not any(
+            this.op in ("param", "buffer")
+            or any(word in this.op for word in RANDOM)
+            or any(r in graph.requires_grad for r in this.results)
+            for this in found.values()
+        ):
+            first.update(found)
+    return [i for i in instructions if id(i) in first] + [i for i in instructions if id(i) not in first]
+
+
+# operators that draw numbers, which depend on their order
+RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
+COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+
+
 def emit(problem: Problem, found: Found) -> Program:
     """The program of a path that the search found."""
     builder = Builder(problem.graph, problem.ratio)
+    used = {name for node in problem.steps for name in node.inputs}
     for node in problem.graph.params:
-        if problem.use_counts[node.result] == 0:
-            builder.leaf(node, problem.placement(problem.ids[node.result], 0))
+        if node.result not in used:
+            builder.leaf(node, REPLICATE)
+    loads = _loads(problem, found)
     for node, move in zip(problem.steps, found.moves):
-        for value, code in move.loads:
-            builder.leaf(problem.leaves[value], problem.placement(value, code))
-        for value, src, dst in move.converts:
-            builder.convert(
-                problem.names[value], problem.placement(value, src), problem.placement(value, dst)
-            )
+        for value, _ in move.loads:
+            builder.leaf(problem.leaves[value], problem.placement(value, loads[value]))
+        for value, code in move.option.needs:
+            ensure(builder, problem, value, code)
         strategy = move.option.strategy
         codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
         inputs = tuple(problem.placement(problem.ids[name], code) for name, code in zip(node.inputs, codes))
@@ -134,6 +167,35 @@ def emit(problem: Problem, found: Found) -> Program:
         )
         builder.node(node, inputs, outputs)
     return builder.finish()
+
+
+def _loads(problem: Problem, found: Found) -> dict[int, int]:
+    """How each leaf is held: as its steps load it; whole where they load it in several ways."""
+    loads: dict[int, int] = {}
+    for move in found.moves:
+        for value, code in move.loads:
+            loads[value] = code if loads.get(value, code) == code else R
+    return loads
+
+
+def ensure(builder: Builder, problem: Problem, value: int, code: int) -> None:
+    """Makes ``value`` held as ``code``, at the least price from what it is held as."""
+    name, placement = problem.names[value], problem.placement(value, code)
+    held = builder.held[name]
+    if placement in held:
+        return
+    prices = {src: problem.convert(value, code_of(src), code) for src in held}
+    src = min((src for src, price in prices.items() if price is not None), key=lambda p: sum(prices[p]))
+    builder.convert(name, src, placement)
+
+
+def loaded_in_several_ways(found: Found) -> frozenset[int]:
+    """Leaves that a path wants in more than one placement: a program names each of them once."""
+    codes: dict[int, set[int]] = {}
+    for move in found.moves:
+        for value, code in move.loads:
+            codes.setdefault(value, set()).add(code)
+    return frozenset(value for value, wanted in codes.items() if len(wanted) > 1)
 
 
 def unused_placement(node: Node, n: int, bare: Placement, gives, problem: Problem) -> Placement:

@@ -2,13 +2,14 @@
 
 HAP (EuroSys'24, section 4) searches sets of Hoare triples and with them the order of independent
 instructions, which multiplies the states by about ten per parallel branch. Here the order is fixed, and a
-state is what is held of the values that are still needed: ``(step, facts)``. Its cost is a vector: the
-seconds at which each class of ranks has finished so far, forward and backward, with a collective
-levelling the classes. That is HAP's stage sum, exactly.
+state is what is held of the values that are still needed: ``(step, masks)``. Its cost is two vectors:
+the seconds at which each class of ranks has finished so far, forward and backward, with a collective
+levelling the classes. That is HAP's stage sum, with one difference: no rank waits between the forward
+and the backward pass, so that the last forward stage and the first backward one are one stage, and the
+total is the largest *sum* of the two (as the linear program and the simulator have it).
 
-The heuristic adds to each class the least remaining compute (every remaining step at its cheapest option
-for that class, communication free), which never exceeds the true remainder. A state is dropped if another
-with the same facts is not worse for any class.
+The heuristic is the bound of ``bound.py``. A state is dropped if another is not worse for any class and
+holds as much.
 """
 
 from __future__ import annotations
@@ -16,215 +17,172 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from .problem import Option, Problem, R, Vector
+from .bound import Bound, lift
+from .problem import Problem, Vector
+from .steps import Move, Steps, Transition, single_code
 
-Facts = frozenset[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """One step of a path: the option taken and the conversions made first, as (value, src, dst)."""
-
-    option: Option
-    converts: tuple[tuple[int, int, int], ...]
-    loads: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The cheapest path. ``cost_s`` is its stage sum; ``optimal`` is false if a bound cut the search."""
-
-    moves: tuple[Move, ...]
-    loss_code: int
-    cost_s: float
-    states_expanded: int
-    optimal: bool
-
-
-BEAM = 24  # states kept per step once the exact search has used up its budget
+BEAM = 8  # states kept per step once the exact search has used up its budget
 
 
 class NoProgram(ValueError):
     """No option of some step can be reached."""
 
 
-@dataclass(slots=True)
-class _State:
-    step: int
-    facts: Facts
-    forward: Vector
-    backward: Vector
-    parent: _State | None
-    move: Move | None
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` what no path goes below."""
+
+    moves: tuple[Move, ...]
+    loss_code: int
+    cost_s: float
+    bound_s: float
+    states_expanded: int
+
+    @property
+    def gap(self) -> float:
+        """How much dearer than the cheapest the path may be, as a share."""
+        return max(self.cost_s / self.bound_s - 1, 0.0) if self.bound_s > 0 else 0.0
+
+    @property
+    def optimal(self) -> bool:
+        return self.gap < 1e-9
 
 
-def search(problem: Problem, *, max_states: int | None = None, beam: int | None = None) -> Found:
+class State:
+    """What is held before a step, and what it took to get there."""
+
+    __slots__ = ("backward", "dropped", "forward", "masks", "parent", "step", "transition")
+
+    def __init__(self, step, masks, forward, backward, parent=None, transition=None) -> None:
+        self.step: int = step
+        self.masks: int = masks
+        self.forward: Vector = forward
+        self.backward: Vector = backward
+        self.parent: State | None = parent
+        self.transition: Transition | None = transition
+        self.dropped = False
+
+
+def search(
+    problem: Problem,
+    *,
+    weight: float = 1.0,
+    max_states: int | None = None,
+    beam: int | None = None,
+    dominance: bool = True,
+) -> Found:
     """The program of least stage sum. Raises NoProgram if there is none.
 
-    After ``max_states`` expansions the search starts again with at most ``BEAM`` states kept per step
-    (``beam`` asks for that from the start), which bounds the time on large graphs; the result then need
-    not be optimal, and says so.
+    ``weight`` above 1 trusts the bound that much more: fewer states, and a result at most that factor
+    dearer than the cheapest. After ``max_states`` expansions the search starts again with at most
+    ``BEAM`` states kept per step (``beam`` asks for that from the start), which bounds the time on large
+    graphs. ``Found.gap`` says what is left open. ``dominance`` is for tests.
     """
+    steps = Steps(problem)
+    ahead = Bound(problem, steps)
+    start = State(0, 0, problem.nothing, problem.nothing)
     if beam is not None:
-        return _beam_search(problem, beam, 0)
-    ahead = remaining(problem)
-    start = _start(problem)
+        return _beam_search(steps, ahead, start, beam, 0.0)
+    kept: list[dict[int, list[State]]] = [{} for _ in range(steps.count + 1)]
     heap = [(0.0, 0, 0, start)]
-    kept: list[dict[Facts, list[_State]]] = [{} for _ in range(len(problem.steps) + 1)]
     pushed = expanded = 0
-    end = len(problem.steps)
     while heap:
         _, _, _, state = heapq.heappop(heap)
-        if state.step == end:
-            return _found(problem, state, expanded, optimal=True)
-        if _is_stale(kept, state):
+        if state.dropped:
             continue
+        if state.step == steps.count:
+            # the cheapest way to go on from a state that is still open is what remains possible
+            open_s = min((_bound(s, ahead) for *_, s in heap if not s.dropped), default=float("inf"))
+            return _found(steps, state, expanded, open_s if weight > 1 else float("inf"))
         expanded += 1
         if max_states is not None and expanded > max_states:
-            return _beam_search(problem, BEAM, expanded)
-        for child in successors(problem, state):
-            if _keep(kept[child.step], child):
+            open_s = min(_bound(s, ahead) for s in [state, *(s for *_, s in heap)] if not s.dropped)
+            return _beam_search(steps, ahead, start, BEAM, open_s, expanded)
+        for child in successors(steps, state):
+            if not dominance or _keep(kept[child.step], child):
                 pushed += 1
-                heapq.heappush(heap, (bound(child, ahead), -child.step, pushed, child))
+                heapq.heappush(heap, (_bound(child, ahead, weight), -child.step, pushed, child))
     raise NoProgram("no program computes this graph with the options given")
 
 
-def _beam_search(problem: Problem, width: int, expanded: int) -> Found:
-    ahead = remaining(problem)
-    level = [_start(problem)]
-    cut = False
-    for _ in problem.steps:
-        rivals: dict[Facts, list[_State]] = {}
+def _beam_search(
+    steps: Steps, ahead: Bound, start: State, width: int, known_s: float, expanded: int = 0
+) -> Found:
+    level = [start]
+    cut_s = float("inf")  # the least that a state left out might have led to
+    for _ in range(steps.count):
+        rivals: dict[int, list[State]] = {}
         for state in level:
             expanded += 1
-            for child in successors(problem, state):
+            for child in successors(steps, state):
                 _keep(rivals, child)
-        level = [s for states in rivals.values() for s in states]
+        level = sorted((s for r in rivals.values() for s in r), key=lambda s: _bound(s, ahead))
         if not level:
             raise NoProgram("no program computes this graph with the options given")
         if len(level) > width:
-            cut = True
-            level = heapq.nsmallest(width, level, key=lambda s: bound(s, ahead))
-    best = min(level, key=lambda s: bound(s, ahead))
-    return _found(problem, best, expanded, optimal=not cut)
+            cut_s = min(cut_s, _bound(level[width], ahead))
+            del level[width:]
+    best = min(level, key=lambda s: _bound(s, ahead))
+    return _found(steps, best, expanded, max(cut_s, known_s))
 
 
-def _start(problem: Problem) -> _State:
-    zeros = (0.0,) * len(problem.classes)
-    return _State(0, frozenset(), zeros, zeros, None, None)
+def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
+    """Cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
+    rest = ahead.remaining(state.step, state.masks)
+    done = lift(tuple(map(float.__add__, state.forward, state.backward)))
+    return max([t + weight * r for t, r in zip(done, rest)])
 
 
-def remaining(problem: Problem) -> list[tuple[Vector, Vector]]:
-    """Per step, the least compute from there on: what the heuristic adds, forward and backward."""
-    count = len(problem.classes)
-    after: list[tuple[Vector, Vector]] = [((0.0,) * count, (0.0,) * count)]
-    for options in reversed(problem.options):
-        forward, backward = after[-1]
-        least_f = tuple(min(o.forward[c] for o in options) for c in range(count))
-        least_b = tuple(min(o.backward[c] for o in options) for c in range(count))
-        after.append((_add(forward, least_f), _add(backward, least_b)))
-    return after[::-1]
-
-
-def bound(state: _State, ahead: list[tuple[Vector, Vector]]) -> float:
-    """Cost so far plus the heuristic: never above the cost of any completion."""
-    forward, backward = ahead[state.step]
-    return max(map(float.__add__, state.forward, forward)) + max(map(float.__add__, state.backward, backward))
-
-
-def _add(a: Vector, b: Vector) -> Vector:
-    return tuple(map(float.__add__, a, b))
-
-
-def successors(problem: Problem, state: _State):
-    held: dict[int, list[int]] = {}
-    for value, code in state.facts:
-        held.setdefault(value, []).append(code)
-    for option in problem.options[state.step]:
-        child = _apply(problem, state, held, option)
-        if child is not None:
-            yield child
-
-
-def _apply(problem: Problem, state: _State, held: dict[int, list[int]], option: Option) -> _State | None:
+def successors(steps: Steps, state: State):
+    """The states that one more step leads to."""
     forward, backward = state.forward, state.backward
-    facts = set(state.facts)
-    converts: list[tuple[int, int, int]] = []
-    loads: list[tuple[int, int]] = []
-    for value, code in option.needs:
-        have = held.get(value)
-        if have is None:  # a leaf, loaded as it is needed
-            if (value, code) in loads:
-                continue
-            price = problem.load(value, code)
-            if price is None:
-                load_code, price = R, problem.load(value, R)
-                if price is None or problem.convert(value, R, code) is None:
-                    return None
-                converts.append((value, R, code))
-            else:
-                load_code = code
-            loads.append((value, load_code))
-            backward = _add(backward, price.optimizer)
-            if price.sync_s:
-                backward = tuple(t + price.sync_s for t in backward)
-            if value in problem.tracked:
-                facts.add((value, load_code))
-            continue
-        if code in have:
-            continue
-        best = None
-        for src in have:
-            price = problem.convert(value, src, code)
-            if price is not None and (best is None or sum(price) < sum(best[1])):
-                best = (src, price)
-        if best is None:
-            return None
-        src, (forward_s, backward_s) = best
-        converts.append((value, src, code))
-        if forward_s:
-            forward = _level(forward, forward_s)
-            facts.add((value, code))
-        if backward_s:
-            backward = _level(backward, backward_s)
-    forward, backward = _add(forward, option.forward), _add(backward, option.backward)
-    facts.update(option.gives)
-    step = state.step
-    alive = frozenset(f for f in facts if problem.uses[f[0]] > step)
-    move = Move(option, tuple(converts), tuple(loads))
-    return _State(step + 1, alive, forward, backward, state, move)
+    slowest, slowest_back = max(forward), max(backward)
+    for t in steps.transitions(state.step, state.masks):
+        if t.wait:  # a collective: all classes wait for the last, then communicate
+            level = slowest + t.wait
+            ahead = tuple([level + x for x in t.forward])
+        else:
+            ahead = tuple(map(float.__add__, forward, t.forward))
+        if t.wait_back:
+            level = slowest_back + t.wait_back
+            behind = tuple([level + x for x in t.backward])
+        else:
+            behind = tuple(map(float.__add__, backward, t.backward))
+        masks = steps.after(state.step, state.masks, t)
+        yield State(state.step + 1, masks, ahead, behind, state, t)
 
 
-def _level(times: Vector, seconds: float) -> Vector:
-    """A collective: all classes wait for the last, then communicate."""
-    return (max(times) + seconds,) * len(times)
-
-
-def _keep(kept: dict[Facts, list[_State]], state: _State) -> bool:
-    """Registers a state unless one with the same facts is not worse for any class."""
-    rivals = kept.setdefault(state.facts, [])
-    for rival in rivals:
-        if _not_worse(rival, state):
+def _keep(kept: dict[int, list[State]], state: State) -> bool:
+    """Registers a state unless another holds as much and is not worse for any class."""
+    masks = state.masks
+    for other, rivals in kept.items():
+        if other | masks == other and any(_not_worse(r, state) for r in rivals):
             return False
-    rivals[:] = [r for r in rivals if not _not_worse(state, r)]
-    rivals.append(state)
+    for other, rivals in kept.items():
+        if other | masks == masks and rivals:
+            beaten = [r for r in rivals if _not_worse(state, r)]
+            for r in beaten:
+                r.dropped = True
+            if beaten:
+                rivals[:] = [r for r in rivals if not r.dropped]
+    kept.setdefault(masks, []).append(state)
     return True
 
 
-def _is_stale(kept, state: _State) -> bool:
-    return state.step > 0 and not any(r is state for r in kept[state.step].get(state.facts, ()))
-
-
-def _not_worse(a: _State, b: _State) -> bool:
+def _not_worse(a: State, b: State) -> bool:
     return all(map(float.__le__, a.forward, b.forward)) and all(map(float.__le__, a.backward, b.backward))
 
 
-def _found(problem: Problem, state: _State, expanded: int, *, optimal: bool) -> Found:
-    loss = problem.ids[problem.graph.loss]
-    codes = [code for value, code in state.facts if value == loss]
+def cost_s(state: State) -> float:
+    return max(map(float.__add__, state.forward, state.backward))
+
+
+def _found(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
+    loss = steps.problem.ids[steps.problem.graph.loss]
+    code = single_code(steps.masks(state.step, state.masks)[loss])
+    cost = cost_s(state)
     moves = []
-    cost = max(state.forward) + max(state.backward)
-    while state.move is not None:
-        moves.append(state.move)
+    while state.transition is not None:
+        moves.append(state.transition.move)
         state = state.parent
-    return Found(tuple(reversed(moves)), 1 if 1 in codes else codes[0], cost, expanded, optimal)
+    return Found(tuple(reversed(moves)), code, cost, min(cost, open_s), expanded)

@@ -1,0 +1,170 @@
+"""What every step of a graph allows, whatever the ratio and the prices: made once, shared by problems.
+
+Placements are coded as small integers: R is 0, P(sum) is 1, S(d) is 2 + d.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ..cost import CostModel, OpTime
+from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType
+from ..rules import RULES, Rule, Strategy, Units, call_of, shard_units, strategies
+
+R, P = 0, 1
+Need = tuple[int, int]  # (value, placement code)
+
+
+def code_of(placement: Placement) -> int:
+    if isinstance(placement, Shard):
+        return 2 + placement.dim
+    return P if placement == PARTIAL else R
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
+    None if every rank does all of it."""
+
+    needs: tuple[Need, ...]
+    gives: tuple[Need, ...]
+    work: Need | None
+    strategy: Strategy | None
+
+
+class Choices:
+    """Steps in topological order with their choices and the times of their operators."""
+
+    def __init__(
+        self, graph: Graph, costs: CostModel, rules: dict[str, Rule] | None = None, units: Units | None = None
+    ) -> None:
+        self.graph, self.costs = graph, costs
+        self.rules = RULES if rules is None else rules
+        self.units = units if units is not None else shard_units(graph, self.rules)
+        self.names = tuple(graph.types)
+        self.ids = {name: n for n, name in enumerate(self.names)}
+        self.types: tuple[ValueType, ...] = tuple(graph.types[n] for n in self.names)
+        self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
+        self.inputs = tuple(n.inputs for n in self.steps)
+        self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
+        self._times: dict[tuple, tuple[OpTime, ...]] = {}
+        self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
+        self.choices = tuple(self._choices(n) for n in self.steps)
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """Values that depend on the batch or on parameters; the rest are cheap constants, held whole."""
+        out: set[str] = set()
+        for node in self.graph.nodes:
+            if node.op in ("input", "param") or any(name in out for name in node.inputs):
+                out.update(r for r in node.results if r is not None)
+        return frozenset(out)
+
+    @cached_property
+    def leaves(self) -> dict[int, Node]:
+        return {self.ids[n.result]: n for n in self.graph.nodes if n.is_leaf}
+
+    @cached_property
+    def uses(self) -> tuple[int, ...]:
+        """The last step that uses each value (-1: none); the loss is used by the end."""
+        last = [-1] * len(self.names)
+        for n, inputs in enumerate(self.inputs):
+            for name in inputs:
+                last[self.ids[name]] = n
+        last[self.ids[self.graph.loss]] = len(self.steps)
+        return tuple(last)
+
+    @cached_property
+    def first_uses(self) -> dict[int, int]:
+        first: dict[int, int] = {}
+        for n, inputs in enumerate(self.inputs):
+            for name in inputs:
+                first.setdefault(self.ids[name], n)
+        return first
+
+    @cached_property
+    def tracked(self) -> frozenset[int]:
+        """Values whose held placements matter later: all but leaves that are used once or cost nothing."""
+        counts: dict[int, int] = {}
+        for inputs in self.inputs:
+            for name in inputs:
+                counts[self.ids[name]] = counts.get(self.ids[name], 0) + 1
+        skip = {v for v, n in self.leaves.items() if n.op != "param" or counts.get(v, 0) <= 1}
+        return frozenset(range(len(self.names))) - skip
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Per value, a number that values share which convert alike: bytes, dims to cut, gradient."""
+        numbers: dict[tuple, int] = {}
+        out = []
+        for value, t in enumerate(self.types):
+            cuts = tuple(self.can_shard(value, 2 + d) for d in range(len(t.shape)))
+            kind = (t.size_bytes, cuts, self.names[value] in self.graph.requires_grad)
+            out.append(numbers.setdefault(kind, len(numbers)))
+        return tuple(out)
+
+    def unit(self, value: int, dim: int) -> int:
+        return self.units[self.names[value]][dim]
+
+    def placement(self, value: int, code: int) -> Placement:
+        if code == R:
+            return REPLICATE
+        return PARTIAL if code == P else Shard(code - 2, self.unit(value, code - 2))
+
+    def can_shard(self, value: int, code: int) -> bool:
+        """Whether the dim can be cut in two at least."""
+        size, unit = self.types[value].shape[code - 2], self.unit(value, code - 2)
+        return unit > 0 and size % unit == 0 and size // unit >= 2
+
+    def _choices(self, node: Node) -> tuple[Choice, ...]:
+        ids = self.ids
+        if node.op == "update":
+            self.times.append(())
+            return (Choice(((ids[node.inputs[0]], R),), (), None, None),)
+        call = call_of(node, self.graph.types)
+        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
+        # calls that differ in the names of values only are one for rules and costs
+        key = (
+            call.op, tuple(map(_plain, call.args)), tuple((k, _plain(v)) for k, v in call.kwargs),
+            call.inputs, call.outputs,
+        )  # fmt: skip
+        if key not in self._strategies:
+            rule = self.rules.get(node.op)
+            made = strategies(rule, call) if rule is not None else ()
+            whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
+            self._strategies[key] = made or (whole,)
+        if (key, grads) not in self._times:
+            count = len(self.costs.classes)
+            self._times[key, grads] = tuple(self.costs.op(call, grads, c) for c in range(count))
+        self.times.append(self._times[key, grads])
+        allowed = self._strategies[key]
+        if not any(r in self.varying for r in node.results):
+            allowed = allowed[:1]  # constants are cheap and the same everywhere
+        options: dict[tuple, Choice] = {}
+        for strategy in allowed:
+            made = self._choice(node, strategy)
+            if made is not None:
+                options.setdefault((made.needs, made.gives), made)
+        return tuple(options.values())
+
+    def _choice(self, node: Node, strategy: Strategy) -> Choice | None:
+        needs = tuple((self.ids[n], code_of(p)) for n, p in zip(node.inputs, strategy.inputs))
+        gives = tuple(
+            (self.ids[n], code_of(p)) for n, p in zip(node.results, strategy.outputs) if n is not None
+        )
+        if any(c >= 2 and not self.can_shard(v, c) for v, c in needs + gives):
+            return None
+        work = next((n for n in gives + needs if n[1] >= 2), None)
+        return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy)
+
+
+def _plain(arg):
+    """An argument without the names of values; types keep 1, 1.0 and True apart."""
+    from ..ir import Ref
+
+    if isinstance(arg, Ref):
+        return "%"
+    if isinstance(arg, tuple):
+        return tuple(map(_plain, arg))
+    return (type(arg), arg)

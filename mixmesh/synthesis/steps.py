@@ -1,0 +1,194 @@
+"""The steps of a problem as the search walks them: which values live, and what each option does to them.
+
+What is held of a live value is a *mask* of placement codes, closed under what is free: a value held as R
+can be sliced at no cost, so its mask has every code. Two states that can do the same are then equal, and
+one can do all that another can if its masks contain the other's. The masks of a state are packed into
+one integer, so that both are single comparisons.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .choices import Need, P, R
+from .problem import Option, Problem, Vector
+
+BITS = 16  # of a mask: R, P and up to 14 dims
+FULL = (1 << BITS) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One step of a path: the option taken and the leaves loaded for it."""
+
+    option: Option
+    loads: tuple[Need, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """An option with the loads and conversions that it takes from certain masks.
+
+    ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``:
+    seconds of each class. ``new``: the changed masks of the values that live afterwards, packed.
+    """
+
+    move: Move
+    wait: float
+    wait_back: float
+    forward: Vector
+    backward: Vector
+    new: int
+
+
+class Steps:
+    """Transitions of a problem, worked out when a state first asks for them."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.count = len(problem.steps)
+        self.live: list[tuple[int, ...]] = [()]
+        self.kinds = problem.choices.kinds
+        self._closures: dict[tuple[int, int], int] = {}
+        self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
+        self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = []
+        self.needed: list[tuple[int, ...]] = []  # per step, positions of the live values that it may need
+        self.carried: list[tuple[tuple[int, int], ...]] = []  # per step, (shift before, shift after)
+        for step, node in enumerate(problem.steps):
+            before = self.live[-1]
+            results = [problem.ids[r] for r in node.results if r is not None]
+            used = dict.fromkeys(problem.ids[name] for name in node.inputs)
+            loaded = [v for v in used if v in problem.leaves and v in problem.tracked and v not in before]
+            after = tuple(v for v in (*before, *loaded, *results) if problem.uses[v] > step)
+            place = {v: n for n, v in enumerate(after)}
+            touched = {v for v in before if v in used}
+            self.needed.append(tuple(n for n, v in enumerate(before) if v in touched))
+            self.carried.append(
+                tuple(
+                    (BITS * n, BITS * place[v])
+                    for n, v in enumerate(before)
+                    if v in place and v not in touched
+                )
+            )
+            self.live.append(after)
+            self._transitions.append({})
+
+    def closure(self, value: int, code: int) -> int:
+        """All codes that holding ``value`` as ``code`` makes as good as held."""
+        key = (self.kinds[value], code)
+        if key not in self._closures:
+            self._closures[key] = self._closure(value, code)
+        return self._closures[key]
+
+    def _closure(self, value: int, code: int) -> int:
+        convert = self.problem.convert
+        codes = range(2 + len(self.problem.types[value].shape))
+        mask = 1 << code
+        for other in codes:
+            if other != code and convert(value, code, other) == (0.0, 0.0):
+                # ... and whatever can be made from it is no dearer from here
+                prices = [(convert(value, code, t), convert(value, other, t)) for t in codes]
+                if all(b is None or (a is not None and a[0] <= b[0] and a[1] <= b[1]) for a, b in prices):
+                    mask |= 1 << other
+        return mask
+
+    def masks(self, step: int, packed: int) -> dict[int, int]:
+        return {v: packed >> (BITS * n) & FULL for n, v in enumerate(self.live[step])}
+
+    def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:
+        key = tuple([packed >> (BITS * n) & FULL for n in self.needed[step]])
+        known = self._transitions[step]
+        if key not in known:
+            held = {self.live[step][n]: mask for n, mask in zip(self.needed[step], key)}
+            made = [self._transition(step, held, o) for o in self.problem.options[step]]
+            known[key] = _undominated([t for t in made if t is not None])
+        return known[key]
+
+    def after(self, step: int, packed: int, transition: Transition) -> int:
+        out = transition.new
+        for old, new in self.carried[step]:
+            out |= (packed >> old & FULL) << new
+        return out
+
+    def _transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
+        problem = self.problem
+        held = dict(before)
+        loads: list[Need] = []
+        wait = wait_back = 0.0
+        forward, backward = list(option.forward), list(option.backward)
+        for value, code in option.needs:
+            if value not in held:
+                load = self.load(option, value)
+                if load is None:
+                    return None
+                loads.append((value, load))
+                held[value] = self.closure(value, load)
+                price = problem.load(value, load)
+                for c, seconds in enumerate(price.optimizer):
+                    backward[c] += seconds + price.sync_s
+            if held[value] >> code & 1:
+                continue
+            price = self.cheapest(value, held[value], code)
+            if price is None:
+                return None
+            held[value] |= self.closure(value, code)
+            if problem.waits(value):
+                wait, wait_back = wait + price[0], wait_back + price[1]
+            else:
+                forward = [t + price[0] for t in forward]
+        for value, code in option.gives:
+            held[value] = self.closure(value, code)
+        new = 0
+        for n, value in enumerate(self.live[step + 1]):
+            new |= held.get(value, 0) << (BITS * n)
+        move = Move(option, tuple(loads))
+        return Transition(move, wait, wait_back, tuple(forward), tuple(backward), new)
+
+    def load(self, option: Option, value: int) -> int | None:
+        """How an option loads a leaf: as it is needed; whole if it is needed in two ways."""
+        codes = [code for v, code in option.needs if v == value]
+        if len(codes) == 1 and self.problem.load(value, codes[0]) is not None:
+            return codes[0]
+        if self.problem.load(value, R) is None:
+            return None
+        return R if all(self.problem.convert(value, R, code) is not None for code in codes) else None
+
+    def cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
+        """The least price of making ``code`` from what is held."""
+        key = (self.kinds[value], mask, code)
+        if key not in self._cheapest:
+            self._cheapest[key] = self._find_cheapest(value, mask, code)
+        return self._cheapest[key]
+
+    def _find_cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
+        best = None
+        for src in range(mask.bit_length()):
+            if mask >> src & 1:
+                price = self.problem.convert(value, src, code)
+                if price is not None and (best is None or sum(price) < sum(best)):
+                    best = price
+        return best
+
+
+def _undominated(made: list[Transition]) -> tuple[Transition, ...]:
+    kept: list[Transition] = []
+    for t in made:
+        if not any(_covers(k, t) for k in kept):
+            kept = [k for k in kept if not _covers(t, k)] + [t]
+    return tuple(kept)
+
+
+def _covers(a: Transition, b: Transition) -> bool:
+    """Whether ``a`` leads to all that ``b`` leads to, at no more cost for any class."""
+    return (
+        a.new | b.new == a.new
+        and a.wait <= b.wait
+        and a.wait_back <= b.wait_back
+        and all(map(float.__le__, a.forward, b.forward))
+        and all(map(float.__le__, a.backward, b.backward))
+    )
+
+
+def single_code(mask: int) -> int:
+    """A code that a mask was made from: R before S before P."""
+    return R if mask & 1 else P if mask == 1 << P else (mask & ~3).bit_length() - 1
