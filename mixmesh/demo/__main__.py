@@ -39,7 +39,8 @@ devices = [{ name = "cpu-35", cpu_share = 0.35 }, { name = "cpu-18", cpu_share =
 """
 STEPS = 20
 SHOWN_LINES = 40
-PROFILE_BUDGET_S = 25
+PROFILE_BUDGET_S = 20
+TABLE_WIDTH = 96
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def run(out: Path, steps: int) -> int:
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     started = time.perf_counter()
 
     def say(text: str) -> None:
@@ -164,7 +165,7 @@ def report(found: dict, reference: list[float], summary: dict) -> None:
             f"{max(differences(found['losses'][name], reference)):.1e}",
         )
     table.add_row("ideal", f"{ideal_s:.3f}", "", f"{base / ideal_s:.2f}x", "100%", "")
-    Console().print(table)
+    Console(width=TABLE_WIDTH).print(table)
 
 
 if __name__ == "__main__":
