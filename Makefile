@@ -27,7 +27,7 @@ lint: setup    ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 golden: setup    ## rewrite the golden files from what the code does now
-	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_golden.py --update-golden
+	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_strategies_golden.py --update-golden
 
 clean:    ## remove what can be made again, but for .venv
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis
