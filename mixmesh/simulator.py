@@ -28,28 +28,7 @@ from .cost.placed import (
     synchronised,
 )
 from .ir import Instruction, Program
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """Something that a rank's stream (``compute`` or ``communication``) does."""
-
-    rank: int
-    stream: str
-    name: str
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One step, predicted or measured. ``peak_memory_bytes`` has one entry per rank."""
-
-    step_s: float
-    peak_memory_bytes: tuple[int, ...]
-    compute_s: tuple[float, ...]
-    communication_s: float
-    events: tuple[Event, ...] = ()
+from .timeline import Event, Timeline
 
 
 def simulate(

@@ -18,7 +18,7 @@ ROOT = Path(mixmesh.__file__).parent
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"errors"}, {"units"}),
-    ({"ir"}, {"cluster", "cluster_file", "catalogue"}),
+    ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
     ({"plan_file"}, {"rules"}, {"trace"}, {"job"}),
     ({"cost"},),
     ({"buckets"}, {"ratios"}, {"synthesis"}, {"placement"}, {"zero"}, {"check"}, {"runtime"}, {"testbed"}),

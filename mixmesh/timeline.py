@@ -1,0 +1,204 @@
+"""A step as it unfolds on every rank, predicted or measured: the value, its file, and two of them compared.
+
+Both kinds use the same names, so that they can be laid side by side:
+
+    h                    the instruction whose result is %h; ``h grad`` its backward
+    w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
+    gradients of w +3    the sum over ranks of a bucket of parameters' gradients
+    optimizer            the optimizer's step, with which a timeline begins
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+
+STREAMS = ("compute", "communication")
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a rank's stream (``compute`` or ``communication``) does.
+
+    ``op`` is the operator or collective, ``size_bytes`` the whole tensor's, where they are known.
+    """
+
+    rank: int
+    stream: str
+    name: str
+    start_s: float
+    end_s: float
+    op: str = ""
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank;
+    ``communication_s`` counts a collective once."""
+
+    step_s: float
+    peak_memory_bytes: tuple[int, ...]
+    compute_s: tuple[float, ...]
+    communication_s: float
+    events: tuple[Event, ...] = ()
+
+
+def gradient_name(result: str) -> str:
+    return f"{result} grad"
+
+
+def repeated_name(result: str) -> str:
+    return f"{result} again"
+
+
+def bucket_name(params: Sequence[str]) -> str:
+    """The name of the sum of these parameters' gradients, in whatever order they come."""
+    first, *others = sorted(params)
+    return f"gradients of {first}" + (f" +{len(others)}" if others else "")
+
+
+# --- the Chrome trace format, which ui.perfetto.dev and chrome://tracing read ---------------------------
+
+
+def to_chrome_trace(timeline: Timeline, *, name: str, devices: Sequence[str] = ()) -> dict[str, Any]:
+    """The timeline in the JSON form of Chrome's Trace Event Format: a process per rank, a thread per
+    stream, times in microseconds. ``devices`` names the device of every rank.
+
+    Events of one thread may nest but not overlap in part: collectives that do so, on different groups or
+    behind each other on one, get further threads of the name ``communication``.
+    """
+    rows: list[dict[str, Any]] = []
+    for rank in sorted({*range(len(timeline.compute_s)), *(e.rank for e in timeline.events)}):
+        device = f" ({devices[rank]})" if rank < len(devices) else ""
+        rows += [
+            _metadata("process_name", rank, 0, name=f"rank {rank}{device}"),
+            _metadata("process_labels", rank, 0, labels=name),
+            _metadata("process_sort_index", rank, 0, sort_index=rank),
+        ]
+        tid = 0
+        for stream in STREAMS:
+            mine = [e for e in timeline.events if (e.rank, e.stream) == (rank, stream)]
+            for lane in _lanes(mine) or [[]]:
+                tid += 1
+                rows.append(_metadata("thread_name", rank, tid, name=stream))
+                rows.append(_metadata("thread_sort_index", rank, tid, sort_index=tid))
+                rows += [_complete(e, tid) for e in lane]
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"name": name}}
+
+
+def _metadata(what: str, pid: int, tid: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "dur": 0, "args": args}
+
+
+def _complete(e: Event, tid: int) -> dict[str, Any]:
+    args: dict[str, Any] = {"op": e.op} if e.op else {}
+    if e.size_bytes is not None:
+        args["size_bytes"] = e.size_bytes
+    return {
+        "ph": "X",
+        "name": e.name,
+        "cat": e.stream,
+        "pid": e.rank,
+        "tid": tid,
+        "ts": e.start_s * 1e6,
+        "dur": (e.end_s - e.start_s) * 1e6,
+        "args": args,
+    }
+
+
+def _lanes(events: list[Event]) -> list[list[Event]]:
+    """The events in as few rows as their overlaps allow."""
+    lanes: list[list[Event]] = []
+    for e in sorted(events, key=lambda e: (e.start_s, e.end_s)):
+        if not math.isfinite(e.end_s):
+            continue  # a link without bandwidth
+        free = next((lane for lane in lanes if lane[-1].end_s <= e.start_s), None)
+        if free is None:
+            lanes.append([e])
+        else:
+            free.append(e)
+    return lanes
+
+
+def save_trace(trace: dict[str, Any], path: str | Path) -> None:
+    """Writes a trace; the file is either whole or not there. Raises InputError."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.partial{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(trace, allow_nan=False))
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise InputError(f"cannot write the timeline: {error.strerror}", where=str(path)) from None
+
+
+# --- two timelines compared -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One quantity in both timelines. ``rank`` is None where it belongs to no single one; None seconds say
+    that a timeline has no such event."""
+
+    what: str
+    rank: int | None
+    predicted_s: float | None
+    measured_s: float | None
+
+    @property
+    def size_s(self) -> float:
+        return abs((self.predicted_s or 0.0) - (self.measured_s or 0.0))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``step``; ``streams``: compute of every rank, then communication; ``largest``: the events that differ
+    most, first the largest."""
+
+    step: Difference
+    streams: tuple[Difference, ...]
+    largest: tuple[Difference, ...]
+
+
+def compare(predicted: Timeline, measured: Timeline, *, largest: int = 10) -> Comparison:
+    """What was predicted beside what was measured: the step, each stream, and the largest differences."""
+    streams = [
+        Difference("compute", rank, p, m)
+        for rank, (p, m) in enumerate(zip(predicted.compute_s, measured.compute_s))
+    ]
+    streams.append(Difference("communication", None, predicted.communication_s, measured.communication_s))
+    one, two = durations(predicted), durations(measured)
+    events = [Difference(name, rank, one.get((name, rank)), two.get((name, rank)))
+              for name, rank in dict.fromkeys([*one, *two])]  # fmt: skip
+    events.sort(key=lambda d: -d.size_s)
+    step = Difference("step", None, predicted.step_s, measured.step_s)
+    return Comparison(step, tuple(streams), tuple(events[:largest]))
+
+
+def durations(timeline: Timeline) -> dict[tuple[str, int | None], float]:
+    """Seconds by (name, rank), and by (name, None) for a collective, which counts once.
+
+    A rank that comes to a collective early waits inside it. The last to come waits for nobody, so a
+    collective takes as long as it does on the rank where it is shortest.
+    """
+    out: dict[tuple[str, int | None], float] = defaultdict(float)
+    met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for e in timeline.events:
+        if e.stream == "compute":
+            out[e.name, e.rank] += e.end_s - e.start_s
+        else:
+            met[e.name][e.rank].append(e.end_s - e.start_s)
+    for name, by_rank in met.items():
+        times = max(map(len, by_rank.values()))  # how often it was held
+        for n in range(times):
+            out[name, None] += min(spans[n] for spans in by_rank.values() if n < len(spans))
+    return dict(out)
