@@ -11,9 +11,10 @@ from functools import cached_property
 class Curve:
     """Measured ``(share, seconds)`` points, shares ascending; linear between them.
 
-    Below the first point the line through the origin's fixed cost is used (the affine fit's), above the
-    last the last segment is continued: the profiler measures up to the largest share it may ask for, and
-    a plan outside the range is flagged by ``covers``.
+    More work never takes less time: points that say so are noise, and are averaged (``rising``). Below
+    the first point the line goes to the fixed cost of the affine fit. Above the last it rises as steeply
+    as the fit or the last segment does, whichever is steeper: what was not measured must not look free.
+    ``covers`` tells a share within the measured range.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -40,11 +41,25 @@ class Curve:
             return 0.0, num / sum(w * x * x for w, (x, _) in zip(weights, self.points))
         return offset, slope
 
+    @cached_property
+    def rising(self) -> tuple[tuple[float, float], ...]:
+        """The points with seconds that never fall: the least squares fit of that kind (pool adjacent
+        violators; Barlow et al., "Statistical Inference under Order Restrictions", 1972)."""
+        pools: list[list[float]] = []  # mean, count
+        for _, seconds in self.points:
+            pools.append([seconds, 1])
+            while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+                mean, count = pools.pop()
+                other = pools[-1]
+                pools[-1] = [(other[0] * other[1] + mean * count) / (other[1] + count), other[1] + count]
+        fitted = [mean for mean, count in pools for _ in range(int(count))]
+        return tuple((share, seconds) for (share, _), seconds in zip(self.points, fitted))
+
     def at(self, share: float) -> float:
         """Seconds for a share of the work; 0 for none."""
         if share <= 0:
             return 0.0
-        points = self.points
+        points = self.rising
         if len(points) == 1 or share < points[0][0]:
             a, b = self.affine
             if share < points[0][0] and len(points) > 1:
@@ -56,7 +71,7 @@ class Curve:
             if share <= x1:
                 return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
         (x0, y0), (x1, y1) = points[-2:]
-        return y1 + max((y1 - y0) / (x1 - x0), 0.0) * (share - x1)
+        return y1 + max((y1 - y0) / (x1 - x0), self.affine[1]) * (share - x1)
 
     def covers(self, share: float) -> bool:
         return share <= self.points[-1][0] * 1.0001

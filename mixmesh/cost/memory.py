@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..ir import Program, TensorType
 from .model import VIEWS, CostModel
-from .placed import Cut, cut_of, cut_shares, is_computation, is_resharded, synchronised
+from .placed import Cut, cut_of, cut_shares, is_computation, is_resharded, is_stored, synchronised
 
 # what autograd keeps: operators that need none of their inputs, and those that keep their result instead
 KEEPS_NOTHING = VIEWS | {
@@ -43,9 +43,11 @@ def held_at_peak(program: Program, optimizer_states: int) -> tuple[Held, ...]:
         elif i.op in ("input", "buffer"):
             out.append(Held(i.type.value.size_bytes, i.type))
     out += [Held(t.value.size_bytes, t) for t in saved(program).values()]
-    again = [i.type for i in program.instructions if i.op == "all_gather" and is_resharded(program, i)]
-    # one in use with its gradient, and one under way
-    out += [Held(3 * t.value.size_bytes, t) for t in sorted(again, key=lambda t: t.value.size_bytes)[-1:]]
+    gathered = [i for i in program.instructions if i.is_redistribution and is_stored(program, i)]
+    gathered.sort(key=lambda i: -i.type.value.size_bytes)
+    # of those that are let go of, one is in use and one under way; of all, one has its gradient whole
+    passing = [i for i in gathered if is_resharded(program, i)][:2] + gathered[:1]
+    out += [Held(i.type.value.size_bytes, i.type) for i in passing]
     largest = max(
         (i for i in program.instructions if is_computation(i) and i.types),
         key=lambda i: sum(t.value.size_bytes for t in i.types),

@@ -1,0 +1,130 @@
+"""Curves and fits, and the sheet that prices a program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_graphs import GRAPHS, THREE, cluster, graph
+
+from mixmesh.baselines import data_parallel, fully_sharded
+from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
+from mixmesh.cost.memory import peak_memory_bytes, saved
+from mixmesh.cost.placed import Sheet, held_share, is_computation, op_time, work_type
+from mixmesh.ir import even_ratio, make_ratio
+from mixmesh.ratios import with_ratio
+
+points = st.lists(
+    st.tuples(st.floats(0.01, 1), st.floats(1e-6, 1)), min_size=1, max_size=6, unique_by=lambda p: p[0]
+).map(lambda p: Curve(tuple(sorted(p))))
+shares = st.floats(0, 2)
+
+
+@given(points, shares, shares)
+def test_more_work_never_takes_less_time(curve, a, b):
+    low, high = sorted((a, b))
+    assert curve.at(low) <= curve.at(high) * (1 + 1e-9) + 1e-15
+
+
+@given(st.floats(0, 1), st.floats(0, 1), shares)
+def test_affine_curve_is_its_line(fixed, full, share):
+    curve = affine_curve(fixed, full)
+    assert curve.at(share) == pytest.approx(fixed + full * share if share > 0 else 0.0, abs=1e-12)
+    assert curve.affine == pytest.approx((fixed, full), rel=1e-6, abs=1e-9)
+
+
+@given(points)
+def test_measured_points_that_rise_are_met(curve):
+    for share, seconds in curve.rising:
+        assert curve.at(share) == pytest.approx(seconds)
+    if all(a[1] <= b[1] for a, b in zip(curve.points, curve.points[1:])):
+        assert curve.rising == curve.points
+
+
+def test_beyond_the_measured_range_is_not_free():
+    """Two noisy points of equal time at the end once made the whole work look as cheap as a part of it."""
+    curve = Curve(((0.1, 1.0), (0.2, 2.0), (0.3, 2.9), (0.32, 2.9)))
+    assert curve.at(1.0) > 7 and not curve.covers(1.0)
+
+
+def test_noise_is_averaged():
+    assert Curve(((0.1, 1.0), (0.2, 3.0), (0.3, 2.0))).rising == ((0.1, 1.0), (0.2, 2.5), (0.3, 2.5))
+
+
+@pytest.mark.parametrize("bad", [(-1.0, 0.0), (0.0, float("nan")), (float("inf"), 1.0)])
+def test_a_cost_is_finite_and_not_negative(bad):
+    with pytest.raises(ValueError):
+        affine_curve(*bad)
+
+
+def test_ring_of_one_is_free():
+    assert ring_fit(cluster(THREE), "all_reduce", (1,)).seconds(1e9) == 0.0
+
+
+def test_ring_crosses_the_slowest_link():
+    """2 (n - 1) / n of the bytes at 10 Gbit/s, and 2 (n - 1) latencies of the network."""
+    fit = ring_fit(cluster(THREE, 10), "all_reduce", (0, 1, 2))
+    assert fit.latency_s == pytest.approx(4 * 10e-6) and fit.s_per_byte == pytest.approx(4 / 3 / 1.25e9)
+
+
+RATIO = make_ratio([0.5, 0.3, 0.2])
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_sheet_agrees_with_every_instruction(name):
+    """What is worked out once and shared is what each instruction costs by itself."""
+    costs = CostModel(cluster(THREE))
+    program = data_parallel(graph(GRAPHS[name], 16), costs, RATIO)
+    sheet = Sheet(program, costs)
+    for ratio in (RATIO, make_ratio([0.2, 0.2, 0.6])):
+        changed = with_ratio(program, "r0", ratio)
+        forward, backward = sheet.seconds(changed)
+        for n, i in enumerate(changed.instructions):
+            assert (n in sheet.work_of) == is_computation(i)
+            if not is_computation(i):
+                continue
+            for rank in range(3):
+                time = op_time(changed, i, costs, costs.class_of[rank])
+                share = held_share(changed, work_type(changed, i), rank)
+                assert forward[sheet.work_of[n]][rank] == time.forward.at(share)
+                assert backward[sheet.work_of[n]][rank] == time.backward.at(share)
+        whole = sum(i.type.value.size_bytes for i in changed.params)
+        expected = tuple(costs.optimizer_s(r, whole) for r in range(3))
+        assert sheet.optimizer_s(changed) == pytest.approx(expected)
+
+
+def test_memory_of_a_hand_counted_program():
+    """MLP of scale 1: weights 24 + 6 + 24 floats, each with gradient, two moments and a bucket's copy."""
+    costs = CostModel(cluster(THREE))
+    program = data_parallel(graph(GRAPHS["mlp"]), costs, even_ratio(3))
+    # of the 8 rows rank 0 has 3, and so on: x 4 wide, relu's result 6 wide (kept), linear's 6 twice at most
+    params = 5 * 4 * (24 + 6 + 24)
+    for rank, rows in enumerate((3, 3, 2)):
+        used = peak_memory_bytes(program, costs)[rank] - costs.memory_constant_bytes(rank)
+        assert used == params + 4 * rows * (4 + 6 + 2 * 6)
+
+
+def test_resharded_parameters_are_not_kept():
+    """Of four equal weights, two are gathered at a time instead of all four."""
+    layers = [
+        line
+        for n in range(4)
+        for line in (f'%w{n} = param("w{n}") : f[4, 4]', f"%x{n + 1} = aten.linear(%x{n}, %w{n}) : f[8, 4]")
+    ]
+    body = "\n".join(['%x0 = input("x") : f[8, 4]', *layers, "%loss = aten.mean(%x4) : f[]", "return %loss"])
+    costs = CostModel(cluster(THREE))
+    sharded = fully_sharded(data_parallel(graph(body, 64), costs, even_ratio(3)))
+    kept = replace(sharded, instructions=tuple(replace(i, attrs=()) for i in sharded.instructions))
+    weights = {f"w{n}" for n in range(4)}
+    assert not weights & set(saved(sharded)) and weights <= set(saved(kept))
+    saving = 2 * 4 * 256 * 256
+    for with_reshard, without in zip(peak_memory_bytes(sharded, costs), peak_memory_bytes(kept, costs)):
+        assert without - with_reshard == saving
+
+
+def test_nothing_is_held_by_who_takes_no_part():
+    costs = CostModel(cluster(THREE))
+    program = data_parallel(graph(GRAPHS["mlp"], 64), costs, make_ratio([0.5, 0, 0.5]))
+    assert peak_memory_bytes(program, costs)[1] == costs.memory_constant_bytes(1)
