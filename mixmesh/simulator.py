@@ -119,13 +119,16 @@ class Simulation:
         steps: list[_Step] = []
         works: list[tuple[int, str]] = []
         starting: dict[int, list[Instruction]] = {}  # index of the first use -> redistributions
+        used: set[str] = set()
         again: dict[int, list[Instruction]] = {}  # index of the last use -> gathers that are repeated
         for i in program.instructions:
             if i.is_redistribution and i.result in program.requires_grad and exchange_of(program, i):
-                uses = self.sheet.uses.get(i.result)
-                if uses:
-                    starting.setdefault(uses[0], []).append(i)
-                    if is_resharded(program, i):
+                uses = self.sheet.uses.get(i.result, [])
+                passed = [n for n in uses if self.sheet.flows[n]]
+                if passed:
+                    used.add(i.result)
+                    starting.setdefault(passed[0], []).append(i)
+                    if is_resharded(program, i) and passed[-1] == uses[-1]:
                         again.setdefault(uses[-1], []).append(i)
 
         def close(**what) -> None:
@@ -148,7 +151,7 @@ class Simulation:
                 works.append((self.sheet.work_of[n], i.op))
             exchange = exchange_of(program, i, backward=True)
             if exchange is not None:
-                if i.result not in self.sheet.uses:  # the loss itself
+                if i.result not in used:  # the loss itself
                     start(i, backward=True, value=i.result)
                 if not is_stored(program, i):
                     close(awaited=((i.result, exchange.ranks),))

@@ -1,0 +1,266 @@
+"""The simulator: steps that can be worked out by hand, bytes that are conserved, no anomalies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
+
+from mixmesh.baselines import data_parallel, fully_sharded, only
+from mixmesh.buckets import with_buckets
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.cost.memory import peak_memory_bytes
+from mixmesh.cost.placed import exchange_of, held_share, is_computation, op_time, work_type
+from mixmesh.ir import even_ratio, make_ratio, parse_program
+from mixmesh.ratios import with_ratio
+from mixmesh.simulator import Simulation, simulate
+from mixmesh.synthesis import Prices, Problem, emit, search
+
+MLP2 = """
+program mlp world=2 {{
+  ratio r0 = [{a}, {b}]
+  %x = input("x") : f32[512, 256] S(0)@r0
+  %w = param("w") {{bucket=1}} : f32[384, 256] R
+  %h = aten.linear(%x, %w) : f32[512, 384] S(0)@r0
+  %g = aten.relu(%h) : f32[512, 384] S(0)@r0
+  %v = param("v") {{bucket=0}} : f32[256, 384] R
+  %y = aten.linear(%g, %v) : f32[512, 256] S(0)@r0
+  %loss = aten.mean(%y) : f32[] P(sum)
+  return %loss
+}}
+"""
+
+
+class Clocks:
+    """Seconds of a program's instructions, by result, worked out one by one."""
+
+    def __init__(self, program, costs) -> None:
+        self.program, self.costs = program, costs
+
+    def forward(self, name: str, rank: int) -> float:
+        return self._time(name, rank).forward.at(self._share(name, rank))
+
+    def backward(self, name: str, rank: int) -> float:
+        return self._time(name, rank).backward.at(self._share(name, rank))
+
+    def _time(self, name, rank):
+        i = self.program.producers[name]
+        return op_time(self.program, i, self.costs, self.costs.class_of[rank])
+
+    def _share(self, name, rank):
+        return held_share(self.program, work_type(self.program, self.program.producers[name]), rank)
+
+    def optimizer(self, rank: int) -> float:
+        return sum(self.costs.optimizer_s(rank, i.type.value.size_bytes) for i in self.program.params)
+
+
+@pytest.mark.parametrize("link", [1, 1000])
+def test_data_parallel_by_hand(link):
+    """Optimizer, forward, backward; bucket 0 goes when both ranks have v's gradient, bucket 1 after it."""
+    program = parse_program(MLP2.format(a=0.7, b=0.3))
+    costs = CostModel(cluster(TWO, link))
+    clocks = Clocks(program, costs)
+    at = [clocks.optimizer(r) + sum(clocks.forward(n, r) for n in ("h", "g", "y", "loss")) for r in (0, 1)]
+    at = [at[r] + clocks.backward("loss", r) + clocks.backward("y", r) for r in (0, 1)]
+    fit = costs.collective("all_reduce", (0, 1))
+    first_end = max(at) + fit.seconds(256 * 384 * 4)
+    at = [at[r] + clocks.backward("g", r) + clocks.backward("h", r) for r in (0, 1)]
+    second_end = max(*at, first_end) + fit.seconds(384 * 256 * 4)
+    timeline = simulate(program, costs)
+    assert timeline.step_s == pytest.approx(second_end)
+    assert timeline.compute_s == pytest.approx(tuple(at))
+    assert timeline.communication_s == pytest.approx(2 * fit.seconds(256 * 384 * 4))
+
+
+def test_one_bucket_waits_for_the_last_gradient():
+    program = parse_program(MLP2.format(a=0.7, b=0.3).replace("bucket=1", "bucket=0"))
+    costs = CostModel(cluster(TWO, 10))
+    timeline = simulate(program, costs)
+    fit = costs.collective("all_reduce", (0, 1))
+    assert timeline.step_s == pytest.approx(max(timeline.compute_s) + fit.seconds(2 * 384 * 256 * 4))
+
+
+def test_collectives_wait_for_the_slowest():
+    """Rank 1 does three quarters of the first operator; rank 0 waits for it at the all_gather."""
+    program = parse_program(
+        """
+program gather world=2 {
+  ratio r0 = [0.25, 0.75]
+  %x = input("x") : f32[512, 256] S(0)@r0
+  %w = param("w") : f32[384, 256] R
+  %h = aten.linear(%x, %w) : f32[512, 384] S(0)@r0
+  %h.r = all_gather(%h) : f32[512, 384] R
+  %g = aten.relu(%h.r) : f32[512, 384] R
+  %loss.r = aten.mean(%g) : f32[] R
+  %loss = as_partial(%loss.r) : f32[] P(sum)
+  return %loss
+}
+"""
+    )
+    costs = CostModel(cluster(TWO, 10))
+    clocks = Clocks(program, costs)
+    size = 512 * 384 * 4
+    ranks = (0, 1)
+    start = max(clocks.optimizer(r) + clocks.forward("h", r) for r in ranks)
+    at = start + costs.collective("all_gather", ranks).seconds(size)
+    after = [at + sum(clocks.forward(n, r) + clocks.backward(n, r) for n in ("g", "loss.r")) for r in ranks]
+    scattered = max(after) + costs.collective("reduce_scatter", ranks).seconds(size)
+    ready = max(scattered + clocks.backward("h", r) for r in ranks)
+    expected = ready + costs.collective("all_reduce", ranks).seconds(384 * 256 * 4)
+    assert simulate(program, costs).step_s == pytest.approx(expected)
+
+
+def test_a_gather_that_starts_early_is_hidden():
+    """%v's gather runs beside the first operator; at its own place it would be waited for."""
+    lines = {
+        "early": '  %v.s = param("v") : f32[256, 384] S(0)@r0\n  %v = all_gather(%v.s) : f32[256, 384] R\n',
+        "late": "",
+    }
+    texts = {}
+    for name in lines:
+        body = MLP2.format(a=0.7, b=0.3).replace('  %v = param("v") {bucket=0} : f32[256, 384] R\n', "")
+        place = "  %x =" if name == "early" else "  %y ="
+        texts[name] = body.replace(place, lines["early"] + place, 1)
+    costs = CostModel(cluster(TWO, 10))
+    early, late = (simulate(parse_program(texts[n]), costs) for n in ("early", "late"))
+    assert early.communication_s == pytest.approx(late.communication_s)
+    assert early.step_s < late.step_s
+
+
+def test_who_takes_no_part_does_nothing():
+    costs = CostModel(cluster(THREE))
+    program = data_parallel(graph(GRAPHS["mlp"], 64), costs, make_ratio([0.6, 0, 0.4]))
+    timeline = simulate(program, costs, events=True)
+    assert timeline.compute_s[1] == 0 and {e.rank for e in timeline.events} == {0, 2}
+    alone = simulate(data_parallel(graph(GRAPHS["mlp"], 64), costs, only(0, 3)), costs)
+    assert alone.communication_s == 0 and alone.step_s == pytest.approx(alone.compute_s[0])
+
+
+def kinds(body, text, ratio, scale=64, link=10.0):
+    costs = CostModel(cluster(text, link))
+    small = graph(body, scale)
+    spread = data_parallel(small, costs, make_ratio(ratio))
+    problem = Problem(small, costs, make_ratio(ratio), prices=Prices(gradient_sync=1.0))
+    yield spread, costs
+    yield with_buckets(spread, 1e5), costs
+    yield fully_sharded(spread), costs
+    yield emit(problem, search(problem)), costs
+
+
+@settings(deadline=None, max_examples=25)
+@given(bodies(), st.sampled_from([(THREE, (0.5, 0.2, 0.3)), (THREE, (0.6, 0.0, 0.4)), (TWO, (0.5, 0.5))]))
+def test_collectives_are_conserved(body, where):
+    """What is simulated is what the program says: each exchange forward, its dual backward, once more if
+    it is repeated, and every replicated gradient once."""
+    for program, costs in kinds(body, *where):
+        expected: Counter[str] = Counter()
+        total = 0.0
+        grad = program.requires_grad
+        for i in program.instructions:
+            there, back = exchange_of(program, i), exchange_of(program, i, backward=True)
+            if there is None:
+                continue
+            expected[there.name] += len(there.ranks)
+            total += there.seconds(costs)
+            if i.result in grad:
+                expected[f"{back.name} grad"] += len(back.ranks)
+                total += back.seconds(costs)
+                users = [user for user in program.instructions if i.result in user.inputs]
+                if i.attr("reshard") and users[-1].results[0] in grad:
+                    expected[f"{there.name} again"] += len(there.ranks)
+                    total += there.seconds(costs)
+        sums: dict[int, list] = {}
+        for n, i in enumerate(program.params):
+            everyone = program.participants(i.type)
+            if i.result in grad and not str(i.type.placement).startswith("S") and len(everyone) > 1:
+                sums.setdefault(i.attr("bucket", n), []).append(i)
+        for params in sums.values():
+            ranks = program.participants(params[0].type)
+            size = sum(i.type.value.size_bytes for i in params)
+            total += costs.collective("all_reduce", ranks).seconds(size)
+        timeline = simulate(program, costs, events=True)
+        assert timeline.communication_s == pytest.approx(total, abs=1e-15)
+        events = [e for e in timeline.events if e.stream == "communication"]
+        collectives = sum(expected.values()) + sum(
+            len(program.participants(params[0].type)) for params in sums.values()
+        )
+        assert len(events) == collectives
+        work = sum(
+            t.forward.at(s) + (t.backward.at(s) if any(r in grad for r in i.results) else 0.0)
+            for i in program.instructions
+            if is_computation(i)
+            for rank in program.participants(work_type(program, i))
+            for t in [op_time(program, i, costs, costs.class_of[rank])]
+            for s in [held_share(program, work_type(program, i), rank)]
+        )
+        optimizer = sum(e.end_s - e.start_s for e in timeline.events if e.name == "optimizer")
+        assert sum(timeline.compute_s) == pytest.approx(work + optimizer)
+
+
+@settings(deadline=None, max_examples=20)
+@given(bodies())
+def test_events_tell_the_same_story(body):
+    """With events or without, the same step; streams of a rank do not overlap, nothing ends after it."""
+    for program, costs in kinds(body, THREE, (0.5, 0.2, 0.3)):
+        plain, told = simulate(program, costs), simulate(program, costs, events=True)
+        assert told.step_s == pytest.approx(plain.step_s)
+        assert told.compute_s == pytest.approx(plain.compute_s)
+        assert max(e.end_s for e in told.events) == pytest.approx(told.step_s)
+        for rank in range(3):
+            mine = [e for e in told.events if e.rank == rank and e.stream == "compute"]
+            assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(mine, mine[1:]))
+
+
+@settings(deadline=None, max_examples=30)
+@given(bodies(), st.integers(0, 2), st.sampled_from(["device", "memory", "nic", "network", "link"]))
+def test_nothing_that_gets_faster_makes_a_step_longer(body, which, what):
+    base = cluster(THREE, 10)
+    machine, place = divmod(which, 2)
+    machines = list(base.machines)
+    chosen = machines[machine]
+    network = base.bandwidth_bytes_per_s
+    if what in ("device", "memory"):
+        devices = list(chosen.devices)
+        d = devices[place]
+        better = (
+            replace(d, flop_per_s=2 * d.flop_per_s, half_flop_per_s=2 * d.half_flop_per_s)
+            if what == "device"
+            else replace(d, memory_bytes_per_s=2 * d.memory_bytes_per_s)
+        )
+        devices[place] = better
+        machines[machine] = replace(chosen, devices=tuple(devices))
+    elif what == "nic":
+        machines[machine] = replace(chosen, nic_bytes_per_s=2 * chosen.nic_bytes_per_s)
+    elif what == "link":
+        machines[machine] = replace(chosen, link_bytes_per_s=2 * chosen.link_bytes_per_s)
+    else:
+        network *= 2
+    faster = CostModel(Cluster(base.name, tuple(machines), network, base.latency_s))
+    for program, costs in kinds(body, THREE, (0.5, 0.2, 0.3)):
+        before, after = simulate(program, costs).step_s, simulate(program, faster).step_s
+        assert after <= before * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=15)
+@given(bodies(), st.lists(st.integers(1, 9), min_size=3, max_size=3))
+def test_one_simulation_serves_all_ratios(body, shares):
+    """What is worked out once gives for other ratios and buckets what a fresh simulation gives."""
+    for program, costs in kinds(body, THREE, (0.5, 0.2, 0.3)):
+        simulation = Simulation(program, costs, 2)
+        changed = with_buckets(with_ratio(program, "r0", make_ratio(shares)), 4e5)
+        fresh = simulate(changed, costs)
+        reused = simulation.run(changed)
+        assert reused.step_s == pytest.approx(fresh.step_s, rel=1e-12)
+        assert reused.peak_memory_bytes == fresh.peak_memory_bytes == peak_memory_bytes(changed, costs)
+
+
+def test_another_set_of_ranks_needs_another_simulation():
+    costs = CostModel(cluster(THREE))
+    program = data_parallel(graph(GRAPHS["mlp"]), costs, even_ratio(3))
+    with pytest.raises(ValueError, match="another Simulation"):
+        Simulation(program, costs).run(with_ratio(program, "r0", make_ratio([1, 0, 1])))
