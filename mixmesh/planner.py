@@ -49,8 +49,7 @@ class Proposal:
     program: Program
     timeline: Timeline
     feasible: bool
-    states_expanded: int = 0
-    simulation: Simulation | None = field(default=None, compare=False, repr=False)
+    simulation: Simulation = field(compare=False, repr=False)
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -114,7 +113,7 @@ def make_plan(
         graph_fingerprint=graph.fingerprint,
         output_has_loss=False if isinstance(traced, Graph) else traced.output_has_loss,
         planning_s=time.perf_counter() - started,
-        states_expanded=sum(p.states_expanded for p in best.values()),
+        states_expanded=task.states_expanded,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=tuple(warnings_of(graph, program)),
@@ -142,6 +141,7 @@ class Task:
         self.units = shard_units(graph, RULES)
         self.choices = Choices(graph, costs, RULES, self.units)
         self.world_size = costs.cluster.world_size
+        self.states_expanded = 0
         self._data_parallel: dict[Ratio, Program] = {}
 
     @cached_property
@@ -184,22 +184,18 @@ class Task:
             self._data_parallel[ratio] = made
         return self._data_parallel[ratio]
 
-    def judge(
-        self, planner: str, program: Program, states: int = 0, simulation: Simulation | None = None
-    ) -> Proposal:
+    def judge(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
         simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
         timeline = simulation.run(program)
         fits = all(
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
-        return Proposal(planner, program, timeline, fits, states, simulation)
+        return Proposal(planner, program, timeline, fits, simulation)
 
-    def best_buckets(
-        self, planner: str, program: Program, states: int = 0, simulation: Simulation | None = None
-    ) -> Proposal:
+    def best_buckets(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
         simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
-        made = [self.judge(planner, with_buckets(program, size), states, simulation) for size in BUCKET_BYTES]
+        made = [self.judge(planner, with_buckets(program, size), simulation) for size in BUCKET_BYTES]
         return min(made, key=lambda p: p.key)
 
     def synthesised(self) -> Iterator[Proposal]:
@@ -228,11 +224,11 @@ class Task:
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
-    def find(self, ratio: Ratio, price: float | None) -> tuple[Program | None, int, int]:
-        """The cheapest program under a ratio, a number that tells it from others, and the states that
-        the search took; no program if it is one with that number."""
+    def find(self, ratio: Ratio, price: float | None) -> tuple[Program | None, int]:
+        """The cheapest program under a ratio, with a number that tells it from others; None if none is.
+        Without a price for gradients it is that of data parallelism."""
         if price is None:
-            return self.data_parallel(ratio), 0, 0
+            return self.data_parallel(ratio), 0
         problem = Problem(
             self.graph,
             self.costs,
@@ -244,9 +240,10 @@ class Task:
         try:
             found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
         except NoProgram:
-            return None, 0, 0
+            return None, 0
+        self.states_expanded += found.states_expanded
         number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
-        return emit(problem, found), number, found.states_expanded
+        return emit(problem, found), number
 
     def alternate(
         self, ranks: tuple[int, ...], price: float | None, seen: set[int], by_price: dict[float, int]
@@ -258,7 +255,7 @@ class Task:
         ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, states = self.find(ratio, price)
+            program, number = self.find(ratio, price)
             if turn == 0 and price is not None:
                 by_price[price] = number
             if program is None or number in seen:
@@ -266,9 +263,9 @@ class Task:
             seen.add(number)
             simulation = Simulation(program, self.costs, self.optimizer_states)
             better = self.ratio(program, ranks)
-            made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), states, simulation)
+            made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
             if not made.feasible:
-                yield from self.stored_sharded(program, ranks, states)
+                yield from self.stored_sharded(program, ranks)
             if best is None or made.key < best.key:
                 best = made
             else:
@@ -294,7 +291,7 @@ class Task:
             ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
         return ratio
 
-    def stored_sharded(self, program: Program, ranks: tuple[int, ...], states: int) -> Iterator[Proposal]:
+    def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
         """The same program with parameters stored in shards: for devices that cannot hold all of them.
 
         Shards are whole rows and samples, so that the shares of the LP are rounded; where that oversteps
@@ -308,7 +305,7 @@ class Task:
             ratio = self.ratio(sharded, ranks, HEADROOM + spare)
             if ratio is None:
                 return
-            made = self.judge("hap", with_ratio(sharded, "r0", ratio), states, simulation)
+            made = self.judge("hap", with_ratio(sharded, "r0", ratio), simulation)
             if made.feasible or spare == SPARE[-1]:
                 yield self.polish(made)
                 return
@@ -318,11 +315,11 @@ class Task:
         ranks = support(proposal.program.ratio_of["r0"])
         if len(ranks) < 2 or not proposal.feasible:
             return proposal
-        simulation, states = proposal.simulation, proposal.states_expanded
+        simulation = proposal.simulation
 
         def judge(counts) -> Proposal:
             program = with_ratio(proposal.program, "r0", make_ratio(counts))
-            return self.judge(proposal.planner, program, states, simulation)
+            return self.judge(proposal.planner, program, simulation)
 
         counts = list(whole_counts(proposal.program.ratio_of["r0"], self.batch))
         best = judge(counts)

@@ -28,7 +28,7 @@ from .cost.placed import (
     synchronised,
 )
 from .ir import Instruction, Program
-from .timeline import Event, Timeline
+from .timeline import Event, Timeline, bucket_name, gradient_name, repeated_name
 
 
 def simulate(
@@ -42,7 +42,7 @@ def simulate(
 class _Step:
     """A run of computations, and what ends it."""
 
-    works: tuple[tuple[int, str], ...]  # (work, name)
+    works: tuple[tuple[int, str, str], ...]  # (work, name, operator)
     awaited: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values on their way: (name, ranks)
     exchange: Exchange | None = None
     name: str = ""
@@ -63,7 +63,7 @@ class Simulation:
         self.backward = self._backward(program)
         self.forward_counts = self._counts(self.forward)
         self.backward_counts = self._counts(self.backward)
-        self._sums: dict[tuple, float] = {}
+        self._sums: dict[Exchange, float] = {}
 
     def run(self, program: Program, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
@@ -87,15 +87,14 @@ class Simulation:
         held = self.sheet.held_bytes(self.memory, program)
         return tuple(round(self.costs.memory_constant_bytes(r) + size) for r, size in enumerate(held))
 
-    def sum_seconds(self, size_bytes: int, ranks: tuple[int, ...]) -> float:
-        key = (size_bytes, ranks)
-        if key not in self._sums:
-            self._sums[key] = self.costs.collective("all_reduce", ranks).seconds(size_bytes)
-        return self._sums[key]
+    def sum_seconds(self, summed: Exchange) -> float:
+        if summed not in self._sums:
+            self._sums[summed] = summed.seconds(self.costs)
+        return self._sums[summed]
 
     def _forward(self, program: Program) -> list[_Step]:
         steps: list[_Step] = []
-        works: list[tuple[int, str]] = []
+        works: list[tuple[int, str, str]] = []
         coming: dict[str, tuple[int, ...]] = {}
 
         def close(**what) -> None:
@@ -107,17 +106,17 @@ class Simulation:
             if awaited:
                 close(awaited=tuple((name, coming.pop(name)) for name in awaited))
             if n in self.sheet.work_of:
-                works.append((self.sheet.work_of[n], i.op))
+                works.append((self.sheet.work_of[n], shown(i), i.op))
             exchange = exchange_of(program, i)
             if exchange is not None:
                 coming[i.result] = exchange.ranks
-                close(exchange=exchange, name=i.op, seconds=exchange.seconds(self.costs), value=i.result)
+                close(exchange=exchange, name=i.result, seconds=exchange.seconds(self.costs), value=i.result)
         close(awaited=tuple((name, ranks) for name, ranks in coming.items() if name == program.loss))
         return steps
 
     def _backward(self, program: Program) -> list[_Step]:
         steps: list[_Step] = []
-        works: list[tuple[int, str]] = []
+        works: list[tuple[int, str, str]] = []
         starting: dict[int, list[Instruction]] = {}  # index of the first use -> redistributions
         used: set[str] = set()
         again: dict[int, list[Instruction]] = {}  # index of the last use -> gathers that are repeated
@@ -137,7 +136,7 @@ class Simulation:
 
         def start(i: Instruction, *, backward: bool, value: str) -> None:
             exchange = exchange_of(program, i, backward=backward)
-            name = f"{exchange.name} grad" if backward else f"{exchange.name} again"
+            name = gradient_name(i.result) if backward else repeated_name(i.result)
             close(exchange=exchange, name=name, seconds=exchange.seconds(self.costs), value=value)
 
         for n in reversed(range(len(program.instructions))):
@@ -148,7 +147,7 @@ class Simulation:
             if not self.sheet.flows[n]:
                 continue
             if n in self.sheet.work_of:
-                works.append((self.sheet.work_of[n], i.op))
+                works.append((self.sheet.work_of[n], gradient_name(shown(i)), i.op))
             exchange = exchange_of(program, i, backward=True)
             if exchange is not None:
                 if i.result not in used:  # the loss itself
@@ -166,9 +165,13 @@ class Simulation:
         """How often each work stands in each step."""
         counts = np.zeros((len(steps), len(self.sheet.works)))
         for row, step in zip(counts, steps):
-            for work, _ in step.works:
+            for work, _, _ in step.works:
                 row[work] += 1
         return counts
+
+
+def shown(i: Instruction) -> str:
+    return next((r for r in i.results if r is not None), i.op)
 
 
 class _Run:
@@ -198,30 +201,32 @@ class _Run:
         for rank, seconds in enumerate(self.simulation.sheet.optimizer_s(self.program)):
             self.compute(rank, "optimizer", seconds)
 
-    def compute(self, rank: int, name: str, seconds: float) -> None:
+    def compute(self, rank: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[rank]
         self.clock[rank] = start + seconds
         self.busy[rank] += seconds
         if self.keep_events and seconds > 0:
-            self.events.append(Event(rank, "compute", name, start, start + seconds))
+            self.events.append(Event(rank, "compute", name, start, start + seconds, op))
 
-    def communicate(self, name: str, ranks: tuple[int, ...], seconds: float) -> float:
+    def communicate(self, name: str, exchange: Exchange, seconds: float) -> float:
         """A collective beside the compute streams; returns its end."""
+        ranks = exchange.ranks
         start = max([self.clock[r] for r in ranks] + [self.channel.get(ranks, 0.0)])
         end = start + seconds
         self.channel[ranks] = end
         self.communication += seconds
         if self.keep_events:
-            self.events += [Event(r, "communication", name, start, end) for r in ranks]
+            what = (name, start, end, exchange.name, exchange.size_bytes)
+            self.events += [Event(r, "communication", *what) for r in ranks]
         return end
 
     def steps(self, steps: list[_Step], counts: np.ndarray, work_s: list[tuple[float, ...]]) -> None:
         table = np.array(work_s).reshape(len(work_s), self.program.world_size)
         for step, seconds in zip(steps, (counts @ table).tolist()):
             if self.keep_events:
-                for work, name in step.works:
+                for work, name, op in step.works:
                     for rank, s in enumerate(work_s[work]):
-                        self.compute(rank, name, s)
+                        self.compute(rank, name, s, op)
             elif step.works:
                 for rank, s in enumerate(seconds):
                     self.clock[rank] += s
@@ -231,7 +236,7 @@ class _Run:
                 for rank in ranks:
                     self.clock[rank] = max(self.clock[rank], end)
             if step.exchange is not None:
-                end = self.communicate(step.name, step.exchange.ranks, step.seconds)
+                end = self.communicate(step.name, step.exchange, step.seconds)
                 if step.value:
                     self.ready[step.value] = end
             if step.gradient:
@@ -242,8 +247,14 @@ class _Run:
         """Buckets whose gradients are complete, in order of their numbers."""
         while self.unsent and not self.waiting[self.unsent[-1]]:
             number = self.unsent.pop()
-            seconds = self.simulation.sum_seconds(self.size[number], self.ranks[number])
-            self.communicate("all_reduce gradients", self.ranks[number], seconds)
+            summed = Exchange("all_reduce", self.size[number], self.ranks[number])
+            self.communicate(self.name(number), summed, self.simulation.sum_seconds(summed))
+
+    def name(self, number: int) -> str:
+        """The name of a bucket's sum; only events show it."""
+        if not self.keep_events:
+            return ""
+        return bucket_name([name for name, bucket in self.bucket_of.items() if bucket == number])
 
     def finish(self) -> float:
         return max([*self.clock, *self.channel.values()])

@@ -1,0 +1,187 @@
+"""The planner: never slower than what it was shown, fits where a plan exists, says what is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import GRAPHS, THREE, bodies, cluster, graph
+
+from mixmesh.check import check_program
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.errors import Infeasible, InputError
+from mixmesh.ir import parse_program, support
+from mixmesh.plan_file import Plan
+from mixmesh.planner import BASELINES, PLANNERS, make_plan, whole_counts
+from mixmesh.ratios import usable_bytes
+from mixmesh.simulator import simulate
+
+SMALL = graph(GRAPHS["mlp"], 64)
+ATTENTION = graph(GRAPHS["attention"], 32)
+
+
+@st.composite
+def clusters(draw) -> Cluster:
+    """One to three machines of one to three devices, from equal to very unequal."""
+    speeds = {f"d{n}": draw(st.floats(0.05, 20)) for n in range(3)}
+    machines = []
+    for _ in range(draw(st.integers(1, 3))):
+        devices = ", ".join(
+            f'{{ name = "{name}", tflop_per_s = {speeds[name]:.3f}, memory_gib = 4, '
+            f"memory_gbyte_per_s = {100 * speeds[name]:.1f} }}"
+            for name in draw(st.lists(st.sampled_from(sorted(speeds)), min_size=1, max_size=3))
+        )
+        link = draw(st.sampled_from([1, 20, 400]))
+        machines.append(f"[[machine]]\ndevices = [{devices}]\nlink_gbit_per_s = {link}")
+    network = draw(st.sampled_from([0.5, 10, 200]))
+    head = f"[network]\nbandwidth_gbit_per_s = {network}\nlatency_us = 20\n"
+    return Cluster.parse('name = "drawn"\n' + head + "\n".join(machines) + "\n")
+
+
+@settings(deadline=None, max_examples=25)
+@given(clusters(), st.sampled_from([SMALL, ATTENTION]))
+def test_auto_is_never_slower_than_a_candidate(where, model):
+    plan = make_plan(model, where)
+    assert {c.planner for c in plan.candidates} == {"hap", *BASELINES}
+    assert all(plan.predicted_step_s <= c.predicted_step_s for c in plan.candidates if c.feasible)
+    # what is promised is what the simulator says of the program that is handed out
+    check_program(plan.program)
+    timeline = simulate(plan.program, CostModel(where))
+    assert timeline.step_s == pytest.approx(plan.predicted_step_s)
+    assert timeline.peak_memory_bytes == plan.predicted_peak_memory_bytes
+    assert parse_program(str(plan.program)) == plan.program
+    assert plan.program.graph.params and plan.graph_fingerprint == model.fingerprint
+
+
+@settings(deadline=None, max_examples=10)
+@given(bodies(max_steps=6), st.sampled_from([8, 64]))
+def test_generated_models(body, scale):
+    plan = make_plan(graph(body, scale), cluster(THREE))
+    assert all(plan.predicted_step_s <= c.predicted_step_s for c in plan.candidates if c.feasible)
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_every_planner_alone(planner):
+    plan = make_plan(SMALL, cluster(THREE), planner=planner)
+    assert plan.planner in PLANNERS and plan.planner != "auto"
+    assert planner in ("auto", plan.planner) and plan.feasible and plan.planning_s > 0
+
+
+def test_equal_devices():
+    """Nothing to gain from inequality: not slower than DDP, and shares that are as good as even."""
+    text = 'name = "equal"\n[[machine]]\ndevices = [{ device = "V100-16GB", count = 4 }]\n'
+    plan = make_plan(graph(GRAPHS["mlp"], 512), Cluster.parse(text))
+    even = next(c for c in plan.candidates if c.planner == "ddp-even")
+    assert plan.predicted_step_s <= even.predicted_step_s
+    ratio = plan.program.ratios[0][1]
+    assert max(ratio) - min(r for r in ratio if r) < 0.01
+
+
+def test_a_useless_device_is_left_out():
+    text = """
+name = "useless"
+[network]
+bandwidth_gbit_per_s = 100
+latency_us = 10
+[[machine]]
+devices = [{ device = "V100-16GB", count = 2 }]
+link_gbit_per_s = 1000
+[[machine]]
+devices = [{ name = "old", tflop_per_s = 0.001, memory_gib = 4, memory_gbyte_per_s = 1 }]
+"""
+    plan = make_plan(graph(GRAPHS["mlp"], 512), Cluster.parse(text))
+    assert support(plan.program.ratios[0][1]) in ((0, 1), (0,), (1,))
+    assert any("take no part" in w for w in plan.warnings)
+    assert plan.predicted_peak_memory_bytes[2] == CostModel(Cluster.parse(text)).memory_constant_bytes(2)
+
+
+BIG = """
+%x = input("x") : f[8, 4]
+%u = param("u") : f[64, 4]
+%a = aten.linear(%x, %u) : f[8, 64]
+%v = param("v") : f[64, 64]
+%b = aten.linear(%a, %v) : f[8, 64]
+%w = param("w") : f[64, 64]
+%c = aten.linear(%b, %w) : f[8, 64]
+%t = param("t") : f[64, 64]
+%d = aten.linear(%c, %t) : f[8, 64]
+%loss = aten.mean(%d) : f[]
+return %loss
+"""
+
+
+def of_memory(*memory_gib: float) -> Cluster:
+    devices = ", ".join(
+        f'{{ name = "m{m}", tflop_per_s = {20 / m:.3f}, memory_gib = {m}, memory_gbyte_per_s = 300 }}'
+        for m in memory_gib
+    )
+    return Cluster.parse(f'name = "memory"\n[[machine]]\ndevices = [{devices}]\n')
+
+
+def test_the_small_card_does_not_run_out_of_memory():
+    """Weights of 0.75 GiB, with gradients and Adam 3.8 GiB: no device holds them, the two together do."""
+    where = of_memory(1.9, 3.3)
+    model = graph(BIG, 128)
+    with pytest.raises(Infeasible):
+        make_plan(model, where, planner="ddp-even")
+    plan = make_plan(model, where)
+    costs = CostModel(where)
+    assert plan.planner == "hap"
+    for rank, peak in enumerate(plan.predicted_peak_memory_bytes):
+        assert peak <= usable_bytes(costs, rank, 0.05)
+    stored = [i for i in plan.program.params if str(i.type.placement).startswith("S")]
+    assert stored
+
+
+def test_infeasible_says_what_is_missing():
+    with pytest.raises(Infeasible, match="no plan fits in memory") as caught:
+        make_plan(graph(BIG, 128), of_memory(0.8, 0.9))
+    text = str(caught.value)
+    assert "GiB usable on rank" in text and "largest tensor %" in text and "more memory" in text
+
+
+def test_a_batch_that_is_too_small():
+    model = graph(GRAPHS["mlp"].replace("f[8,", "f[2,"))
+    with pytest.raises(InputError, match="batch is smaller") as caught:
+        make_plan(model, cluster(THREE))
+    assert "at least 3 samples" in str(caught.value)
+
+
+def test_unknown_planner():
+    with pytest.raises(InputError, match="unknown planner 'hop'") as caught:
+        make_plan(SMALL, cluster(THREE), planner="hop")
+    assert "--planner hap" in str(caught.value)
+
+
+def test_same_input_same_plan():
+    one, two = (make_plan(ATTENTION, cluster(THREE)) for _ in range(2))
+    assert one.program == two.program and one.candidates == two.candidates
+
+
+def test_progress_and_notes():
+    said: list[str] = []
+    plan = make_plan(SMALL, cluster(THREE), progress=said.append)
+    assert [s for s in said if s.startswith("planning: hap, 3 devices")]
+    assert any("local" in note for note in plan.notes.values()) and "local" in str(plan)
+
+
+def test_operators_without_a_row_are_named():
+    model = graph(GRAPHS["mlp"].replace("aten.relu", "aten.unheard_of"))
+    plan = make_plan(model, cluster(THREE))
+    assert any("no sharding rule for aten.unheard_of" in w for w in plan.warnings)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda s: sum(s) > 0.1), st.integers(8, 500))
+def test_whole_counts(shares, total):
+    from mixmesh.ir import make_ratio
+
+    ratio = make_ratio(shares)
+    counts = whole_counts(ratio, total)
+    assert sum(counts) == total
+    assert all((c > 0) == (r > 0) for c, r in zip(counts, ratio))
+    exact = [total * r for r in ratio]
+    assert all(math.floor(x) - len(ratio) <= c <= math.ceil(x) + 1 for c, x in zip(counts, exact))
