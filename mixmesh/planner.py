@@ -202,8 +202,8 @@ class Task:
         """HAP: program and ratio in turn, for several prices and sets of devices."""
         fastest_first = sorted(range(self.world_size), key=lambda r: -self.proportional[r])
         best_s = float("inf")
-        for ranks in device_sets(fastest_first, self.costs.class_of):
-            if self.least_seconds(ranks) >= best_s:
+        for needed, ranks in device_sets(fastest_first, self.costs.class_of):
+            if self.least_seconds(ranks) >= best_s or (best_s < float("inf") and not needed):
                 continue  # even with free communication these devices are too slow together
             seen: set[int] = set()
             by_price: dict[float, int] = {}
@@ -224,11 +224,11 @@ class Task:
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
-    def find(self, ratio: Ratio, price: float | None) -> tuple[Program | None, int]:
-        """The cheapest program under a ratio, with a number that tells it from others; None if none is.
-        Without a price for gradients it is that of data parallelism."""
+    def find(self, ratio: Ratio, price: float | None, seen: set[int]) -> tuple[Program | None, int]:
+        """The cheapest program under a ratio, with a number that tells it from others; no program if it
+        is one of ``seen``. Without a price for gradients it is that of data parallelism."""
         if price is None:
-            return self.data_parallel(ratio), 0
+            return self.data_parallel(ratio) if 0 not in seen else None, 0
         problem = Problem(
             self.graph,
             self.costs,
@@ -243,7 +243,7 @@ class Task:
             return None, 0
         self.states_expanded += found.states_expanded
         number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
-        return emit(problem, found), number
+        return emit(problem, found) if number not in seen else None, number
 
     def alternate(
         self, ranks: tuple[int, ...], price: float | None, seen: set[int], by_price: dict[float, int]
@@ -255,10 +255,10 @@ class Task:
         ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number = self.find(ratio, price)
+            program, number = self.find(ratio, price, seen)
             if turn == 0 and price is not None:
                 by_price[price] = number
-            if program is None or number in seen:
+            if program is None:
                 break  # another price or ratio led to the same program
             seen.add(number)
             simulation = Simulation(program, self.costs, self.optimizer_states)
@@ -357,14 +357,17 @@ def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def device_sets(fastest_first: list[int], class_of: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All devices, then without the slowest class, without the two slowest, …, then without any other one
-    class (its memory may be the one that is too small): dropping is always legal."""
+def device_sets(
+    fastest_first: list[int], class_of: tuple[int, ...]
+) -> Iterator[tuple[bool, tuple[int, ...]]]:
+    """All devices, then without the slowest class, without the two slowest, …: dropping is always legal.
+    Last, and only to be tried where nothing else fits, without any other one class: its memory may be the
+    one that is too small. With each set, whether it is to be tried in any case."""
     order = list(dict.fromkeys(class_of[r] for r in fastest_first))
-    kept = [order[:count] for count in range(len(order), 0, -1)]
-    kept += [order[:n] + order[n + 1 :] for n in range(len(order) - 1)]
-    for keep in dict.fromkeys(map(tuple, kept)):
-        yield tuple(sorted(r for r in fastest_first if class_of[r] in keep))
+    kept = [(True, order[:count]) for count in range(len(order), 0, -1)]
+    kept += [(False, order[:n] + order[n + 1 :]) for n in range(len(order) - 1)]
+    for needed, keep in kept:
+        yield needed, tuple(sorted(r for r in fastest_first if class_of[r] in keep))
 
 
 def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:

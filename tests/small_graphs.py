@@ -145,6 +145,56 @@ GRAPHS = {
 }
 
 
+ODD = {
+    # nothing to cut: the only dim of the batch is 1
+    "one row": """
+%x = input("x") : f[1, 3]
+%w = param("w") : f[1, 3]
+%y = aten.linear(%x, %w) : f[1, 1]
+%loss = aten.mean(%y) : f[]
+return %loss
+""",
+    "unused parameter": """
+%x = input("x") : f[4, 2]
+%w = param("w") : f[2, 2]
+%idle = param("idle") : f[3]
+%y = aten.linear(%x, %w) : f[4, 2]
+%loss = aten.mean(%y) : f[]
+return %loss
+""",
+    "inputs of different lengths": """
+%x = input("x") : f[6, 2]
+%z = input("z") : f[2, 2]
+%w = param("w") : f[2, 2]
+%y = aten.linear(%x, %w) : f[6, 2]
+%q = aten.mm(%y, %z) : f[6, 2]
+%loss = aten.mean(%q) : f[]
+return %loss
+""",
+    "scalar parameter": """
+%x = input("x") : f[6, 2]
+%w = param("w") : f[]
+%y = aten.mul.Tensor(%x, %w) : f[6, 2]
+%loss = aten.mean(%y) : f[]
+return %loss
+""",
+    "loss of parameters only": """
+%w = param("w") : f[3, 2]
+%y = aten.mul.Tensor(%w, %w) : f[3, 2]
+%loss = aten.sum(%y) : f[]
+return %loss
+""",
+    "loss that is held whole": """
+%x = input("x") : f[6, 2]
+%w = param("w") : f[2, 2]
+%y = aten.linear(%x, %w) : f[6, 2]
+%m = aten.mean(%y) : f[]
+%loss = aten.relu(%m) : f[]
+return %loss
+""",
+}
+
+
 @st.composite
 def bodies(draw, max_steps: int = 5) -> str:
     """Graphs of a few operators on matrices, with shared values and tied weights."""

@@ -7,7 +7,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import GRAPHS, THREE, bodies, cluster, graph
+from small_graphs import GRAPHS, ODD, THREE, bodies, cluster, graph
 
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
@@ -61,6 +61,13 @@ def test_auto_is_never_slower_than_a_candidate(where, model):
 def test_generated_models(body, scale):
     plan = make_plan(graph(body, scale), cluster(THREE))
     assert all(plan.predicted_step_s <= c.predicted_step_s for c in plan.candidates if c.feasible)
+    assert Plan.parse(str(plan)) == plan
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name != "one row"])
+def test_odd_models(name):
+    plan = make_plan(graph(ODD[name], 8), cluster(THREE))
+    check_program(plan.program)
     assert Plan.parse(str(plan)) == plan
 
 

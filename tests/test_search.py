@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
+from small_graphs import GRAPHS, ODD, THREE, TWO, bodies, cluster, graph
 
 from mixmesh.baselines import data_parallel, fully_sharded, only
 from mixmesh.check import check_program
@@ -334,56 +334,6 @@ def test_emitted_programs_compute_what_one_device_does(name, text):
 @given(bodies(max_steps=6))
 def test_emitted_programs_of_generated_graphs(body):
     hold_against_one_device(body, THREE)
-
-
-ODD = {
-    # nothing to cut: the only dim of the batch is 1
-    "one row": """
-%x = input("x") : f[1, 3]
-%w = param("w") : f[1, 3]
-%y = aten.linear(%x, %w) : f[1, 1]
-%loss = aten.mean(%y) : f[]
-return %loss
-""",
-    "unused parameter": """
-%x = input("x") : f[4, 2]
-%w = param("w") : f[2, 2]
-%idle = param("idle") : f[3]
-%y = aten.linear(%x, %w) : f[4, 2]
-%loss = aten.mean(%y) : f[]
-return %loss
-""",
-    "inputs of different lengths": """
-%x = input("x") : f[6, 2]
-%z = input("z") : f[2, 2]
-%w = param("w") : f[2, 2]
-%y = aten.linear(%x, %w) : f[6, 2]
-%q = aten.mm(%y, %z) : f[6, 2]
-%loss = aten.mean(%q) : f[]
-return %loss
-""",
-    "scalar parameter": """
-%x = input("x") : f[6, 2]
-%w = param("w") : f[]
-%y = aten.mul.Tensor(%x, %w) : f[6, 2]
-%loss = aten.mean(%y) : f[]
-return %loss
-""",
-    "loss of parameters only": """
-%w = param("w") : f[3, 2]
-%y = aten.mul.Tensor(%w, %w) : f[3, 2]
-%loss = aten.sum(%y) : f[]
-return %loss
-""",
-    "loss that is held whole": """
-%x = input("x") : f[6, 2]
-%w = param("w") : f[2, 2]
-%y = aten.linear(%x, %w) : f[6, 2]
-%m = aten.mean(%y) : f[]
-%loss = aten.relu(%m) : f[]
-return %loss
-""",
-}
 
 
 @pytest.mark.parametrize("name", ODD)
