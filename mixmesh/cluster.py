@@ -20,11 +20,14 @@ A rank is a device's index in the order of the file. ``Cluster.load`` reads the 
 A table takes what it does not give from its ``device``; ``count`` repeats it. ``cpu_share`` is the share of
 one CPU core that a device emulated by the testbed gets: its other figures then default to that share of a
 CPU core, its memory to 2 GiB, and its machine's link to 20 Gbit/s and 30 us, as gloo has over loopback.
+
+The clusters of the papers are files of the package: ``Cluster.load("hap-32")`` (``mixmesh/presets``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import math
@@ -46,6 +49,8 @@ CPU_DEVICE_MEMORY_GIB = Decimal(2)
 
 PCIE_LINK = (Decimal(100), Decimal(10))  # Gbit/s, us
 LOOPBACK_LINK = (Decimal(20), Decimal(30))
+
+PRESETS = Path(__file__).parent / "presets"
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,9 @@ class Cluster:
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """Read a cluster file. Raises ``ClusterError``."""
+        """Read a cluster file, or a preset if there is no file of that name. Raises ``ClusterError``."""
+        if str(path) in presets() and not Path(path).exists():
+            path = PRESETS / f"{path}.toml"
         try:
             text = Path(path).read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -120,7 +127,10 @@ class Cluster:
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise ClusterError(
-                f"cannot read the cluster file: {reason}", expected="a TOML file", where=str(path)
+                f"cannot read the cluster file: {reason}",
+                expected="a TOML file, or one of the presets " + ", ".join(presets()),
+                where=str(path),
+                hint=tuple(f"--cluster {n}" for n in difflib.get_close_matches(str(path), presets(), 2)),
             ) from None
         return cls.parse(text, str(path))
 
@@ -222,6 +232,12 @@ class Cluster:
                 "]",
             ]
         return "\n".join(lines) + "\n"
+
+
+def presets() -> tuple[str, ...]:
+    """Names that ``Cluster.load`` knows, the small ones of a family first."""
+    names = (path.stem for path in PRESETS.glob("*.toml"))
+    return tuple(sorted(names, key=lambda n: [int(p) if p.isdigit() else p for p in n.split("-")]))
 
 
 def _build(tables: ClusterTable) -> Cluster:
