@@ -1,7 +1,7 @@
 """A job: the user's own file, a function in it, and what that function returns.
 
 A job is named ``path/to/file.py:function`` (``job`` if no function is named). The function takes nothing
-and returns a ``Job``.
+and returns a ``Job``. ``workload:NAME:SAMPLES`` is one of the package's own (``mixmesh.workloads``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 from .errors import JobError, MixmeshError
 
 DEFAULT_FUNCTION = "job"
+WORKLOAD = "workload:"
 EXAMPLE = "return mixmesh.Job(model, batch)"
 
 
@@ -43,8 +44,13 @@ class Job:
     data: Iterable | None = None
 
 
-def load_job(text: str) -> Job:
-    """The job that ``path/to/file.py:function`` names. Raises JobError, and nothing else."""
+def load_job(text: str, *, weights: bool = True) -> Job:
+    """The job that ``path/to/file.py:function`` or ``workload:NAME:SAMPLES`` names. Raises JobError, and
+    nothing else. Without ``weights`` a workload is made of shapes alone, which is enough to plan it."""
+    if text.startswith(WORKLOAD):
+        from .workloads import make
+
+        return make(text.removeprefix(WORKLOAD), "cpu" if weights else "meta")
     path, function_name = split_name(text)
     with _importing_beside(path):
         module = _import(path)

@@ -19,17 +19,18 @@ ROOT = Path(mixmesh.__file__).parent
 LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"errors"}, {"units"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
-    ({"plan_file"}, {"rules"}, {"trace"}, {"job"}),
+    ({"plan_file"}, {"rules"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),
     ({"buckets"}, {"ratios"}, {"synthesis"}, {"placement"}, {"zero"}, {"check"}, {"runtime"}, {"testbed"}),
     ({"simulator"},),
     ({"baselines"}, {"profiler"}, {"verification"}),
     ({"planner"}, {"report"}),
     ({"api"},),
-    ({"cli", "__main__"}, {"demo"}, {"bench"}),
+    ({"demo"}, {"bench"}),
+    ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
-TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench"}
+TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench", "workloads"}
 TORCH_FILES = {"check/types.py"}
 
 PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}

@@ -12,8 +12,13 @@ from ..ir import print_program
 from ..plan_file import Plan
 from .output import Json, print_json, seconds, size, table, working
 
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="path/to/file.py:function, by default :job")]
-ClusterFile = Annotated[Path, typer.Option("--cluster", metavar="C.toml", help="The cluster file.")]
+JobName = Annotated[
+    str,
+    typer.Argument(metavar="JOB", help="path/to/file.py:function, by default :job; or workload:NAME:SAMPLES"),
+]
+ClusterFile = Annotated[
+    Path, typer.Option("--cluster", metavar="C.toml", help="The cluster file, or a preset: hap-32.")
+]
 PlannerName = Annotated[
     str, typer.Option("--planner", help="auto, hap, or one of the baselines; a wrong name lists them.")
 ]
@@ -32,7 +37,7 @@ def plan(
 ) -> None:
     """Find the fastest program for a job on a cluster, and print it."""
     described = Cluster.load(cluster)
-    _, _, made = plan_job(job, described, planner, profile)
+    _, _, made = plan_job(job, described, planner, profile, weights=False)
     if out is not None:
         made.save(out)
     if as_json:
@@ -44,7 +49,9 @@ def plan(
         print(f"\nwritten to {out}")
 
 
-def plan_job(job: str, cluster: Cluster, planner: str, profile: Path | None) -> tuple[Any, Any, Plan]:
+def plan_job(
+    job: str, cluster: Cluster, planner: str, profile: Path | None, *, weights: bool = True
+) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import check_planner, load_profile, plan_traced
 
@@ -54,7 +61,7 @@ def plan_job(job: str, cluster: Cluster, planner: str, profile: Path | None) -> 
         from ..job import load_job, optimizer_states
         from ..trace import trace
 
-        loaded = load_job(job)
+        loaded = load_job(job, weights=weights)
         say("tracing the model")
         traced = trace(loaded.model, loaded.batch)
         states = optimizer_states(loaded.optimizer)

@@ -1,0 +1,154 @@
+"""Transformers over tokens: HAP's BERT-Base and BERT-MoE, BERT-large, a small Transformer, Llama-like."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..job import Job
+from .layers import Layer, MoeLayer, adam, count_experts, join_heads
+
+WIKITEXT2_WORDS = 33_278
+
+
+class LanguageModel(nn.Module):
+    """Token and position embeddings, layers, a projection to the vocabulary; the mean loss of all tokens."""
+
+    def __init__(self, layers: list[nn.Module], *, words: int, seq: int, width: int, tied: bool = False):
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.positions = nn.Parameter(torch.zeros(seq, width))
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(width, words)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _job(model: nn.Module, global_batch: int, seq: int, words: int) -> Job:
+    tokens = torch.randint(words, (2, global_batch, seq))
+    return Job(model, {"tokens": tokens[0], "targets": tokens[1]}, optimizer=adam)
+
+
+def bert_base(global_batch: int) -> Job:
+    """HAP's BERT-Base, as its released code has it: 8 layers of 768, 128 words of WikiText-2, head untied."""
+    layers = [Layer(768, 12, 3072) for _ in range(8)]
+    model = LanguageModel(layers, words=WIKITEXT2_WORDS, seq=128, width=768)
+    return _job(model, global_batch, 128, WIKITEXT2_WORDS)
+
+
+def bert_moe(global_batch: int) -> Job:
+    """HAP's BERT-MoE: every second of 8 layers has two experts per device, 32 sequences per device.
+
+    The number of experts follows from the batch: a global batch of 256 has 8 devices and 16 experts.
+    """
+    experts = count_experts(global_batch)
+    layers = [
+        MoeLayer(768, 12, 3072, experts=experts, seq=128) if n % 2 else Layer(768, 12, 3072) for n in range(8)
+    ]
+    model = LanguageModel(layers, words=WIKITEXT2_WORDS, seq=128, width=768)
+    return _job(model, global_batch, 128, WIKITEXT2_WORDS)
+
+
+def _bert_large(layers: int, global_batch: int) -> Job:
+    words, seq = 30_522, 512
+    blocks = [Layer(1024, 16, 4096, causal=False) for _ in range(layers)]
+    model = LanguageModel(blocks, words=words, seq=seq, width=1024, tied=True)
+    return _job(model, global_batch, seq, words)
+
+
+def bert_large(global_batch: int) -> Job:
+    """BERT-large (Devlin et al., 2019): 24 layers of 1024, sequences of 512, the head tied."""
+    return _bert_large(24, global_batch)
+
+
+def bert_large_48(global_batch: int) -> Job:
+    """BERT-large with 48 layers, as HeteroG has it to run data parallelism out of memory."""
+    return _bert_large(48, global_batch)
+
+
+def transformer(global_batch: int) -> Job:
+    """A Transformer of 6 layers of 512, sequences of 10 (the batches of TAG's release)."""
+    blocks = [Layer(512, 8, 2048) for _ in range(6)]
+    return _job(LanguageModel(blocks, words=32_000, seq=10, width=512), global_batch, 10, 32_000)
+
+
+class LlamaBlock(nn.Module):
+    """RMS norms, rotary positions, grouped keys, a gated feed-forward; no biases."""
+
+    def __init__(self, width: int, heads: int, key_heads: int, hidden: int):
+        super().__init__()
+        self.heads, self.key_heads, self.head_width = heads, key_heads, width // heads
+        self.norm1, self.norm2 = nn.RMSNorm(width, 1e-5), nn.RMSNorm(width, 1e-5)
+        self.query = nn.Linear(width, width, bias=False)
+        self.key = nn.Linear(width, key_heads * self.head_width, bias=False)
+        self.value = nn.Linear(width, key_heads * self.head_width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.gate = nn.Linear(width, hidden, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x, cos, sin):
+        x = x + self.attention(self.norm1(x), cos, sin)
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+    def attention(self, x, cos, sin):
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for proj in (self.query, self.key, self.value)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        groups = self.heads // self.key_heads
+        k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))
+        h = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(join_heads(h))
+
+
+def rotate(x, cos, sin):
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-b, a], dim=-1) * sin
+
+
+class Llama(nn.Module):
+    def __init__(self, *, words, seq, width, layers, heads, key_heads, hidden, tied):
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.blocks = nn.ModuleList(LlamaBlock(width, heads, key_heads, hidden) for _ in range(layers))
+        self.norm = nn.RMSNorm(width, 1e-5)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+        half = width // heads // 2
+        angles = torch.outer(torch.arange(seq).float(), 10_000.0 ** (-torch.arange(half) / half)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def llama_05b(global_batch: int) -> Job:
+    """Llama-like with 0.5 B parameters: 24 layers of 1280; sequences of 1024. Poplar gives the size only."""
+    model = Llama(
+        words=32_000, seq=1024, width=1280, layers=24, heads=20, key_heads=20, hidden=3328, tied=True
+    )
+    return _job(model, global_batch, 1024, 32_000)
+
+
+def llama_11b(global_batch: int) -> Job:
+    """Llama-like with 1.1 B parameters: the shape of TinyLlama (22 layers of 2048, 4 key heads)."""
+    model = Llama(
+        words=32_000, seq=1024, width=2048, layers=22, heads=32, key_heads=4, hidden=5632, tied=False
+    )
+    return _job(model, global_batch, 1024, 32_000)
