@@ -27,6 +27,7 @@ from .ratios import optimal_ratio, usable_bytes, with_ratio
 from .rules import RULES, shard_units
 from .simulator import Simulation, Timeline
 from .synthesis import Choices, NoProgram, Prices, Problem, emit, search
+from .units import size_text
 
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 PLANNERS = ("auto", "hap", *BASELINES)
@@ -385,16 +386,16 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     device = task.costs.cluster.devices[rank]
     peak = closest.timeline.peak_memory_bytes[rank]
     name, size = largest_tensor(closest.program, rank)
-    gib = 2**30
     return Infeasible(
         "no plan fits in memory",
-        expected=f"at most {usable_bytes(task.costs, rank, HEADROOM) / gib:.2f} GiB usable on rank {rank} "
+        expected=f"at most {size_text(usable_bytes(task.costs, rank, HEADROOM))} usable on rank {rank} "
         f"({device.name})",
-        got=f"{peak / gib:.2f} GiB needed there by {closest.planner}, the candidate that comes closest; "
-        f"largest tensor %{name}, {size / gib:.2f} GiB",
+        got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
+        f"{size_text(task.costs.memory_constant_bytes(rank))} of it are the process itself, the largest "
+        f"tensor is %{name}, {size_text(size)}",
         hint=(
             "a smaller global batch in the job",
-            f"a device with at least {over / gib:.2f} GiB more memory",
+            f"a device with at least {size_text(over)} more memory",
         ),
     )
 

@@ -52,3 +52,15 @@ def _rounded(exact: Fraction, digits: int) -> Decimal:
         return Decimal(0)
     scale = digits - (len(str(exact.numerator)) - len(str(exact.denominator)))
     return Decimal(round(exact * Fraction(10) ** scale)).scaleb(-scale).normalize()
+
+
+def size_text(size_bytes: float) -> str:
+    """A size to read: ``1.25 GiB``, ``340 MiB``."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size_bytes >= unit:
+            return (
+                f"{size_bytes / unit:.3g} {name}"
+                if size_bytes < 1000 * unit
+                else f"{size_bytes / unit:.0f} {name}"
+            )
+    return f"{size_bytes:.0f} B"

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import MixmeshError
+from ..units import size_text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
@@ -85,7 +86,4 @@ def seconds(value: float) -> str:
 
 
 def size(value: float) -> str:
-    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if value >= unit:
-            return f"{value / unit:.3g} {name}" if value < 1000 * unit else f"{value / unit:.0f} {name}"
-    return f"{value:.0f} B"
+    return size_text(value)

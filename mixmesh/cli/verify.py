@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError
 from ..plan_file import Plan
@@ -30,12 +31,14 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Run all ranks of a plan in one process and compare with the single device."""
-    if (plan is None) == (cluster is None):
+    if plan is None and cluster is None:
         raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
     if plan is None:
         loaded, traced, made = plan_job(job, Cluster.load(cluster), planner, profile)
     else:
         made, traced = Plan.load(plan), None
+        if cluster is not None:
+            check_plan(made, Cluster.load(cluster), where=str(plan))
         from ..job import load_job
 
         loaded = load_job(job)
