@@ -171,12 +171,12 @@ class Comparison:
 
 def compare(predicted: Timeline, measured: Timeline, *, largest: int = 10) -> Comparison:
     """What was predicted beside what was measured: the step, each stream, and the largest differences."""
+    one, two = durations(predicted), durations(measured)
     streams = [
         Difference("compute", rank, p, m)
         for rank, (p, m) in enumerate(zip(predicted.compute_s, measured.compute_s))
     ]
-    streams.append(Difference("communication", None, predicted.communication_s, measured.communication_s))
-    one, two = durations(predicted), durations(measured)
+    streams.append(Difference("communication", None, communication_s(one), communication_s(two)))
     events = [Difference(name, rank, one.get((name, rank)), two.get((name, rank)))
               for name, rank in dict.fromkeys([*one, *two])]  # fmt: skip
     events.sort(key=lambda d: -d.size_s)
@@ -184,21 +184,32 @@ def compare(predicted: Timeline, measured: Timeline, *, largest: int = 10) -> Co
     return Comparison(step, tuple(streams), tuple(events[:largest]))
 
 
-def durations(timeline: Timeline) -> dict[tuple[str, int | None], float]:
-    """Seconds by (name, rank), and by (name, None) for a collective, which counts once.
+Durations = dict[tuple[str, int | None], float]
 
-    A rank that comes to a collective early waits inside it. The last to come waits for nobody, so a
-    collective takes as long as it does on the rank where it is shortest.
+
+def durations(timeline: Timeline) -> Durations:
+    """Seconds by (name, rank) of what is computed, by (name, None) of a collective, which counts once.
+
+    A rank that comes to a collective early waits inside it, and the last to come waits for nobody: it
+    takes as long as on the rank where it is shortest. One that is issued behind another waits for that,
+    so its time begins when the one before has ended.
     """
-    out: dict[tuple[str, int | None], float] = defaultdict(float)
+    out: Durations = defaultdict(float)
     met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for e in timeline.events:
+    free: dict[int, float] = defaultdict(lambda: -math.inf)  # when the last one ended, by rank
+    for e in sorted(timeline.events, key=lambda e: e.end_s):
         if e.stream == "compute":
             out[e.name, e.rank] += e.end_s - e.start_s
         else:
-            met[e.name][e.rank].append(e.end_s - e.start_s)
+            met[e.name][e.rank].append(e.end_s - max(e.start_s, free[e.rank]))
+            free[e.rank] = e.end_s
     for name, by_rank in met.items():
         times = max(map(len, by_rank.values()))  # how often it was held
         for n in range(times):
             out[name, None] += min(spans[n] for spans in by_rank.values() if n < len(spans))
     return dict(out)
+
+
+def communication_s(found: Durations) -> float:
+    """Seconds of all collectives."""
+    return sum(seconds for (_, rank), seconds in found.items() if rank is None)

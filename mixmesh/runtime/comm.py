@@ -75,13 +75,18 @@ class Comm:
         return tuple(range(self.world_size))
 
     def channel(
-        self, ranks: tuple[int, ...], instruction: Instruction | str, purpose: str = "data"
+        self,
+        ranks: tuple[int, ...],
+        instruction: Instruction | str,
+        purpose: str = "data",
+        part: str = "",
     ) -> Channel:
-        """The group of ``ranks`` on behalf of an instruction (or of what a string says)."""
+        """The group of ``ranks`` on behalf of an instruction (or of what a string says), or of a ``part``
+        of it: its gradient."""
         if isinstance(instruction, str):
             what, where = instruction, ""
         else:
-            what = instruction.op
+            what = f"{part} of {instruction.op}" if part else instruction.op
             where = f"{print_instruction(instruction)}  {instruction.location}".rstrip()
         group = None if len(ranks) == 1 else self.groups[purpose, ranks]
         return Channel(self, group, ranks, what, where)

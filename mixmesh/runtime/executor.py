@@ -20,6 +20,7 @@ from .comm import Comm
 from .layout import Layout, layout
 from .local import TORCH_DTYPES, local_op
 from .random import RandomPolicy
+from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
 from .sfb import is_sfb, sfb_op, wait_now
@@ -78,13 +79,14 @@ def compile_program(
     *,
     training: bool = True,
     sink: Sink | None = None,
+    recorder: Recorder | None = None,
 ) -> RankProgram:
     """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
 
     ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
-    one the backward pass waits for each.
+    one the backward pass waits for each. With a ``recorder`` every instruction is measured.
     """
-    writer = _Writer(program, rank, comm, device, random, training, sink)
+    writer = _Writer(program, rank, comm, device, random, training, sink, recorder)
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
@@ -97,12 +99,14 @@ def compile_program(
 class _Writer:
     """Writes the source; ``bound`` are the objects that it names."""
 
-    def __init__(self, program, rank, comm, device, random, training, sink) -> None:
+    def __init__(self, program, rank, comm, device, random, training, sink, recorder) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
-        self.training, self.sink = training, sink
+        self.training, self.sink, self.recorder = training, sink, recorder
+        if recorder is not None:
+            self.comm = RecordedComm.of(comm, recorder)
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
         self.origin: dict[int, Instruction] = {}
-        self.bound: dict[str, object] = {"torch": torch, "sink": sink}
+        self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
         self.held: set[str] = set()
         self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
         self.reshard = reshard_points(program)
@@ -150,6 +154,11 @@ class _Writer:
         for name in dict.fromkeys(names):
             if name in self.pending:
                 self._line(f"{self._name(name)} = {self.pending.pop(name)}", i)
+                self._outside(name, i)
+
+    def _outside(self, name: str, i: Instruction | None) -> None:
+        if self.recorder is not None and name in self.held and name in self.program.requires_grad:
+            self._line(f"recorder.outside({self._name(name)})", i)
 
     def _leaf(self, n: int, i: Instruction) -> None:
         if not self._takes_part(i):
@@ -181,6 +190,8 @@ class _Writer:
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random)
         used = [(r is not None) for r in i.results]
+        if self.recorder is not None and any(used):
+            self.bound[f"op{n}"] = self.recorder.timed(i, self.bound[f"op{n}"])
         results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
         arguments = ", ".join([*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)])
         if any(used):
@@ -220,6 +231,8 @@ class _Writer:
             result = self._name(i.results[0]) if i.results[0] in self.held else None
             target = result or "_"
             self._line(f"{target} = keep.release(k_{_mangle(name)}, {result}, tokens)", i)
+            if result is not None:
+                self._outside(i.results[0], i)
 
     def _forget(self, n: int, i: Instruction) -> None:
         names = dict.fromkeys((*i.inputs, *(r for r in i.results if r is not None)))

@@ -16,7 +16,7 @@ handles, and added to their parameters as they arrive.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -102,6 +102,7 @@ class GradientReducer:
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
+        self._own: list[Bucket] = []
         for n, bucket in enumerate(buckets):
             members = list({id(params[n]): params[n] for n in bucket.names}.values())  # tied: once
             members = [p for p in members if p.requires_grad and id(p) not in self._first]
@@ -113,6 +114,18 @@ class GradientReducer:
                 self._first[id(p)] = comm.rank == bucket.ranks[0]
                 p.register_post_accumulate_grad_hook(self._hook(len(self._buckets), p))
             self._buckets.append(members)
+            self._own.append(bucket)
+
+    @contextmanager
+    def through(self, channel_of: Callable[[Channel, Bucket, int], Channel]):
+        """Within it, every bucket's sum goes through ``channel_of`` its channel, the bucket and bytes."""
+        before = self._channels
+        sizes = [sum(p.numel() * p.element_size() for p in members) for members in self._buckets]
+        self._channels = [channel_of(*of) for of in zip(before, self._own, sizes)]
+        try:
+            yield
+        finally:
+            self._channels = before
 
     @contextmanager
     def paused(self):

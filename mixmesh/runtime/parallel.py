@@ -7,7 +7,8 @@ loop runs unchanged under ``torchrun``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import MixmeshError, PlanError
 from ..ir import Program
+from ..timeline import bucket_name
 from . import optimizers
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
@@ -24,6 +26,7 @@ from .executor import RankProgram, compile_program
 from .gradients import GradientReducer, assign_buckets
 from .local import TORCH_DTYPES
 from .random import RandomPolicy
+from .recording import RecordedComm, Recorder, recorded
 from .shards import Stored, agree, stored_tensors
 
 
@@ -52,6 +55,7 @@ class _Runtime:
     compiled: dict[bool, RankProgram]  # by training
     output_has_loss: bool
     reducer: GradientReducer | None = None
+    recorder: Recorder | None = None
 
 
 class ParallelModel(nn.Module):
@@ -136,6 +140,7 @@ class ParallelModel(nn.Module):
                 run.random,
                 training=self.training,
                 sink=run.reducer.sink,
+                recorder=run.recorder,
             )
         return run.compiled[self.training]
 
@@ -160,6 +165,26 @@ class ParallelModel(nn.Module):
         """Within it, backward passes leave the gradients of replicated parameters unsummed, to be summed
         with those of the next pass outside: for gradient accumulation."""
         return self._runtime.reducer.paused()
+
+    @contextmanager
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Within it, all that this rank computes and communicates is measured."""
+        run = self._runtime
+        before = run.comm, run.compiled, run.recorder
+        run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
+        self._compiled()  # not in the first step that is measured
+
+        result_of = {p.args[0]: p.result for p in self.program.params}
+
+        def channel_of(channel, bucket, size_bytes):
+            name = bucket_name([result_of[param] for param in bucket.names])
+            return recorded(channel, recorder, name, "all_reduce", size_bytes)
+
+        try:
+            with run.reducer.through(channel_of):
+                yield
+        finally:
+            run.comm, run.compiled, run.recorder = before
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

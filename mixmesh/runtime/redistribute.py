@@ -67,7 +67,7 @@ class Redistribution:
         steps = route(self.dst.dual, self.src.dual)
         if gradient is None and self.comm.rank in self.dst.ranks:
             gradient = self._zeros(self.dst)
-        return self._along(steps, gradient, self.gradient_algorithm)
+        return self._along(steps, gradient, self.gradient_algorithm, "gradient")
 
     def start(self, x: Tensor | None) -> Pending:
         """The beginning of a redistribution with autograd."""
@@ -85,21 +85,23 @@ class Redistribution:
             x = self._step(step, x, None).wait()
         return x
 
-    def _along(self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None) -> Handle:
+    def _along(
+        self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None, part: str = ""
+    ) -> Handle:
         for step in steps[:-1]:
-            x = self._step(step, x, algorithm).wait()
-        return self._step(steps[-1], x, algorithm) if steps else done(x)
+            x = self._step(step, x, algorithm, part).wait()
+        return self._step(steps[-1], x, algorithm, part) if steps else done(x)
 
     def _zeros(self, held: Layout) -> Tensor:
         shape = held.shape(self.shape, self.comm.rank)
         return torch.zeros(shape, dtype=self.dtype, device=self.comm.device)
 
-    def _step(self, step: Step, x: Tensor | None, algorithm: str | None) -> Handle:
+    def _step(self, step: Step, x: Tensor | None, algorithm: str | None, part: str = "") -> Handle:
         rank, src, dst = self.comm.rank, step.src, step.dst
         if step.ranks and rank in step.ranks:
             if x is None:
                 x = self._zeros(src)
-            handle = self._collective(step, x, algorithm)
+            handle = self._collective(step, x, algorithm, part)
             return handle if rank in dst.ranks else then(lambda _: None, handle)
         if rank not in dst.ranks:
             return done(None)
@@ -118,9 +120,9 @@ class Redistribution:
                 return done(self._zeros(dst) if x is None else x)
         return done(x)  # spread to ranks that hold it already
 
-    def _collective(self, step: Step, x: Tensor, algorithm: str | None) -> Handle:
+    def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle:
         src, dst = step.src, step.dst
-        channel = self.comm.channel(step.ranks, self.instruction)
+        channel = self.comm.channel(step.ranks, self.instruction, part=part)
         of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
         match step.kind:
             case "gather":

@@ -56,7 +56,7 @@ def sfb_op(program: Program, i: Instruction, comm: Comm, sink) -> Callable[..., 
             got=", ".join(str(program.types[name]) for name in i.inputs),
             where=f"{print_instruction(i)}  {i.location}".rstrip(),
         )
-    channel = comm.channel(x.ranks, i)
+    channel = comm.channel(x.ranks, i, part="factors")
 
     def run(tokens: list[Tensor], x_local: Tensor, weight: Tensor, bias: Tensor | None = None):
         if not torch.is_grad_enabled():

@@ -8,29 +8,38 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..timeline import Timeline
 from .data import shard_batches
-from .parallel import parallelize
+from .parallel import ParallelModel, parallelize
+from .recording import Recorder, gather_steps
 
 WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
+RECORDED_STEPS = 3  # after the warm-up
+Span = Callable[[str], AbstractContextManager]
 
 
 @dataclass(frozen=True)
 class RunReport:
-    """``step_s`` per step on the slowest rank, global ``losses``, ``peak_memory_bytes`` per rank."""
+    """``step_s`` per step on the slowest rank, global ``losses``, ``peak_memory_bytes`` per rank; of a
+    recorded run a timeline per recorded step."""
 
     step_s: tuple[float, ...]
     losses: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+    timelines: tuple[Timeline, ...] = ()
 
     @property
     def step_s_median(self) -> float:
-        return statistics.median(self.step_s[WARMUP_STEPS:] or self.step_s)
+        """Of the steps after the warm-up, without those that were recorded where there are others."""
+        warm = self.step_s[WARMUP_STEPS:]
+        return statistics.median(warm[len(self.timelines) :] or warm or self.step_s)
 
 
 def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
@@ -55,13 +64,15 @@ def train(
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
     seed: int = 0,
+    record: bool = False,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
 ) -> RunReport:
     """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
-    after each with its number, global loss and seconds.
+    after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
+    measured in detail; it takes a step more than the warm-up.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
@@ -72,20 +83,63 @@ def train(
     dist.barrier()
     step_s: list[float] = []
     losses: list[float] = []
+    recording = _Recording(parallel) if record else None
+    span = nullcontext
     for number in range(steps):
         started = time.perf_counter()
-        batch = next(batches, None)
+        with span("batch"):
+            batch = next(batches, None)
         if batch is None:
             break
         call = parallel.forward_local
         local, total = call(**batch) if isinstance(batch, dict) else call(*batch)
         local.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        if recording is not None:
+            span = recording.before_optimizer(number)
+        with span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
+        if recording is not None:
+            span = recording.after_optimizer(number)
         losses.append(float(total.wait()))
         step_s.append(time.perf_counter() - started)
         on_step(number, losses[-1], step_s[-1])
-    return RunReport(slowest(step_s), tuple(losses), everyones(peak_memory_bytes(comm.device)))
+    peaks = everyones(peak_memory_bytes(comm.device))
+    timelines = () if recording is None else recording.finish(peaks)
+    return RunReport(slowest(step_s), tuple(losses), peaks, timelines)
+
+
+class _Recording:
+    """Of a run: from the optimizer's step of the last step of the warm-up to that of the last recorded
+    step, so that whole periods lie between."""
+
+    def __init__(self, parallel: ParallelModel) -> None:
+        self._parallel = parallel
+        self._recorder: Recorder | None = None
+        self._open = ExitStack()
+        self._span: Span = nullcontext
+
+    def before_optimizer(self, number: int) -> Span:
+        """What to measure by from here on."""
+        if number == WARMUP_STEPS - 1:
+            self._recorder = Recorder(self._parallel.comm)
+            self._open.enter_context(self._parallel.recorded(self._recorder))
+            self._span = self._recorder.span
+            dist.barrier()  # nobody compiles while others measure
+        return self._span
+
+    def after_optimizer(self, number: int) -> Span:
+        if number == WARMUP_STEPS - 1 + RECORDED_STEPS:
+            self._open.close()
+            self._span = nullcontext
+        return self._span
+
+    def finish(self, peak_memory_bytes: tuple[int, ...]) -> tuple[Timeline, ...]:
+        """One timeline per recorded step. Collective."""
+        self._open.close()
+        if self._recorder is None:
+            return ()
+        return gather_steps(self._recorder, self._parallel.comm, peak_memory_bytes)
 
 
 def slowest(step_s: list[float]) -> tuple[float, ...]:

@@ -1,0 +1,276 @@
+"""Measuring a step: what this rank's compute and communication streams do, as a ``Timeline``.
+
+A recording replaces, for a while, what a model runs by the same with clocks around it; outside of it
+nothing is measured and nothing is paid. A collective lasts from its issue to its completion, told by
+the future of its work. In the backward pass there is no call to put a clock around: the time from the
+moment when autograd reaches the nodes of one instruction to when it reaches those of another belongs to
+the first. Whatever waits is on no one's account.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..cost.placed import DUAL_COLLECTIVE
+from ..ir import Instruction
+from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name
+from .comm import Channel, Comm
+
+SYNCHRONISATIONS = 15  # of the clocks: one barrier each
+PERIOD = "optimizer"  # a timeline lasts from one of these to the next
+
+
+class Clock:
+    """Moments of this rank: of the host, or on a GPU of the stream that is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            self._base = torch.cuda.Event(enable_timing=True)
+            self._base.record()
+            torch.cuda.synchronize(device)
+        self._base_s = time.perf_counter()
+
+    def now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, moment: Any) -> float:
+        """On the scale of ``time.perf_counter``. The device must have reached the moment."""
+        if isinstance(moment, float):
+            return moment
+        return self._base_s + self._base.elapsed_time(moment) / 1e3
+
+
+@dataclass
+class _Span:
+    stream: str
+    name: str
+    op: str
+    start: Any
+    end: Any = None
+    size_bytes: int | None = None
+
+
+class Recorder:
+    """The spans of one rank, in the order in which they began."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.clock = Clock(comm.device)
+        self.rank = comm.rank
+        self._spans: list[_Span] = []
+        self._backward: _Span | None = None  # of the instruction whose backward is running
+
+    # computation
+
+    @contextmanager
+    def span(self, name: str, op: str = "") -> Iterator[None]:
+        self.leave()
+        span = _Span("compute", name, op, self.clock.now())
+        self._spans.append(span)
+        yield
+        span.end = self.clock.now()
+
+    def timed(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
+        """A local operator with clocks around its forward and its backward."""
+        name = next(r for r in i.results if r is not None)
+        grad = gradient_name(name)
+
+        def run(*args):
+            with self.span(name, i.op):
+                out = call(*args)
+            passed = {id(a.grad_fn) for a in args if isinstance(a, Tensor)}
+            nodes = {id(o.grad_fn): o.grad_fn for o in out if isinstance(o, Tensor) and o.grad_fn is not None}
+            for key, node in nodes.items():
+                if key not in passed:  # else it gave back what it was given
+                    node.register_prehook(lambda _: self._enter(grad, i.op))
+            return out
+
+        return run
+
+    def outside(self, x: Tensor | None) -> None:
+        """The backward of what made ``x`` is no instruction's computation."""
+        if x is not None and x.grad_fn is not None:
+
+            def leave(_) -> None:
+                self.leave()
+
+            x.grad_fn.register_prehook(leave)
+
+    def _enter(self, name: str, op: str) -> None:
+        if self._backward is None or self._backward.name != name:
+            self.leave()
+            self._backward = _Span("compute", name, op, self.clock.now())
+            self._spans.append(self._backward)
+
+    def leave(self) -> _Span | None:
+        """Ends the backward that is running, if one is, and gives it."""
+        left, self._backward = self._backward, None
+        if left is not None:
+            left.end = self.clock.now()
+        return left
+
+    # communication
+
+    def issue(self, channel: RecordedChannel, call: Callable[[], dist.Work | None]) -> dist.Work | None:
+        clock = time.perf_counter if channel.staged else self.clock.now
+        if not channel.last or self._spans[-1] is not channel.last[0]:
+            span = _Span("communication", channel.title(), channel.op, clock(), None, channel.size_bytes)
+            channel.last[:] = [span]
+            self._spans.append(span)
+        last = channel.last[0]  # one more transfer of the same collective, if that was the last that began
+        work = call()
+        if work is None:
+            return work
+
+        def arrived(_) -> None:
+            last.end = clock()
+
+        work.get_future().then(arrived)
+        return work
+
+    def wait(self, finish: Callable[[], None]) -> None:
+        """While this rank waits it computes nothing."""
+        paused = self.leave()
+        finish()
+        if paused is not None:
+            self._enter(paused.name, paused.op)
+
+    def events(self, offset_s: float) -> list[Event]:
+        """All that has ended, the clock set back by ``offset_s``."""
+        self.leave()
+        seconds = lambda moment: self.clock.seconds(moment) - offset_s  # noqa: E731
+        return [
+            Event(self.rank, s.stream, s.name, seconds(s.start), seconds(s.end), s.op, s.size_bytes)
+            for s in self._spans
+            if s.end is not None
+        ]
+
+
+@dataclass(frozen=True)
+class RecordedComm(Comm):
+    """A Comm whose collectives are recorded."""
+
+    recorder: Recorder | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(cls, comm: Comm, recorder: Recorder) -> RecordedComm:
+        return cls(comm.rank, comm.world_size, comm.device, comm.timeout_s, comm.groups, recorder)
+
+    def channel(self, ranks, instruction, purpose="data", part="") -> RecordedChannel:
+        plain = super().channel(ranks, instruction, purpose, part)
+        if isinstance(instruction, str):
+            return recorded(plain, self.recorder, instruction, instruction.split()[0])
+        result = next(r for r in instruction.results if r is not None)
+        size = instruction.types[0].value.size_bytes
+        op = instruction.op
+        if part == "gradient":
+            return recorded(plain, self.recorder, gradient_name(result), DUAL_COLLECTIVE.get(op, op), size)
+        if part:
+            return recorded(plain, self.recorder, f"{result} {part}", "all_gather")
+        return recorded(plain, self.recorder, result, op, size, in_backward=repeated_name(result))
+
+
+@dataclass(frozen=True)
+class RecordedChannel(Channel):
+    """A channel whose collectives are recorded by ``name``, or ``in_backward`` if they begin there."""
+
+    recorder: Recorder
+    name: str
+    in_backward: str
+    op: str
+    size_bytes: int | None
+    last: list[_Span] = field(default_factory=list)  # what it did last, if anything
+
+    def title(self) -> str:
+        return self.name if torch._C._current_graph_task_id() == -1 else self.in_backward
+
+    def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
+        return self.recorder.issue(self, lambda: Channel.start(self, call, *args, **kwargs))
+
+    def finish(self, work: dist.Work | None) -> None:
+        if work is not None:
+            self.recorder.wait(lambda: Channel.finish(self, work))
+
+
+def recorded(
+    c: Channel,
+    recorder: Recorder,
+    name: str,
+    op: str,
+    size_bytes: int | None = None,
+    *,
+    in_backward: str = "",
+) -> RecordedChannel:
+    of = (recorder, name, in_backward or name, op, size_bytes)
+    return RecordedChannel(c.comm, c.group, c.ranks, c.what, c.where, *of)
+
+
+# --- from the spans of all ranks to steps -----------------------------------------------------------------
+
+
+def clock_offset_s() -> float:
+    """How far this rank's clock is ahead of rank 0's. Collective.
+
+    All ranks leave a barrier at about the same moment; how late one learns of it varies, hence the median
+    of several.
+    """
+    moments = []
+    for _ in range(SYNCHRONISATIONS):
+        dist.barrier()
+        moments.append(time.perf_counter())
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, moments)
+    return statistics.median(mine - first for mine, first in zip(moments, everyones[0]))
+
+
+def gather_steps(recorder: Recorder, comm: Comm, peak_memory_bytes: tuple[int, ...]) -> tuple[Timeline, ...]:
+    """One timeline per recorded step, on every rank. Collective."""
+    if comm.device.type == "cuda":
+        torch.cuda.synchronize(comm.device)
+    events = recorder.events(clock_offset_s())
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, events)
+    cut = [_periods(own) for own in everyones]
+    return tuple(_timeline(per_rank, peak_memory_bytes) for per_rank in zip(*cut))
+
+
+def typical(steps: tuple[Timeline, ...]) -> Timeline:
+    """The step of median length."""
+    return sorted(steps, key=lambda step: step.step_s)[len(steps) // 2]
+
+
+_Period = tuple[float, float, list[Event]]  # start, end, what began between
+
+
+def _periods(events: list[Event]) -> list[_Period]:
+    """Cut where the optimizer begins. The last optimizer step belongs to no whole period."""
+    starts = [e.start_s for e in events if e.name == PERIOD]
+    return [
+        (start, end, [e for e in events if start <= e.start_s < end])
+        for start, end in zip(starts, starts[1:])
+    ]
+
+
+def _timeline(per_rank: tuple[_Period, ...], peak_memory_bytes: tuple[int, ...]) -> Timeline:
+    zero = min(start for start, _, _ in per_rank)
+    events = tuple(
+        replace(e, start_s=e.start_s - zero, end_s=e.end_s - zero) for _, _, own in per_rank for e in own
+    )
+    compute = tuple(sum(e.end_s - e.start_s for e in own if e.stream == "compute") for _, _, own in per_rank)
+    timeline = Timeline(
+        max(end - start for start, end, _ in per_rank), peak_memory_bytes, compute, 0.0, events
+    )
+    return replace(timeline, communication_s=communication_s(durations(timeline)))
