@@ -17,7 +17,7 @@ _EXPORTS = {
     "Plan": "plan_file",
     "Profile": "cost",
     "Program": "ir",
-    "Timeline": "simulator",
+    "Timeline": "timeline",
     "VerifyReport": "verification",
     "load_job": "job",
     "parallelize": "runtime.parallel",

@@ -12,7 +12,7 @@ from .cluster import Cluster
 from .cost import CostModel, Profile
 from .errors import InputError
 from .plan_file import Plan
-from .simulator import Timeline
+from .timeline import Timeline
 
 if TYPE_CHECKING:
     from torch import nn, optim
@@ -83,7 +83,8 @@ def load_profile(profile: Profile | str | Path | None) -> Profile | None:
 def simulate(
     plan: Plan, cluster: Cluster, *, profile: Profile | str | Path | None = None, events: bool = False
 ) -> Timeline:
-    """Predicts one step of ``plan`` on ``cluster``. Raises PlanError if it was made for another cluster."""
+    """Predicts one step of ``plan`` on ``cluster``, with ``events`` all that happens in it. Raises PlanError
+    if it was made for another cluster."""
     from .check import check_plan
     from .simulator import simulate as run
 

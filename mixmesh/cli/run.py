@@ -3,29 +3,50 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError, JobError
 from ..plan_file import Plan
-from .output import Json, print_json, seconds, size
-from .plan import JobName
+from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from .output import Json, print_json, seconds, size, table
+from .plan import JobName, ProfileFile
 from .testbed import CLUSTER_VARIABLE
+
+if TYPE_CHECKING:
+    from ..runtime.train import RunReport
 
 
 def run(
     job: JobName,
     plan: Annotated[Path, typer.Option("--plan", metavar="X.plan", help="From mixmesh plan --out.")],
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 10,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", metavar="T.json", help="Measure a few steps; write one for ui.perfetto.dev."),
+    ] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="With --trace: predict for this cluster."),
+    ] = None,
+    profile: ProfileFile = None,
     as_json: Json = False,
 ) -> None:
     """Train a job by a plan: one process per device, under torchrun or inside the testbed."""
     loaded_plan = Plan.load(plan)
     rank = check_launch(job, plan, loaded_plan)
+    described = predicted = None
+    if trace is not None:
+        check_trace(trace, steps)
+        described = described_cluster(cluster)
+        if described is not None:
+            predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
     from ..check import check_program
     from ..job import load_job
     from ..runtime.train import train
@@ -37,13 +58,26 @@ def run(
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
 
-    report = train(load_job(job), loaded_plan, steps=steps, on_start=enter_device, on_step=say)
+    report = train(
+        load_job(job),
+        loaded_plan,
+        steps=steps,
+        record=trace is not None,
+        on_start=enter_device,
+        on_step=say,
+    )
     leave()
     if rank:
         return
     if not report.step_s:
         raise JobError("the job's data has no batch", expected="at least one batch", where=job)
     median = report.step_s_median
+    compared = None
+    if trace is not None:
+        measured = measured_step(report, trace)
+        devices = [] if described is None else [device.name for device in described.devices]
+        save_trace(to_chrome_trace(measured, name="measured", devices=devices), trace)
+        compared = None if predicted is None else compare(predicted, measured)
     if as_json:
         print_json(
             {
@@ -54,13 +88,60 @@ def run(
                 "step_s": list(report.step_s),
                 "world_size": loaded_plan.program.world_size,
                 "emulation": os.environ.get("MIXMESH_EMULATION"),
+                **({} if compared is None else {"comparison": asdict(compared)}),
             }
         )
         return
-    predicted = loaded_plan.predicted_step_s
     print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
-    print(f"step {seconds(median)} (median), predicted {seconds(predicted)}")
+    print(f"step {seconds(median)} (median), predicted {seconds(loaded_plan.predicted_step_s)}")
     print("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
+    if trace is not None:
+        print(f"timeline of one step written to {trace}")
+        if compared is None:
+            print("what was predicted of it needs the cluster: --cluster C.toml")
+        else:
+            print(comparison_table(compared))
+
+
+def described_cluster(path: Path | None) -> Cluster | None:
+    """The cluster that is named, or the testbed's."""
+    given = path or os.environ.get(CLUSTER_VARIABLE)
+    return None if given is None else Cluster.load(given)
+
+
+def check_trace(trace: Path, steps: int) -> None:
+    """Before the training, not after it."""
+    from ..runtime.train import WARMUP_STEPS
+
+    if steps <= WARMUP_STEPS:
+        raise InputError(
+            "too few steps for a timeline",
+            expected=f"--steps {WARMUP_STEPS + 1} or more: the first {WARMUP_STEPS} are not like the others",
+            got=f"--steps {steps}",
+        )
+    if not trace.parent.is_dir():
+        raise InputError(
+            "the timeline could not be written", where=str(trace), got=f"no folder {trace.parent}"
+        )
+
+
+def measured_step(report: RunReport, trace: Path) -> Timeline:
+    from ..runtime.recording import typical
+
+    if not report.timelines:
+        raise JobError("the job's data ended before a step was measured", where=str(trace))
+    return typical(report.timelines)
+
+
+def comparison_table(compared: Comparison) -> str:
+    """The step, the streams, and the events that differ most."""
+    rows = []
+    for d in (compared.step, *compared.streams, *compared.largest):
+        one, two = d.predicted_s, d.measured_s
+        factor = f"{two / one:.2f}" if one and two is not None else "-"
+        times = ("-" if s is None else seconds(s) for s in (one, two))
+        rows.append((d.what, "all" if d.rank is None else str(d.rank), *times, factor))
+    return table(("one step", "rank", "predicted", "measured", "measured/predicted"), rows)
 
 
 def leave() -> None:

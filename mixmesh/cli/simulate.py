@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +10,8 @@ import typer
 from ..api import simulate as simulate_plan
 from ..check import check_placements
 from ..cluster import Cluster
-from ..errors import InputError
 from ..plan_file import Plan
-from ..simulator import Timeline
+from ..timeline import save_trace, to_chrome_trace
 from .output import Json, print_json, seconds, size, table
 from .plan import ClusterFile, ProfileFile
 from .show import PlanFile
@@ -35,7 +32,8 @@ def simulate(
     check_placements(loaded.program, str(plan))
     timeline = simulate_plan(loaded, described, profile=profile, events=trace is not None)
     if trace is not None:
-        write_trace(timeline, described, trace)
+        devices = [device.name for device in described.devices]
+        save_trace(to_chrome_trace(timeline, name="predicted", devices=devices), trace)
     if as_json:
         print_json(
             {
@@ -53,23 +51,3 @@ def simulate(
         for rank, device in enumerate(described.devices)
     ]  # fmt: skip
     print(table(("rank", "device", "computes", "memory", "of"), rows))
-
-
-def write_trace(timeline: Timeline, cluster: Cluster, path: Path) -> None:
-    """The Chrome trace format, in microseconds: a process per rank, a thread per stream."""
-    events = [
-        {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank} ({device.name})"}}
-        for rank, device in enumerate(cluster.devices)
-    ]
-    events += [
-        {"ph": "X", "name": e.name, "pid": e.rank, "tid": e.stream,
-         "ts": e.start_s * 1e6, "dur": (e.end_s - e.start_s) * 1e6}
-        for e in timeline.events
-    ]  # fmt: skip
-    partial = path.with_name(f"{path.name}.partial{os.getpid()}")
-    try:
-        partial.write_text(json.dumps({"traceEvents": events}))
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise InputError(f"cannot write the timeline: {error.strerror}", where=str(path)) from None
