@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from .cli.bench import app as bench_app
 from .cli.output import error_object, error_text, print_json
 from .cli.plan import plan
 from .cli.profile import profile
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 for command in (plan, show, diff, simulate, verify, profile, run, testbed):
     app.command()(command)
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

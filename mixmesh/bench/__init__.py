@@ -1,0 +1,1 @@
+"""The project's own comparisons, each a function from cases to rows."""

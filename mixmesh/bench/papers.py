@@ -1,0 +1,159 @@
+"""Simulated steps beside the published ones: HAP's figure 12.
+
+Two sources of link figures, and nothing fitted to the results: ``wire``, where collectives run at the
+published 10.4 Gbit/s, and ``measured``, at what HAP's authors measured of NCCL on it. Devices are rooflines
+from their datasheets. No case has settings of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from ..cluster import Cluster
+from ..cost import CollectiveFit, Profile
+from ..cost.collectives import ring_fit
+from ..errors import Infeasible, InputError
+from ..planner import make_plan
+from ..trace import trace
+from ..workloads import make
+from .published import GPUS, HAP_COLLECTIVE_BYTES_PER_S, HAP_FIGURE_12, Published
+
+LINKS = ("wire", "measured")
+TOLERANCE = 0.25  # of a published time: what differs more is marked
+QUICK_GPUS = (8,)
+ADAM_STATES = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on one cluster. Seconds per iteration; None where nothing is known or nothing fits."""
+
+    workload: str
+    gpus: int
+    links: str
+    global_batch: int
+    ddp_even_s: float | None
+    ddp_proportional_s: float | None
+    fsdp_even_s: float | None
+    best_s: float | None
+    best_planner: str | None
+    does_not_fit: tuple[str, ...]
+    published_ddp_even_s: float | None
+    published_ddp_proportional_s: float | None
+    published_hap_s: float | None
+    ddp_even_ratio: float | None
+    ddp_proportional_ratio: float | None
+    best_ratio: float | None
+    speedup: float | None  # of the best plan over the better of the two data parallel ones
+    published_speedup: float | None
+    planning_s: float
+    claim: str
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """Baselines further than ``TOLERANCE`` from the published time."""
+        ratios = {"ddp-even": self.ddp_even_ratio, "ddp-proportional": self.ddp_proportional_ratio}
+        return tuple(name for name, r in ratios.items() if r is not None and abs(r - 1) > TOLERANCE)
+
+
+def cases(workloads: Sequence[str] = (), gpus: Sequence[int] = ()) -> tuple[tuple[Published, int], ...]:
+    """What there is to run, small first. Raises InputError for what is not in the figure."""
+    known = [p.workload for p in HAP_FIGURE_12]
+    for name in workloads:
+        if name not in known:
+            raise InputError(f"no published times of {name!r}", expected=", ".join(known), got=name)
+    for count in gpus:
+        if count not in GPUS:
+            raise InputError(
+                f"no published times on {count} devices", expected=", ".join(map(str, GPUS)), got=str(count)
+            )
+    return tuple((p, n) for p in HAP_FIGURE_12 if p.workload in (workloads or known) for n in (gpus or GPUS))
+
+
+def run(
+    chosen: Sequence[tuple[Published, int]], progress: Callable[[str], None] = lambda _: None
+) -> Iterator[Row]:
+    """A row per case and source of link figures."""
+    for published, gpus in chosen:
+        batch = published.batch_per_gpu * gpus
+        progress(f"{published.workload} on {gpus}: tracing")
+        job = make(f"{published.workload}:{batch}")
+        traced = trace(job.model, job.batch)
+        cluster = Cluster.load(f"hap-{gpus}")
+        for links in LINKS:
+            progress(f"{published.workload} on {gpus}, {links} links: planning")
+            profile = measured_links(cluster) if links == "measured" else None
+            yield plan_case(published, gpus, links, traced, cluster, profile)
+
+
+def measured_links(cluster: Cluster) -> Profile:
+    """The bandwidths that HAP measured, with the latencies of the cluster file."""
+    everyone = tuple(range(cluster.world_size))
+    fits = {
+        name: CollectiveFit(ring_fit(cluster, name, everyone).latency_s, 1 / rate)
+        for name, rate in HAP_COLLECTIVE_BYTES_PER_S.items()
+    }
+    return Profile({}, fits)
+
+
+def plan_case(
+    published: Published, gpus: int, links: str, traced, cluster: Cluster, profile: Profile | None
+) -> Row:
+    started = time.perf_counter()
+    try:
+        plan = make_plan(traced, cluster, profile=profile, optimizer_states=ADAM_STATES)
+        best, planner, candidates = plan.predicted_step_s, plan.planner, plan.candidates
+    except Infeasible:
+        best, planner, candidates = None, None, ()
+    planning_s = time.perf_counter() - started
+    step_s = {c.planner: c.predicted_step_s for c in candidates if c.feasible}
+    column = GPUS.index(gpus)
+
+    def bar(values: tuple[float, ...]) -> float | None:
+        return values[column] if values else None
+
+    even, proportional = step_s.get("ddp-even"), step_s.get("ddp-proportional")
+    told = bar(published.ddp_even), bar(published.ddp_proportional), bar(published.hap)
+    return Row(
+        workload=published.workload,
+        gpus=gpus,
+        links=links,
+        global_batch=published.batch_per_gpu * gpus,
+        ddp_even_s=even,
+        ddp_proportional_s=proportional,
+        fsdp_even_s=step_s.get("fsdp-even"),
+        best_s=best,
+        best_planner=planner,
+        does_not_fit=tuple(c.planner for c in candidates if not c.feasible),
+        published_ddp_even_s=told[0],
+        published_ddp_proportional_s=told[1],
+        published_hap_s=told[2],
+        ddp_even_ratio=_ratio(even, told[0]),
+        ddp_proportional_ratio=_ratio(proportional, told[1]),
+        best_ratio=_ratio(best, told[2]),
+        speedup=_ratio(_least(even, proportional), best),
+        published_speedup=_ratio(_least(*told[:2]), told[2]),
+        planning_s=planning_s,
+        claim=published.claim,
+    )
+
+
+def report(rows: Sequence[Row], command: str) -> dict:
+    """What ``--json`` prints and the file holds."""
+    return {
+        "bench": "papers",
+        "command": command,
+        "source": "HAP (EuroSys'24), figure 12, times read from its bars",
+        "tolerance": TOLERANCE,
+        "rows": [{**asdict(row), "differs": list(row.differs)} for row in rows],
+    }
+
+
+def _least(*values: float | None) -> float | None:
+    return min((v for v in values if v is not None), default=None)
+
+
+def _ratio(ours: float | None, published: float | None) -> float | None:
+    return ours / published if ours and published else None

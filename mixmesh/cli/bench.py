@@ -1,0 +1,122 @@
+"""mixmesh bench NAME"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InputError
+from .output import Json, print_json, table
+
+if TYPE_CHECKING:
+    from ..bench.papers import Row
+
+app = typer.Typer(help="The project's own comparisons.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@app.callback()
+def bench() -> None:
+    """A callback keeps ``papers`` a command of its own while it is the only one."""
+
+
+@app.command()
+def papers(
+    model: Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat.")] = None,
+    gpus: Annotated[list[int] | None, typer.Option("--gpus", help="Only on so many; repeat.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="On 8 devices only.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")] = Path(
+        "out/bench/papers.json"
+    ),
+    as_json: Json = False,
+) -> None:
+    """Simulated seconds per iteration beside those that HAP published for its mixed cluster."""
+    from ..bench.papers import LINKS, QUICK_GPUS, cases, report, run
+
+    if quick and gpus:
+        raise InputError("--quick chooses the number of devices", expected="--quick, or --gpus N")
+    chosen = cases(model or (), QUICK_GPUS if quick else gpus or ())
+    rows: list[Row] = []
+    with _bar(len(chosen) * len(LINKS)) as (say, advance):
+        for row in run(chosen, say):
+            rows.append(row)
+            advance()
+    made = report(rows, shlex.join(["mixmesh", *sys.argv[1:]]))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise InputError(f"the rows cannot be written: {error.strerror}", where=str(out)) from None
+    if as_json:
+        print_json(made)
+        return
+    print(shown(rows))
+    print(f"\nwritten to {out}")
+
+
+def shown(rows: list[Row]) -> str:
+    header = ("model", "gpus", "links", "DP-EV", "paper", "ratio", "DP-CP", "paper", "ratio",
+              "ours", "HAP", "ratio", "speed-up", "HAP's", "by", "plan")  # fmt: skip
+    lines = [
+        table(
+            header,
+            [
+                (
+                    r.workload, str(r.gpus), r.links,
+                    _s(r.ddp_even_s), _s(r.published_ddp_even_s), _mark(r, "ddp-even", r.ddp_even_ratio),
+                    _s(r.ddp_proportional_s), _s(r.published_ddp_proportional_s),
+                    _mark(r, "ddp-proportional", r.ddp_proportional_ratio),
+                    _s(r.best_s), _s(r.published_hap_s), _s(r.best_ratio),
+                    _s(r.speedup), _s(r.published_speedup), r.best_planner or "-", f"{r.planning_s:.1f} s",
+                )
+                for r in rows
+            ],
+        ),
+        "",
+        "Seconds per iteration, simulated from datasheets; speed-up over the better of DP-EV and DP-CP.",
+        "links wire: collectives at the published 10.4 Gbit/s; measured: at what its authors measured.",
+    ]  # fmt: skip
+    for links in sorted({r.links for r in rows}, reverse=True):
+        told = [
+            x for r in rows if r.links == links for x in (r.ddp_even_ratio, r.ddp_proportional_ratio) if x
+        ]
+        off = sum(len(r.differs) for r in rows if r.links == links)
+        if told:
+            lines.append(
+                f"{links}: {off} of {len(told)} baselines differ by more than 25 % from the paper (marked *)"
+            )
+    lines.append("Why they differ: docs/benchmarks.md")
+    for name, claim in dict.fromkeys((r.workload, r.claim) for r in rows if r.published_hap_s is None):
+        lines.append(f"{name}: no bars known to us; the paper says {claim}")
+    unfit = dict.fromkeys((r.workload, r.gpus, r.does_not_fit) for r in rows if r.does_not_fit)
+    lines += [f"{name} on {gpus}: {', '.join(them)} does not fit in memory" for name, gpus, them in unfit]
+    return "\n".join(lines)
+
+
+def _s(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _mark(row: Row, name: str, ratio: float | None) -> str:
+    return _s(ratio) + ("*" if name in row.differs else "")
+
+
+@contextmanager
+def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar on stderr, where that is a terminal: its text, and one step of it."""
+    if not sys.stderr.isatty():
+        yield lambda text: None, lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield (lambda text: progress.update(task, description=text)), (lambda: progress.advance(task))
