@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -50,7 +51,9 @@ def papers(
     made = report(rows, shlex.join(["mixmesh", *sys.argv[1:]]))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        partial = out.with_name(f"{out.name}.partial{os.getpid()}")  # the file is whole or not there
+        partial.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        partial.replace(out)
     except OSError as error:
         raise InputError(f"the rows cannot be written: {error.strerror}", where=str(out)) from None
     if as_json:
