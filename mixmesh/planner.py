@@ -391,8 +391,8 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         expected=f"at most {size_text(usable_bytes(task.costs, rank, HEADROOM))} usable on rank {rank} "
         f"({device.name})",
         got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
-        f"{size_text(task.costs.memory_constant_bytes(rank))} of it are the process itself, the largest "
-        f"tensor is %{name}, {size_text(size)}",
+        f"{size_text(task.costs.memory_constant_bytes(rank))} of it are the process itself; largest tensor "
+        f"%{name}, {size_text(size)}",
         hint=(
             "a smaller global batch in the job",
             f"a device with at least {size_text(over)} more memory",

@@ -176,5 +176,9 @@ def moved_bytes(call: Call) -> int:
 
 
 def backward_factor(call: Call, grads: int) -> float:
-    """Backward over forward time: a product is repeated once per input that takes a gradient."""
-    return float(max(grads, 1)) if is_product(call) else 1.5
+    """Backward over forward time: a product is repeated once per factor that takes a gradient.
+
+    A bias takes a sum and no product, and attention's backward is two to two and a half forward passes
+    (Dao, FlashAttention-2, 2023, section 4), so no operator counts more than two.
+    """
+    return float(min(max(grads, 1), 2)) if is_product(call) else 1.5

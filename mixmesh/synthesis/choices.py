@@ -13,6 +13,7 @@ from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType
 from ..rules import RULES, Rule, Strategy, Units, call_of, shard_units, strategies
 
 R, P = 0, 1
+SMALL_BYTES = 2**16  # below it a value without samples is not worth cutting: whole, it is cut for nothing
 Need = tuple[int, int]  # (value, placement code)
 
 
@@ -50,6 +51,7 @@ class Choices:
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
         self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
+        self._batch_dims: dict[str, set[int]] = {n.result: {0} for n in graph.batch_inputs}
         self.choices = tuple(self._choices(n) for n in self.steps)
 
     @cached_property
@@ -139,6 +141,10 @@ class Choices:
             self._times[key, grads] = tuple(self.costs.op(call, grads, c) for c in range(count))
         self.times.append(self._times[key, grads])
         allowed = self._strategies[key]
+        self._follow_batch(node, allowed)
+        if all(map(self._is_minor, (*node.inputs, *(r for r in node.results if r is not None)))):
+            # batch statistics, scales, position tables: cutting them only multiplies the states
+            allowed = tuple(s for s in allowed if not s.is_sharded or PARTIAL in s.outputs)
         if not any(r in self.varying for r in node.results):
             allowed = allowed[:1]  # constants are cheap and the same everywhere
         options: dict[tuple, Choice] = {}
@@ -147,6 +153,18 @@ class Choices:
             if made is not None:
                 options.setdefault((made.needs, made.gives), made)
         return tuple(options.values())
+
+    def _follow_batch(self, node: Node, allowed: tuple[Strategy, ...]) -> None:
+        """Notes the results that hold samples: those cut together with a cut of the batch."""
+        for strategy in allowed:
+            cut = zip(node.inputs, strategy.inputs)
+            if any(isinstance(p, Shard) and p.dim in self._batch_dims.get(n, ()) for n, p in cut):
+                for name, p in zip(node.results, strategy.outputs):
+                    if name is not None and isinstance(p, Shard):
+                        self._batch_dims.setdefault(name, set()).add(p.dim)
+
+    def _is_minor(self, name: str) -> bool:
+        return name not in self._batch_dims and self.graph.types[name].size_bytes <= SMALL_BYTES
 
     def _choice(self, node: Node, strategy: Strategy) -> Choice | None:
         needs = tuple((self.ids[n], code_of(p)) for n, p in zip(node.inputs, strategy.inputs))

@@ -19,6 +19,7 @@ INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and p
 # two cost the same, sharded execution also holds and moves less
 REPEATED_WORK = 0.01
 HIDDEN_PRICE = 0.01  # least price of a second of communication that nobody waits for
+UNDEALT = 1e3  # in data parallelism, of a second of communication that moves samples between ranks
 Vector = tuple[float, ...]  # seconds per class of ranks
 
 
@@ -210,4 +211,7 @@ class Problem:
         if not self.waits(value):
             return forward * max(self.prices.gradient_sync, HIDDEN_PRICE), 0.0
         backward = self.costs.collective(dual, self.ranks).seconds(size)
-        return forward * self.prices.exchange, backward * self.prices.exchange
+        price = self.prices.exchange
+        if self.batch_only and src != P:
+            price *= UNDEALT  # samples stay where they are dealt, even if it would save sums of statistics
+        return forward * price, backward * price
