@@ -163,6 +163,11 @@ class Choices:
                     if name is not None and isinstance(p, Shard):
                         self._batch_dims.setdefault(name, set()).add(p.dim)
 
+    def deals_samples(self, need: Need) -> bool:
+        """Whether a placement cuts nothing, or cuts a value between samples."""
+        value, code = need
+        return code < 2 or code - 2 in self._batch_dims.get(self.names[value], ())
+
     def _is_minor(self, name: str) -> bool:
         return name not in self._batch_dims and self.graph.types[name].size_bytes <= SMALL_BYTES
 

@@ -128,6 +128,8 @@ class Problem:
         for choice in self.choices.choices[step]:
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
+            if self.batch_only and not all(map(self.choices.deals_samples, choice.needs + choice.gives)):
+                continue
             if not times:
                 forward = backward = self.nothing
             else:
@@ -199,8 +201,10 @@ class Problem:
             return 0.0, 0.0
         if dst >= 2 and not self.can_shard(value, dst):
             return None
-        if src == R or dst == P:
+        if src == R:
             return 0.0, 0.0
+        if dst == P:
+            return None  # whole tensors of zeros around a piece: legal, and never worth it
         if dst == R:
             name = "all_reduce" if src == P else "all_gather"
         else:
