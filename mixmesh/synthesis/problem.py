@@ -12,7 +12,7 @@ from functools import cached_property
 from ..cost import CostModel
 from ..ir import Graph, Placement, Ratio, shard_sizes, support
 from ..rules import Rule, Strategy, Units
-from .choices import Choices, Need, P, R
+from .choices import Choice, Choices, Need, P, R
 
 INPUT_BYTES_PER_S = 5e9  # from the loader to the device: between pageable and pinned copies over PCIe
 # charged on top of work that every rank repeats: measured curves are noisy to about as much, and where the
@@ -121,15 +121,22 @@ class Problem:
     def can_shard(self, value: int, code: int) -> bool:
         return len(self.ranks) > 1 and self.choices.can_shard(value, code)
 
+    def _allowed(self, step: int) -> tuple[Choice, ...]:
+        """The choices of a step; in data parallelism those that cut between samples, where there are any."""
+        choices = self.choices.choices[step]
+        if not self.batch_only or len(self.ranks) == 1:
+            return choices
+        dealing = [c for c in choices if all(map(self.choices.deals_samples, c.needs + c.gives))]
+        cutting = [c for c in dealing if any(code >= 2 for _, code in c.gives)]
+        return tuple(cutting or dealing or choices)
+
     def _options(self, step: int) -> tuple[Option, ...]:
         made = []
         times = self.choices.times[step]
         varying = any(r in self.choices.varying for r in self.steps[step].results)
-        for choice in self.choices.choices[step]:
+        for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
-            if self.batch_only and not all(map(self.choices.deals_samples, choice.needs + choice.gives)):
-                continue
             if not times:
                 forward = backward = self.nothing
             else:
