@@ -218,11 +218,11 @@ class Problem:
             name = "reduce_scatter" if src == P else "all_to_all"
         size = self.types[value].size_bytes
         dual = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(name, name)
-        forward = self.costs.collective(name, self.ranks).seconds(size)
+        # samples stay where they are dealt, even if moving them would save sums of statistics
+        moved = UNDEALT if self.batch_only and src != P else 1.0
+        forward = self.costs.collective(name, self.ranks).seconds(size) * moved
         if not self.waits(value):
             return forward * max(self.prices.gradient_sync, HIDDEN_PRICE), 0.0
-        backward = self.costs.collective(dual, self.ranks).seconds(size)
+        backward = self.costs.collective(dual, self.ranks).seconds(size) * moved
         price = self.prices.exchange
-        if self.batch_only and src != P:
-            price *= UNDEALT  # samples stay where they are dealt, even if it would save sums of statistics
         return forward * price, backward * price
