@@ -10,7 +10,7 @@ from functools import cached_property
 
 from ..cost import CostModel, OpTime
 from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType
-from ..rules import RULES, Rule, Strategy, Units, call_of, shard_units, strategies
+from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 
 R, P = 0, 1
 SMALL_BYTES = 2**16  # below it a value without samples is not worth cutting: whole, it is cut for nothing
@@ -51,7 +51,7 @@ class Choices:
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
         self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
-        self._batch_dims: dict[str, set[int]] = {n.result: {0} for n in graph.batch_inputs}
+        self._sample_dims = self._tied_to_samples()
         self.choices = tuple(self._choices(n) for n in self.steps)
 
     @cached_property
@@ -119,6 +119,40 @@ class Choices:
         size, unit = self.types[value].shape[code - 2], self.unit(value, code - 2)
         return unit > 0 and size % unit == 0 and size // unit >= 2
 
+    def _allowed(self, node: Node) -> tuple[Strategy, ...]:
+        call = call_of(node, self.graph.types)
+        # calls that differ in the names of values only are one for rules
+        key = self._key(call)
+        if key not in self._strategies:
+            rule = self.rules.get(node.op)
+            made = strategies(rule, call) if rule is not None else ()
+            whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
+            self._strategies[key] = made or (whole,)
+        return self._strategies[key]
+
+    @staticmethod
+    def _key(call: Call) -> tuple:
+        plain = tuple(map(_plain, call.args)), tuple((k, _plain(v)) for k, v in call.kwargs)
+        return (call.op, *plain, call.inputs, call.outputs)
+
+    def _tied_to_samples(self) -> frozenset[tuple[str, int]]:
+        """Dims, as (value, dim), that are cut where the batch is cut between samples: dim 0 of every
+        input, and what operators tie to it."""
+        ties: dict[tuple[str, int], list[tuple[tuple[str, int], ...]]] = {}
+        for node in self.steps:
+            for strategy in self._allowed(node) if node.op != "update" else ():
+                placed = [*zip(node.inputs, strategy.inputs), *zip(node.results, strategy.outputs)]
+                tie = tuple((n, p.dim) for n, p in placed if n is not None and isinstance(p, Shard))
+                for end in tie:
+                    ties.setdefault(end, []).append(tie)
+        reached = {(n.result, 0) for n in self.graph.batch_inputs if n.types[0].shape}
+        waiting = list(reached)
+        while waiting:
+            for tie in ties.get(waiting.pop(), ()):
+                waiting += [end for end in tie if end not in reached]
+                reached.update(tie)
+        return frozenset(reached)
+
     def _choices(self, node: Node) -> tuple[Choice, ...]:
         ids = self.ids
         if node.op == "update":
@@ -126,22 +160,12 @@ class Choices:
             return (Choice(((ids[node.inputs[0]], R),), (), None, None),)
         call = call_of(node, self.graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
-        # calls that differ in the names of values only are one for rules and costs
-        key = (
-            call.op, tuple(map(_plain, call.args)), tuple((k, _plain(v)) for k, v in call.kwargs),
-            call.inputs, call.outputs,
-        )  # fmt: skip
-        if key not in self._strategies:
-            rule = self.rules.get(node.op)
-            made = strategies(rule, call) if rule is not None else ()
-            whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
-            self._strategies[key] = made or (whole,)
+        key = self._key(call)
         if (key, grads) not in self._times:
             count = len(self.costs.classes)
             self._times[key, grads] = tuple(self.costs.op(call, grads, c) for c in range(count))
         self.times.append(self._times[key, grads])
-        allowed = self._strategies[key]
-        self._follow_batch(node, allowed)
+        allowed = self._allowed(node)
         if all(map(self._is_minor, (*node.inputs, *(r for r in node.results if r is not None)))):
             # batch statistics, scales, position tables: cutting them only multiplies the states
             allowed = tuple(s for s in allowed if not s.is_sharded or PARTIAL in s.outputs)
@@ -154,22 +178,15 @@ class Choices:
                 options.setdefault((made.needs, made.gives), made)
         return tuple(options.values())
 
-    def _follow_batch(self, node: Node, allowed: tuple[Strategy, ...]) -> None:
-        """Notes the results that hold samples: those cut together with a cut of the batch."""
-        for strategy in allowed:
-            cut = zip(node.inputs, strategy.inputs)
-            if any(isinstance(p, Shard) and p.dim in self._batch_dims.get(n, ()) for n, p in cut):
-                for name, p in zip(node.results, strategy.outputs):
-                    if name is not None and isinstance(p, Shard):
-                        self._batch_dims.setdefault(name, set()).add(p.dim)
-
     def deals_samples(self, need: Need) -> bool:
         """Whether a placement cuts nothing, or cuts a value between samples."""
         value, code = need
-        return code < 2 or code - 2 in self._batch_dims.get(self.names[value], ())
+        return code < 2 or (self.names[value], code - 2) in self._sample_dims
 
     def _is_minor(self, name: str) -> bool:
-        return name not in self._batch_dims and self.graph.types[name].size_bytes <= SMALL_BYTES
+        t = self.graph.types[name]
+        samples = any((name, dim) in self._sample_dims for dim in range(len(t.shape)))
+        return t.size_bytes <= SMALL_BYTES and not samples
 
     def _choice(self, node: Node, strategy: Strategy) -> Choice | None:
         needs = tuple((self.ids[n], code_of(p)) for n, p in zip(node.inputs, strategy.inputs))
