@@ -29,7 +29,9 @@ from .trace.capture import Batch, loss_of
 TOLERANCE = 1e-4  # relative, as computed
 TOLERANCE_F64 = 1e-9
 FLOOR = 1e-3  # of the largest gradient entry: below it, a tensor is compared on that scale
-ROUNDING = 8.0  # times the single device's own rounding error is not told from it (ill-conditioned models)
+BUFFER_FLOOR = 1e-2  # of the largest buffer entry: the running mean of centred activations is rounding
+MAX_ROUNDING = 1e-2
+ROUNDING = 10.0  # times the single device's own rounding error is not told from it (ill-conditioned models)
 RANDOM_OPS = frozenset(
     f"aten.{op}"
     for op in (
@@ -287,10 +289,10 @@ class _Difference:
         return self.errors.get(self.worst, 0.0)
 
     def within(self, tolerance: float, rounding: _Difference | None = None) -> bool:
-        allowed = rounding.errors if rounding else {}
-        return self.loss <= tolerance and all(
-            error <= max(tolerance, ROUNDING * allowed.get(name, 0.0)) for name, error in self.errors.items()
-        )
+        # amplification is the model's: one run shows it in other tensors than the next, and convolutions
+        # of other batch sizes run by other algorithms; float64 is where nothing is allowed
+        own = min(ROUNDING * rounding.gradient, MAX_ROUNDING) if rounding else 0.0
+        return self.loss <= tolerance and self.gradient <= max(tolerance, own)
 
 
 def _tolerance(graph: Graph) -> float:
@@ -305,7 +307,7 @@ def _compare(got: _Outcome, want: _Outcome) -> _Difference:
     floor = max(FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:
         errors[name] = _error(got.gradients.get(name), want.gradients.get(name), floor)
-    floor = FLOOR * _largest_of(want.buffers)
+    floor = BUFFER_FLOOR * _largest_of(want.buffers)
     for name in got.buffers.keys() & want.buffers.keys():
         a, b = got.buffers[name], want.buffers[name]
         errors[name] = _error(a, b.to(a.dtype), floor if a.is_floating_point() else 0.0)
