@@ -20,8 +20,9 @@ from ..ir import (
     make_ratio,
 )
 from ..rules import RULES, Call, Strategy, call_of, shard_units, strategies
-from ..runtime.local import TORCH_DTYPES, local_op
+from ..runtime.local import local_op
 from ..runtime.random import RandomPolicy
+from ..trace.dtypes import TORCH_DTYPE
 from .meter import Meter
 
 SHARE_STEPS = (0.5, 1.0, 1.6)  # times the share that the device is likely to get
@@ -136,7 +137,7 @@ def time_op(program: Program, meter: Meter, device: torch.device) -> tuple[float
 
 
 def example(dtype: str, shape: tuple[int, ...], below: int, device: torch.device) -> torch.Tensor:
-    kind = TORCH_DTYPES[dtype]
+    kind = TORCH_DTYPE[dtype]
     if kind.is_floating_point:
         return torch.randn(shape, device=device).to(kind).requires_grad_()
     if kind == torch.bool:

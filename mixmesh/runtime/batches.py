@@ -11,9 +11,10 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..ir import Instruction, Program, Shard
+from ..trace.capture import key_text
+from ..trace.dtypes import TORCH_DTYPE
 from .executor import local_piece
 from .layout import layout
-from .local import TORCH_DTYPES
 
 
 def program_inputs(program: Program) -> tuple[Instruction, ...]:
@@ -36,18 +37,7 @@ def named_tensors(program: Program, args: tuple, kwargs: Mapping[str, Any]) -> d
 
 def _flatten(tree: Any) -> dict[str, Tensor]:
     pairs, _ = pytree.tree_flatten_with_path(dict(tree) if isinstance(tree, Mapping) else tuple(tree))
-    return {".".join(map(_key, path)): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
-
-
-def _key(key: Any) -> str:
-    match key:
-        case pytree.MappingKey():
-            return str(key.key)
-        case pytree.SequenceKey():
-            return str(key.idx)
-        case pytree.GetAttrKey():
-            return key.name
-    return str(key)
+    return {".".join(map(key_text, path)): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
 
 
 def local_inputs(
@@ -67,7 +57,7 @@ def local_input(
     name, value = i.args[0], i.type.value
     if got is None:
         raise InputError(f"the batch has no tensor {name!r}", expected=f"{name} {value}")
-    dtype = TORCH_DTYPES[value.dtype]
+    dtype = TORCH_DTYPE[value.dtype]
     mine = program.local_shape(i.result, rank)
     if got.dtype != dtype:
         raise InputError(f"{name} has another dtype than planned", expected=f"{dtype}", got=f"{got.dtype}")

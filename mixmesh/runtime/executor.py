@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..errors import MixmeshError
 from ..ir import Instruction, Program, Replicate, Shard, print_instruction
+from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .layout import Layout, layout
-from .local import TORCH_DTYPES, local_op
+from .local import local_op
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
@@ -174,7 +175,7 @@ class _Writer:
 
     def _constant(self, i: Instruction) -> Tensor:
         value = i.type.value
-        whole = torch.tensor(i.args[0], dtype=TORCH_DTYPES[value.dtype], device=self.device)
+        whole = torch.tensor(i.args[0], dtype=TORCH_DTYPE[value.dtype], device=self.device)
         return local_piece(whole.reshape(value.shape), layout(self.program, i.type), self.rank)
 
     def _update(self, i: Instruction) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorType, shard_sizes
-from .local import TORCH_DTYPES, local_op
+from ..trace.dtypes import TORCH_DTYPE
+from .local import local_op
 from .random import RandomPolicy
 
 Values = list[Tensor | None]  # one per rank; None where the rank takes no part
@@ -66,7 +67,7 @@ def interpret(
 def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
     if i.op == "const":
         t = i.type.value
-        return torch.tensor(i.args[0], dtype=TORCH_DTYPES[t.dtype], device=device).reshape(t.shape)
+        return torch.tensor(i.args[0], dtype=TORCH_DTYPE[t.dtype], device=device).reshape(t.shape)
     return (batch if i.op == "input" else tensors)[i.args[0]]
 
 

@@ -15,20 +15,12 @@ import torch
 from ..errors import UnsupportedOp
 from ..ir import Arg, DType, Instruction, Program, Ref, Shard, map_refs, shard_sizes
 from ..rules import RULES, LocalCall, call_of
+from ..trace.dtypes import TORCH_DTYPE
 from .empty import empty_op, is_empty
 from .kernels import KERNELS, Site
 from .random import RandomPolicy
 
 LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
-
-TORCH_DTYPES = {
-    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
-    "f8e4m3": torch.float8_e4m3fn, "f8e5m2": torch.float8_e5m2,
-    "c64": torch.complex64, "c128": torch.complex128,
-    "i64": torch.int64, "i32": torch.int32, "i16": torch.int16, "i8": torch.int8, "u8": torch.uint8,
-    "bool": torch.bool,
-}  # fmt: skip
-DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @cache
@@ -70,7 +62,7 @@ def local_op(
     """A function of the local inputs (in the order of ``i.inputs``) that gives the local results."""
     local = local_call(program, i, rank)
     if is_empty(local):
-        return empty_op(local, [TORCH_DTYPES[t.dtype] for t in local.call.outputs], device)
+        return empty_op(local, [TORCH_DTYPE[t.dtype] for t in local.call.outputs], device)
     kernel = KERNELS.get(i.op)
     site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device))
     made = kernel(site) if kernel else None
@@ -133,7 +125,7 @@ class Slot(int):
 
 def to_torch(arg: Arg):
     if isinstance(arg, DType):
-        return TORCH_DTYPES[arg.name]
+        return TORCH_DTYPE[arg.name]
     if isinstance(arg, tuple):
         return [to_torch(a) for a in arg]
     return arg

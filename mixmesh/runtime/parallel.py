@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ..errors import MixmeshError, PlanError
 from ..ir import Program
 from ..timeline import bucket_name
+from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
 from .executor import RankProgram, compile_program
 from .gradients import GradientReducer, assign_buckets
-from .local import TORCH_DTYPES
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
 from .shards import Stored, agree, stored_tensors
@@ -145,7 +145,7 @@ class ParallelModel(nn.Module):
         return run.compiled[self.training]
 
     def _zero(self) -> Tensor:
-        dtype = TORCH_DTYPES[self.program.types[self.program.loss].value.dtype]
+        dtype = TORCH_DTYPE[self.program.types[self.program.loss].value.dtype]
         return torch.zeros((), dtype=dtype, device=self.comm.device)
 
     def _total(self, local: Tensor | None) -> Handle:

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from ..errors import MixmeshError
 from ..ir import Instruction, Partial, Program
+from ..trace.dtypes import TORCH_DTYPE
 from . import collectives
 from .collectives import Handle, done, then
 from .comm import Comm
 from .layout import Layout, Step, layout, route
-from .local import TORCH_DTYPES
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistributi
         comm,
         instruction,
         instruction.type.value.shape,
-        TORCH_DTYPES[instruction.type.value.dtype],
+        TORCH_DTYPE[instruction.type.value.dtype],
         src,
         dst,
         instruction.attr("algorithm"),

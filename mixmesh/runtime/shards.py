@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ..errors import PlanError
 from ..ir import REPLICATE, Instruction, Program, Shard
+from ..trace.dtypes import DTYPE_NAME
 from .collectives import broadcast
 from .comm import Comm
 from .executor import local_piece
 from .layout import Layout, layout
-from .local import DTYPE_NAMES
 from .redistribute import between
 
 BROADCAST_BYTES = 32 * 2**20
@@ -99,7 +99,7 @@ def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]
         if tensor is None:
             yield f"{i.op} {name} {value}", f"no {i.op} of this name"
             continue
-        dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+        dtype = DTYPE_NAME.get(tensor.dtype, str(tensor.dtype))
         got = f"{dtype}[{', '.join(map(str, tensor.shape))}]"
         if got != str(value):
             yield f"{name} {value}", f"{name} {got}"

@@ -49,7 +49,7 @@ class Batch:
             )
         by_keyword = isinstance(batch, Mapping)
         pairs, spec = pytree.tree_flatten_with_path(dict(batch) if by_keyword else tuple(batch))
-        names = tuple(".".join(map(_key_text, path)) for path, _ in pairs)
+        names = tuple(".".join(map(key_text, path)) for path, _ in pairs)
         return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
 
     @property
@@ -67,7 +67,8 @@ class Batch:
         return model(**arguments) if self.by_keyword else model(*arguments)
 
 
-def _key_text(key: Any) -> str:
+def key_text(key: Any) -> str:
+    """One step of a leaf's path in a batch, as it stands in the name of an input."""
     match key:
         case pytree.MappingKey():
             return str(key.key)

@@ -33,8 +33,9 @@ from mixmesh.ir import (
 )
 from mixmesh.rules import RULES, Call, Strategy, strategies
 from mixmesh.rules.samples import Sample, Spec
-from mixmesh.runtime.local import DTYPE_NAMES, TORCH_DTYPES, aten_op, local_op, to_torch
+from mixmesh.runtime.local import aten_op, local_op, to_torch
 from mixmesh.runtime.random import RandomPolicy
+from mixmesh.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 
 with contextlib.suppress(ImportError):
     import transformers.integrations.moe  # noqa: F401  registers transformers.grouped_mm_fallback
@@ -63,7 +64,7 @@ class Case:
 
 
 def draw(spec: Spec) -> Tensor:
-    dtype = TORCH_DTYPES[spec.dtype]
+    dtype = TORCH_DTYPE[spec.dtype]
     match spec.kind:
         case "normal":
             return torch.randn(spec.shape, dtype=dtype)
@@ -165,7 +166,7 @@ def gradients(outputs, out_grads, leaves) -> tuple[Tensor | None, ...]:
 
 
 def types_of(tensors) -> tuple[ValueType, ...]:
-    return tuple(ValueType(DTYPE_NAMES[t.dtype], tuple(t.shape)) for t in tensors)
+    return tuple(ValueType(DTYPE_NAME[t.dtype], tuple(t.shape)) for t in tensors)
 
 
 # --- one strategy on three ranks -----------------------------------------------------------------------
