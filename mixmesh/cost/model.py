@@ -16,7 +16,7 @@ from ..cluster import Cluster, Device
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
-from .profile import Profile, device_key, op_key
+from .profile import DeviceProfile, Profile, device_key, op_key
 
 # operators that only make a new view of the same bytes
 VIEWS = frozenset(
@@ -74,8 +74,11 @@ class CostModel:
             self._ops[key] = self._op(call, grads, self.classes[device_class])
         return self._ops[key]
 
+    def _measured(self, device: Device) -> DeviceProfile | None:
+        return self.profile.devices.get(device_key(device)) if self.profile else None
+
     def _op(self, call: Call, grads: int, device: Device) -> OpTime:
-        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        measured = self._measured(device)
         if measured is not None:
             found = measured.ops.get(op_key(call))
             if found is not None:
@@ -95,7 +98,7 @@ class CostModel:
         return self._scales[key]
 
     def _measure_scale(self, device: Device, product: bool) -> float:
-        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        measured = self._measured(device)
         ratios = []
         for op in measured.ops.values() if measured else ():
             estimate = work_s(op.flop, op.moved_bytes, device, half=False)
@@ -127,16 +130,26 @@ class CostModel:
     def optimizer_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of an optimizer step over ``size_bytes`` of parameters on ``rank``."""
         device = self.cluster.devices[rank]
-        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        measured = self._measured(device)
         if measured is not None:
             return measured.optimizer_s_per_byte * size_bytes
         # Adam reads weight, gradient and two moments and writes three of them
         return 7 * size_bytes / device.memory_bytes_per_s
 
+    def slowdown(self, rank: int) -> float:
+        """By how much of itself computing on ``rank`` takes longer while a collective is under way."""
+        measured = self._measured(self.cluster.devices[rank])
+        return measured.slowdown if measured else 0.0
+
+    def exchange_host_s(self, rank: int, size_bytes: float) -> float:
+        """Seconds for which a collective over ``size_bytes`` in whole keeps the computing thread busy."""
+        measured = self._measured(self.cluster.devices[rank])
+        return measured.exchange_s_per_byte * size_bytes if measured else 0.0
+
     def memory_constant_bytes(self, rank: int) -> int:
         """What a process holds before any tensor: interpreter, libraries, CUDA context."""
         device = self.cluster.devices[rank]
-        measured = self.profile.devices.get(device_key(device)) if self.profile else None
+        measured = self._measured(device)
         if measured is not None:
             return measured.memory_constant_bytes
         return 400 * 2**20 if device.kind == "cpu" else 600 * 2**20

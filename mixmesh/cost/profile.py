@@ -31,6 +31,8 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     optimizer_s_per_byte: float = pydantic.Field(ge=0)
     memory_constant_bytes: int = pydantic.Field(ge=0)
     step_scale: float = pydantic.Field(default=1.0, gt=0)
+    slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
+    exchange_s_per_byte: float = pydantic.Field(default=0.0, ge=0)
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -60,13 +62,18 @@ class DeviceProfile:
     """``ops`` maps ``op_key`` to what was measured.
 
     ``step_scale`` is a whole measured step divided by the sum of its ops measured alone: what caches
-    and the allocator do to ops that run one after the other.
+    and the allocator do to ops that run one after the other. ``slowdown`` is the part of a second that
+    a second of computing takes longer while a collective is under way. ``exchange_s_per_byte`` are the
+    seconds for which a collective keeps the computing thread itself busy (joining pieces, copying), per
+    byte of the whole tensor.
     """
 
     ops: dict[str, OpMeasurement]
     optimizer_s_per_byte: float
     memory_constant_bytes: int
     step_scale: float = 1.0
+    slowdown: float = 0.0
+    exchange_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,8 @@ class Profile:
                 d.optimizer_s_per_byte,
                 d.memory_constant_bytes,
                 d.step_scale,
+                d.slowdown,
+                d.exchange_s_per_byte,
             )
             for name, d in file.devices.items()
         }
@@ -127,6 +136,8 @@ class Profile:
                     "optimizer_s_per_byte": d.optimizer_s_per_byte,
                     "memory_constant_bytes": d.memory_constant_bytes,
                     "step_scale": d.step_scale,
+                    "slowdown": d.slowdown,
+                    "exchange_s_per_byte": d.exchange_s_per_byte,
                 }
                 for name, d in self.devices.items()
             },
