@@ -1,4 +1,4 @@
-"""Baselines as programs of the same language: one device, DDP even and proportional, FSDP."""
+"""Baselines as programs of the same language: one device, DDP even and proportional, FSDP, tensor parallel."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from .synthesis import Choices, Prices, Problem, emit, search
 
 # the least communication within the passes, at no price for gradients: what data parallelism is
 DATA_PARALLEL = Prices(gradient_sync=0.0, exchange=1e3)
+# summing a gradient costs so much that every parameter that can be cut is cut
+TENSOR_PARALLEL = Prices(gradient_sync=1e3)
 
 
 def data_parallel(
@@ -31,6 +33,18 @@ def data_parallel(
         shard_params=False,
         batch_only=True,
     )
+    return emit(problem, search(problem, weight=1.05, max_states=2_000))
+
+
+def tensor_parallel(
+    graph: Graph,
+    costs: CostModel,
+    ratio: Ratio,
+    units: Units | None = None,
+    choices: Choices | None = None,
+) -> Program:
+    """Parameters are cut as their products are (Megatron: Shoeybi et al., 2019); activations travel."""
+    problem = Problem(graph, costs, ratio, prices=TENSOR_PARALLEL, units=units, choices=choices)
     return emit(problem, search(problem, weight=1.05, max_states=2_000))
 
 

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
-from .baselines import data_parallel, device_seconds, fully_sharded, only, proportional_ratio
+from .baselines import (
+    data_parallel,
+    device_seconds,
+    fully_sharded,
+    only,
+    proportional_ratio,
+    tensor_parallel,
+)
 from .buckets import with_buckets
 from .cluster import Cluster
 from .cost import CostModel, Profile
@@ -30,7 +37,7 @@ from .synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from .units import size_text
 
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
-PLANNERS = ("auto", "hap", *BASELINES)
+PLANNERS = ("auto", "hap", *BASELINES, "tensor-parallel")
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
 GRADIENT_PRICES = (1.0, 0.0, 0.3)  # of a second of gradient communication: none, all, much of it hidden
@@ -173,6 +180,9 @@ class Task:
                 yield self.best_buckets(planner, self.data_parallel(self.proportional))
             case "fsdp-even":
                 yield self.judge(planner, fully_sharded(self.data_parallel(even_ratio(self.world_size))))
+            case "tensor-parallel":
+                made = tensor_parallel(self.graph, self.costs, self.proportional, self.units, self.choices)
+                yield self.best_buckets(planner, made)
             case "hap":
                 yield from self.synthesised()
 
