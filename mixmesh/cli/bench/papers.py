@@ -1,30 +1,18 @@
-"""mixmesh bench NAME"""
+"""mixmesh bench papers"""
 
 from __future__ import annotations
 
-import json
-import os
-import shlex
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InputError
-from .output import Json, print_json, table
+from ...errors import InputError
+from ..output import Json, print_json, table
+from .common import app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
-    from ..bench.papers import Row
-
-app = typer.Typer(help="The project's own comparisons.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def bench() -> None:
-    """A callback keeps ``papers`` a command of its own while it is the only one."""
+    from ...bench.papers import Row
 
 
 @app.command()
@@ -38,24 +26,18 @@ def papers(
     as_json: Json = False,
 ) -> None:
     """Simulated seconds per iteration beside those that HAP published for its mixed cluster."""
-    from ..bench.papers import LINKS, QUICK_GPUS, cases, report, run
+    from ...bench.papers import LINKS, QUICK_GPUS, cases, report, run
 
     if quick and gpus:
         raise InputError("--quick chooses the number of devices", expected="--quick, or --gpus N")
     chosen = cases(model or (), QUICK_GPUS if quick else gpus or ())
     rows: list[Row] = []
-    with _bar(len(chosen) * len(LINKS)) as (say, advance):
+    with progress_bar(len(chosen) * len(LINKS)) as (say, advance):
         for row in run(chosen, say):
             rows.append(row)
             advance()
-    made = report(rows, shlex.join(["mixmesh", *sys.argv[1:]]))
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial = out.with_name(f"{out.name}.partial{os.getpid()}")  # the file is whole or not there
-        partial.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
-        partial.replace(out)
-    except OSError as error:
-        raise InputError(f"the rows cannot be written: {error.strerror}", where=str(out)) from None
+    made = report(rows, command_line())
+    write_rows(made, out)
     if as_json:
         print_json(made)
         return
@@ -108,18 +90,3 @@ def _s(value: float | None) -> str:
 
 def _mark(row: Row, name: str, ratio: float | None) -> str:
     return _s(ratio) + ("*" if name in row.differs else "")
-
-
-@contextmanager
-def _bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """A progress bar on stderr, where that is a terminal: its text, and one step of it."""
-    if not sys.stderr.isatty():
-        yield lambda text: None, lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield (lambda text: progress.update(task, description=text)), (lambda: progress.advance(task))

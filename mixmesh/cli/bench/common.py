@@ -1,0 +1,48 @@
+"""What the commands of ``mixmesh bench`` share: the group they join, the file of rows, the progress bar."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from ...errors import InputError
+
+app = typer.Typer(help="The project's own comparisons.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def command_line() -> str:
+    """The command that is running, for the file that it writes."""
+    return shlex.join(["mixmesh", *sys.argv[1:]])
+
+
+def write_rows(made: dict, out: Path) -> None:
+    """The results as JSON; the file is whole or not there."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        partial = out.with_name(f"{out.name}.partial{os.getpid()}")
+        partial.write_text(json.dumps(made, indent=1, allow_nan=False) + "\n")
+        partial.replace(out)
+    except OSError as error:
+        raise InputError(f"the rows cannot be written: {error.strerror}", where=str(out)) from None
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """A progress bar on stderr, where that is a terminal: its text, and one step of it."""
+    if not sys.stderr.isatty():
+        yield lambda text: None, lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield (lambda text: progress.update(task, description=text)), (lambda: progress.advance(task))
