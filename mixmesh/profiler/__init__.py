@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..cost import DeviceProfile, Profile, device_key
+from ..cost import CostModel, DeviceProfile, Profile, device_key
 from ..ir import Graph
 from ..runtime.comm import Comm
 from .links import MEASURED_COLLECTIVES, fit_collective
 from .meter import Meter
-from .operators import measure_ops
+from .operators import measure_ops, shares_to_measure
 from .steps import measure_steps
 
 
@@ -54,12 +54,18 @@ def profile(
     share = likely_share(cluster, comm.rank)
     progress("operators")
     deadline = started + budget_s * 0.7
-    ops, skipped = measure_ops(graph, share, meter, comm.device, deadline, progress)
+    shares = shares_to_measure(share, comm.world_size)
+    ops, skipped = measure_ops(graph, shares, meter, comm.device, deadline, progress)
     progress("whole steps")
-    scale, optimizer_s = measure_steps(graph, job, share, ops, meter, comm.device)
+    own = device_key(cluster.devices[comm.rank])
+    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, {}))
+    left_s = max(started + budget_s - time.perf_counter(), 0.0)
+    scale, optimizer_s = measure_steps(
+        graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
+    )
     mine = DeviceProfile(ops, optimizer_s, constant, scale)
     everyone: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(everyone, (device_key(cluster.devices[comm.rank]), mine, skipped))
+    dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}
     for key in dict.fromkeys(k for k, _, _ in everyone):
         devices[key] = merge([p for k, p, _ in everyone if k == key])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -25,13 +26,18 @@ from ..runtime.random import RandomPolicy
 from ..trace.dtypes import TORCH_DTYPE
 from .meter import Meter
 
-SHARE_STEPS = (0.5, 1.0, 1.6)  # times the share that the device is likely to get
+LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
+
+
+def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
+    """Around the likely share, and up to an even one."""
+    return tuple(min(s, 1.0) for s in (likely * LESS, likely, max(likely * MORE, 1 / world_size)))
 
 
 def measure_ops(
-    graph: Graph, share: float, meter: Meter, device: torch.device, deadline: float, progress
+    graph: Graph, shares: Sequence[float], meter: Meter, device: torch.device, deadline: float, progress
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
-    """Every distinct operator of the graph; names of those that time did not allow for."""
+    """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
     units = shard_units(graph, RULES)
     found: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
@@ -46,7 +52,7 @@ def measure_ops(
             skipped.append(node.op)
             continue
         progress(f"operators {number + 1}/{len(order)}: {node.op}")
-        made = measure_op(graph, node, call, units, share, meter, device)
+        made = measure_op(graph, node, call, units, shares, meter, device)
         if made is not None:
             found[key] = made
         else:
@@ -55,7 +61,7 @@ def measure_ops(
 
 
 def measure_op(
-    graph: Graph, node: Node, call: Call, units, share: float, meter: Meter, device: torch.device
+    graph: Graph, node: Node, call: Call, units, shares: Sequence[float], meter: Meter, device: torch.device
 ) -> OpMeasurement | None:
     rule = RULES.get(node.op)
     options = strategies(rule, call) if rule else ()
@@ -63,8 +69,7 @@ def measure_op(
     by_batch = [o for o in sharded if Shard(0) in o.inputs[:1] or Shard(0) in o.outputs]
     chosen = next(iter(by_batch or sharded), None)
     forward, backward = [], []
-    wanted = [share * step for step in SHARE_STEPS] if chosen is not None else [1.0]
-    for target in wanted:
+    for target in shares if chosen is not None else (1.0,):
         try:
             made = shard_program(graph, node, chosen, units, min(target, 1.0))
             if made is None:

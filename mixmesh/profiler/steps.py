@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import statistics
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from ..cost import OpMeasurement, op_key
+from ..cost import CostModel
 from ..ir import Graph
 from ..rules import call_of
 from .meter import REPEATS, Meter
 
+FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
+
 
 def measure_steps(
-    graph: Graph, job: Any, share: float, ops: dict[str, OpMeasurement], meter: Meter, device: torch.device
+    graph: Graph,
+    job: Any,
+    share: float,
+    costs: CostModel,
+    device_class: int,
+    device: torch.device,
+    budget_s: float,
 ) -> tuple[float, float]:
-    """Real seconds of a local step over the sum of its operators', and optimizer seconds per byte."""
+    """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
+    byte.
+
+    Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
+    is measured while the slow ones are busy too.
+    """
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())
@@ -25,7 +41,7 @@ def measure_steps(
     rows = max((t.shape[0] for t in tensors), default=1)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
     scales, optimizer_s = [], []
-    for factor in (0.6, 1.0):
+    for factor in FACTORS:
         count = max(1, round(rows * share * factor))
         batch = cut_batch(job.batch, rows, count, device)
 
@@ -35,30 +51,42 @@ def measure_steps(
                 out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
             )
             loss.backward()
+            optimizer.zero_grad()
 
         step()
-        measured = statistics.median(meter.wall(step) for _ in range(REPEATS))
-        predicted = predicted_step_s(graph, ops, count / rows)
+        dist.barrier()
+        measured = statistics.median(repeated(step, budget_s / len(FACTORS)))
+        predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
-        optimizer_s.append(statistics.median(meter.wall(optimizer.step) for _ in range(REPEATS)))
+        optimizer_s.append(statistics.median(Meter.wall(optimizer.step) for _ in range(REPEATS)))
         optimizer.zero_grad()
     model.load_state_dict(state)
     scale = statistics.mean(scales) if scales else 1.0
     return scale, statistics.median(optimizer_s) / max(size_bytes, 1)
 
 
-def predicted_step_s(graph: Graph, ops: dict[str, OpMeasurement], share: float) -> float:
+def repeated(step: Callable[[], object], budget_s: float) -> list[float]:
+    """Seconds of each step, for about ``budget_s`` and three steps at least."""
+    started = time.perf_counter()
+    times: list[float] = []
+    while len(times) < REPEATS or time.perf_counter() - started < budget_s:
+        times.append(Meter.wall(step))
+    return times
+
+
+def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
+    """The sum of a step's operators; what was not measured is estimated from others of its class."""
     total = 0.0
     for node in graph.nodes:
         if node.is_leaf or node.op == "update":
             continue
-        measured = ops.get(op_key(call_of(node, graph.types)))
-        if measured is not None:
-            total += measured.forward.at(share)
-            if any(r in graph.requires_grad for r in node.results):
-                total += measured.backward.at(share)
+        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
+        time = costs.op(call_of(node, graph.types), grads, device_class)
+        total += time.forward.at(share) + time.backward.at(share)
     return total
 
 
