@@ -1,0 +1,17 @@
+"""Whole samples in proportion to what each device could take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def share_out(total: int, room: Sequence[int]) -> list[int]:
+    """``total`` in proportion to ``room``, by largest remainder, ties to the lower index; never above the
+    room, since ``total <= sum(room)``. In integers: at two million samples a float's share would do, at
+    its rounding somebody would get one too many."""
+    whole = max(sum(room), 1)
+    shares = [total * r // whole for r in room]
+    order = sorted(range(len(room)), key=lambda i: (-(total * room[i] % whole), i))
+    for i in order[: total - sum(shares)]:
+        shares[i] += 1
+    return shares
