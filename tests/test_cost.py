@@ -69,6 +69,15 @@ def test_ring_crosses_the_slowest_link():
     assert fit.latency_s == pytest.approx(4 * 10e-6) and fit.s_per_byte == pytest.approx(4 / 3 / 1.25e9)
 
 
+def test_emulated_devices_wait_for_their_processes_too():
+    """gloo between throttled processes takes milliseconds for a few bytes, whatever the wire does."""
+    emulated = THREE.replace("gbyte_per_s = 200", "gbyte_per_s = 200, cpu_share = 0.5").replace(
+        "gbyte_per_s = 80", "gbyte_per_s = 80, cpu_share = 0.2"
+    )
+    few, many = (ring_fit(cluster(emulated), "all_reduce", ranks).latency_s for ranks in ((0, 1), (0, 1, 2)))
+    assert 1e-3 < few < many < 10e-3
+
+
 RATIO = make_ratio([0.5, 0.3, 0.2])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from ..cluster import Cluster
-from ..cost import CollectiveFit, Profile
+from ..cost import CollectiveFit, Profile, measurement_of_fit
 from ..cost.collectives import ring_fit
 from ..errors import Infeasible, InputError
 from ..planner import make_plan
@@ -24,6 +24,7 @@ LINKS = ("wire", "measured")
 TOLERANCE = 0.25  # of a published time: what differs more is marked
 QUICK_GPUS = (8,)
 ADAM_STATES = 2
+ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,11 @@ def run(
 def measured_links(cluster: Cluster) -> Profile:
     """The bandwidths that HAP measured, with the latencies of the cluster file."""
     everyone = tuple(range(cluster.world_size))
-    fits = {
-        name: CollectiveFit(ring_fit(cluster, name, everyone).latency_s, 1 / rate)
+    fits = (
+        (name, CollectiveFit(ring_fit(cluster, name, everyone).latency_s, 1 / rate))
         for name, rate in HAP_COLLECTIVE_BYTES_PER_S.items()
-    }
-    return Profile({}, fits)
+    )
+    return Profile({}, tuple(measurement_of_fit(name, fit, ANY_SIZE_BYTES, "HAP") for name, fit in fits))
 
 
 def plan_case(

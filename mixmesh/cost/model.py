@@ -16,6 +16,7 @@ from ..cluster import Cluster, Device
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
+from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, Profile, device_key, op_key
 
 # operators that only make a new view of the same bytes
@@ -47,7 +48,7 @@ class CostModel:
         self.cluster = cluster
         self.profile = profile
         self._ops: dict[tuple, OpTime] = {}
-        self._fits: dict[tuple, CollectiveFit] = {}
+        self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
 
     @cached_property
@@ -106,26 +107,18 @@ class CostModel:
                 ratios.append(op.forward.affine[1] * measured.step_scale / estimate)
         return statistics.median(ratios) if ratios else 1.0
 
-    def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit:
+    def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
+        """The cost of a collective between ``ranks``, by its fastest algorithm where it was measured."""
         key = (name, ranks)
         if key not in self._fits:
             self._fits[key] = self._collective(name, ranks)
         return self._fits[key]
 
-    def _collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit:
+    def _collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
         estimate = ring_fit(self.cluster, name, ranks)
-        everyone = tuple(range(self.cluster.world_size))
-        if self.profile is None or name not in self.profile.collectives or len(ranks) < 2:
+        if self.profile is None or len(ranks) < 2 or not self.profile.describes_links_of(self.cluster):
             return estimate
-        whole = self.profile.collectives[name]
-        if ranks == everyone:
-            return whole
-        # a subgroup: the measured fit, scaled as the links say
-        expected = ring_fit(self.cluster, name, everyone)
-        return CollectiveFit(
-            whole.latency_s * estimate.latency_s / max(expected.latency_s, 1e-12),
-            whole.s_per_byte * estimate.s_per_byte / max(expected.s_per_byte, 1e-30),
-        )
+        return measured_collective(self.cluster, self.profile.collectives, name, ranks) or estimate
 
     def optimizer_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of an optimizer step over ``size_bytes`` of parameters on ``rank``."""

@@ -5,18 +5,25 @@ The file is JSON; ``Profile.load`` refuses anything else with the place that is 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pydantic
 
-from ..cluster import Device
+from ..cluster import Cluster, Device
 from ..errors import InputError
 from ..ir import refs
 from ..rules import Call
-from .collectives import CollectiveFit
+from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
+from .links import LinkMeasurement, measurement_of_fit
+
+FORMAT = 2
+FIRST_SIZES_BYTES = (2**12, 2**24)  # what the lines of version 1 were fitted to
+_Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
 class _Op(pydantic.BaseModel, extra="forbid"):
@@ -40,8 +47,26 @@ class _Fit(pydantic.BaseModel, extra="forbid"):
     s_per_byte: float = pydantic.Field(ge=0)
 
 
+class _Link(pydantic.BaseModel, extra="forbid"):
+    collective: Literal[COLLECTIVES]
+    algorithm: str = ""
+    ranks: list[Annotated[int, pydantic.Field(ge=0)]]
+    skew: float = pydantic.Field(default=1.0, ge=1)
+    points: list[tuple[_Positive, _Positive]] = pydantic.Field(min_length=1)
+    source: str = ""
+
+
 class _File(pydantic.BaseModel, extra="forbid"):
-    mixmesh_profile: int
+    mixmesh_profile: Literal[2]
+    provenance: dict[str, str | int | float | list[str]]
+    devices: dict[str, _Device]
+    collectives: list[_Link]
+
+
+class _FirstFile(pydantic.BaseModel, extra="forbid"):
+    """Version 1: a line per collective between all ranks."""
+
+    mixmesh_profile: Literal[1]
     provenance: dict[str, str | int | float | list[str]]
     devices: dict[str, _Device]
     collectives: dict[str, _Fit]
@@ -78,8 +103,11 @@ class DeviceProfile:
 
 @dataclass(frozen=True)
 class Profile:
-    devices: dict[str, DeviceProfile]  # by ``device_key``
-    collectives: dict[str, CollectiveFit]
+    """``devices`` are by ``device_key``. The provenance's ``cluster`` is the fingerprint of the cluster that
+    was measured, ``links`` that of its links, ``backend`` what carried the collectives."""
+
+    devices: dict[str, DeviceProfile]
+    collectives: tuple[LinkMeasurement, ...]
     provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
 
     @classmethod
@@ -89,8 +117,9 @@ class Profile:
         except (OSError, UnicodeDecodeError) as err:
             reason = getattr(err, "strerror", None) or str(err)
             raise InputError(f"cannot read the profile: {reason}", where=str(path)) from None
+        version = _version(text, path)
         try:
-            file = _File.model_validate_json(text)
+            file = (_FirstFile if version == 1 else _File).model_validate_json(text)
         except pydantic.ValidationError as err:
             first = err.errors()[0]
             place = ".".join(map(str, first["loc"]))
@@ -115,12 +144,18 @@ class Profile:
             )
             for name, d in file.devices.items()
         }
-        fits = {name: CollectiveFit(f.latency_s, f.s_per_byte) for name, f in file.collectives.items()}
-        return cls(devices, fits, file.provenance)
+        return cls(devices, _links(file), file.provenance)
+
+    def describes_links_of(self, cluster: Cluster) -> bool:
+        """Whether ranks mean the same here and there; a profile that does not say is taken for it."""
+        links = self.provenance.get("links")
+        if links is not None:
+            return links == links_fingerprint(cluster)
+        return self.provenance.get("cluster", cluster.fingerprint) == cluster.fingerprint
 
     def save(self, path: str | Path) -> None:
         data = {
-            "mixmesh_profile": 1,
+            "mixmesh_profile": FORMAT,
             "provenance": self.provenance,
             "devices": {
                 name: {
@@ -141,14 +176,60 @@ class Profile:
                 }
                 for name, d in self.devices.items()
             },
-            "collectives": {
-                name: {"latency_s": f.latency_s, "s_per_byte": f.s_per_byte}
-                for name, f in self.collectives.items()
-            },
+            "collectives": [
+                {
+                    "collective": m.collective,
+                    "algorithm": m.algorithm,
+                    "ranks": list(m.ranks),
+                    "skew": m.skew,
+                    "points": list(m.points),
+                    "source": m.source,
+                }
+                for m in self.collectives
+            ],
         }
         partial = Path(f"{path}.partial")
         partial.write_text(json.dumps(data, indent=1))
         partial.replace(path)
+
+
+def _version(text: str, path: str | Path) -> int:
+    """The version that a file claims; 2 where it claims none, for the error that follows."""
+    try:
+        version = json.loads(text).get("mixmesh_profile", FORMAT)
+    except (ValueError, AttributeError):
+        return FORMAT
+    if isinstance(version, int) and version > FORMAT:
+        raise InputError(
+            "the profile was written by a later mixmesh",
+            where=str(path),
+            expected=f"version {FORMAT} or 1",
+            got=f"version {version}",
+            hint="mixmesh profile JOB --cluster C.toml --out P.json",
+        )
+    return version
+
+
+def _links(file: _File | _FirstFile) -> tuple[LinkMeasurement, ...]:
+    if isinstance(file, _FirstFile):
+        return tuple(
+            measurement_of_fit(name, CollectiveFit(f.latency_s, f.s_per_byte), FIRST_SIZES_BYTES, "a fit")
+            for name, f in file.collectives.items()
+        )
+    return tuple(
+        LinkMeasurement(m.collective, m.algorithm, tuple(m.ranks), tuple(sorted(m.points)), m.skew, m.source)
+        for m in file.collectives
+    )
+
+
+def links_fingerprint(cluster: Cluster) -> str:
+    """12 hex digits of what a measurement of links depends on: who sits where, on which links, how much of
+    a core each process has. Neither names nor memories."""
+    facts = [cluster.bandwidth_bytes_per_s, cluster.latency_s] + [
+        [m.link_bytes_per_s, m.link_latency_s, m.nic_bytes_per_s, [(d.kind, d.cpu_share) for d in m.devices]]
+        for m in cluster.machines
+    ]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
 def _curve(points: list[tuple[float, float]]) -> Curve:

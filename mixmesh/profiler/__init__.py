@@ -19,13 +19,16 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..cost import CostModel, DeviceProfile, Profile, device_key
+from ..cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ..ir import Graph
 from ..runtime.comm import Comm
-from .links import MEASURED_COLLECTIVES, fit_collective
+from .links import link_sets, measure_links
 from .meter import Meter
 from .operators import measure_ops, shares_to_measure
+from .overlap import measure_overlap
 from .steps import measure_steps
+
+LINKS_SHARE = 0.3  # of the budget
 
 
 def profile(
@@ -43,14 +46,17 @@ def profile(
     Every rank measures its own device at the same time, as in training; of equal devices the median
     counts. Operators that the budget did not reach are named in the provenance.
     """
-    comm = Comm.of_sets(cluster.world_size, (), device=device)
+    comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
     constant = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     on_start()
     dist.barrier()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
-    progress("collectives")
-    fits = {name: fit_collective(comm, name, budget_s * 0.3 / 4) for name in MEASURED_COLLECTIVES}
+    links_started = time.perf_counter()
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    progress("links beside computing")
+    slowdown, thread_s_per_byte = measure_overlap(comm, meter, links)
+    links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     progress("operators")
     deadline = started + budget_s * 0.7
@@ -58,12 +64,14 @@ def profile(
     ops, skipped = measure_ops(graph, shares, meter, comm.device, deadline, progress)
     progress("whole steps")
     own = device_key(cluster.devices[comm.rank])
-    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, {}))
+    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
     scale, optimizer_s = measure_steps(
         graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
     )
-    mine = DeviceProfile(ops, optimizer_s, constant, scale)
+    # under a quota the thread's CPU seconds become real ones as the operators' do
+    exchange_s_per_byte = thread_s_per_byte * (scale if meter.emulated else 1.0)
+    mine = DeviceProfile(ops, optimizer_s, constant, scale, slowdown, exchange_s_per_byte)
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}
@@ -72,6 +80,10 @@ def profile(
     provenance = {
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,
+        "cluster_name": cluster.name,
+        "links": links_fingerprint(cluster),
+        "backend": dist.get_backend(),
+        "links_seconds": round(links_s, 1),
         "graph": graph.fingerprint,
         "device_type": comm.device.type,
         "emulation": os.environ.get("MIXMESH_EMULATION", "none: real devices"),
@@ -79,7 +91,7 @@ def profile(
         "seconds": round(time.perf_counter() - started, 1),
         "skipped": sorted({op for _, _, names in everyone for op in names}),
     }
-    return Profile(devices, fits, provenance)
+    return Profile(devices, links, provenance)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

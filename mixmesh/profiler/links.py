@@ -1,70 +1,233 @@
-"""Times of collectives between all ranks, on pieces of unequal size."""
+"""Times of collectives on the real links: every algorithm, between all ranks and between the groups that
+tell links apart, at sizes from kilobytes to tens of megabytes.
+
+What is cheap is measured first and what training needs most is cheap by decree, so that time which runs
+out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed on.
+"""
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from ..cost import CollectiveFit, Curve
+from ..cluster import Cluster
+from ..cost import LinkMeasurement, default_algorithm, ring_fit
 from ..ir import make_ratio, shard_sizes
 from ..runtime import collectives
-from ..runtime.comm import Comm
-from .meter import REPEATS, Meter
+from ..runtime.comm import Channel, Comm
+from .meter import Meter
 
-COLLECTIVE_BYTES = (2**12, 2**18, 2**22, 2**24)
+SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
+RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
+SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
+WIDTH = 64  # floats in a row of the tensors that are moved
+MEMORY_SHARE = 1 / 32  # of the smallest device, that a tensor may take: some algorithms hold several
+QUICK_S, SLOW_S = 0.02, 0.3  # below the first a time is repeated more often, above the second less
+# what a case's seconds count for when the cheapest is chosen: training's own collectives come far first
+VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 5.0, 8.0, 10.0, 20.0
+ALGORITHMS = {
+    "all_gather": tuple(collectives.ALL_GATHER),
+    "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
+}
+BY_SKEW = ("all_gather", "reduce_scatter")  # cost more where pieces are unequal, by some algorithms
 
 
-MEASURED_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+@dataclass(frozen=True)
+class Case:
+    """One curve to measure. ``shares`` are those of the pieces, one per rank of the group."""
+
+    collective: str
+    algorithm: str
+    ranks: tuple[int, ...]
+    shares: tuple[float, ...]
+    weight: float
+
+    @property
+    def is_vital(self) -> bool:
+        return self.weight == VITAL
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
+
+    @property
+    def skew(self) -> float:
+        return max(self.shares) * len(self.shares) / sum(self.shares)
 
 
-def fit_collective(comm: Comm, name: str, budget_s: float) -> CollectiveFit:
-    """Latency and seconds per byte of the whole tensor, over all ranks, unequal pieces where they occur."""
+@dataclass
+class _Progress:
+    """How far a case has got."""
+
+    case: Case
+    points: list[tuple[float, float]] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+
+    @property
+    def next_bytes(self) -> int:
+        return self.case.sizes_bytes[len(self.points)]
+
+    def expected_s(self, cluster: Cluster) -> float:
+        """Of one run at the next size: as the links say, above what the last size took."""
+        fit = ring_fit(cluster, self.case.collective, self.case.ranks)
+        if not self.points:
+            return fit.seconds(self.next_bytes)
+        size, seconds = self.points[-1]
+        return max(seconds, seconds * 0.8 * self.next_bytes / size if size >= SURE_BYTES else 0.0) + (
+            0.0 if size >= SURE_BYTES else fit.s_per_byte * (self.next_bytes - size)
+        )
+
+
+def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """All ranks, those of each machine, and one pair across machines for each two kinds of NIC."""
+    groups = [tuple(range(cluster.world_size))]
+    groups += [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+    seen = set()
+    for a, one in enumerate(cluster.machines):
+        for b, other in list(enumerate(cluster.machines))[a + 1 :]:
+            kind = tuple(sorted((one.nic_bytes_per_s, other.nic_bytes_per_s)))
+            if kind not in seen:
+                seen.add(kind)
+                groups.append((cluster.ranks_of(a)[0], cluster.ranks_of(b)[0]))
+    return tuple(dict.fromkeys(g for g in groups if len(g) > 1))
+
+
+def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The process groups that ``measure_links`` needs, for ``Comm.of_sets``."""
+    return tuple(("data", group) for group in link_groups(cluster))
+
+
+def link_cases(cluster: Cluster, backend: str) -> list[Case]:
+    """Every curve to measure, what training needs most first."""
+    cases = []
+    for ranks in link_groups(cluster):
+        everyone = len(ranks) == cluster.world_size
+        across = len({cluster.machine_index_of(r) for r in ranks}) > 1
+        rest = OTHER if everyone else PAIR if across else MACHINE
+        declared = tuple(cluster.devices[r].flop_per_s for r in ranks)
+        for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
+            defaults = {default_algorithm(collective, size, backend) for size in SIZES_BYTES}
+            rooted = collective in ("broadcast", "reduce")
+            for algorithm in ALGORITHMS.get(collective, ("",)):
+                vital = everyone and algorithm in defaults and not rooted
+                cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
+                if everyone and collective in BY_SKEW and len(set(declared)) > 1:
+                    cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+        if len(ranks) == 2 or not across:
+            cases.append(Case("send", "", ranks[:2], declared[:2], PAIR if across else MACHINE))
+    return cases
+
+
+def measure_links(
+    comm: Comm,
+    cluster: Cluster,
+    budget_s: float,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[LinkMeasurement, ...]:
+    """The curves of ``link_cases`` as far as ``budget_s`` goes. Collective; ``comm`` has ``link_sets``."""
     if comm.world_size < 2:
-        return CollectiveFit(0.0, 0.0)
-    points: list[tuple[float, float]] = []
-    channel = comm.channel(comm.everyone, f"profile of {name}")
-    n = comm.world_size
-    started = time.perf_counter()
-    for size_bytes in COLLECTIVE_BYTES:
-        rows = max(n, size_bytes // 4 // 16)
-        shares = [2.0 if r % 2 == 0 else 1.0 for r in range(n)]
-        sizes = split(rows, shares)
-        run = collective_call(name, channel, comm, rows, sizes)
-        run()
-        times = []
-        for _ in range(REPEATS):
-            dist.barrier()
-            times.append(Meter.wall(run))
-        worst = torch.tensor(times, dtype=torch.float64, device=comm.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        points.append((rows * 16 * 4, statistics.median(worst.tolist())))
-        over = torch.tensor(time.perf_counter() - started > budget_s, dtype=torch.int32, device=comm.device)
-        dist.all_reduce(over, dist.ReduceOp.MAX)
-        if over:
-            break
-    latency, slope = Curve(tuple(points)).affine
-    return CollectiveFit(latency, slope)
+        return ()
+    backend = comm.channel(comm.everyone, "profile").backend
+    largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
+    going = [_Progress(case) for case in link_cases(cluster, backend)]
+    done: list[_Progress] = []
+    started, elapsed = time.perf_counter(), 0.0
+    while going:
+        chosen = min(going, key=lambda p: (not is_sure(p), p.expected_s(cluster) * p.case.weight))
+        size = chosen.next_bytes
+        affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
+        if affordable and size <= largest:
+            progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
+            seconds, elapsed, count = measure(comm, chosen.case, size, budget_s, started)
+            chosen.points.append((whole_bytes(size), seconds))
+            chosen.runs.append(count)
+            if len(chosen.points) < len(chosen.case.sizes_bytes):
+                continue
+        going.remove(chosen)
+        done.append(chosen)
+    return tuple(measured(p, backend) for p in done if p.points)
 
 
-def split(rows: int, shares: list[float]) -> tuple[int, ...]:
-    return shard_sizes(rows, make_ratio(shares))
+def is_sure(p: _Progress) -> bool:
+    return p.case.is_vital and p.next_bytes <= SURE_BYTES
 
 
-def collective_call(name: str, channel, comm: Comm, rows: int, sizes: tuple[int, ...]):
-    mine = sizes[comm.rank]
-    whole = torch.ones(rows, 16, device=comm.device)
-    piece = whole[:mine].clone()
-    match name:
+def measured(p: _Progress, backend: str) -> LinkMeasurement:
+    case = p.case
+    source = f"{backend}, slowest rank, median of {min(p.runs)} to {max(p.runs)}"
+    return LinkMeasurement(case.collective, case.algorithm, case.ranks, tuple(p.points), case.skew, source)
+
+
+def whole_bytes(size_bytes: int) -> int:
+    return rows_of(size_bytes) * WIDTH * 4
+
+
+def rows_of(size_bytes: int) -> int:
+    return max(1, size_bytes // (WIDTH * 4))
+
+
+def measure(
+    comm: Comm, case: Case, size_bytes: int, budget_s: float, started: float
+) -> tuple[float, float, int]:
+    """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks."""
+    run = None
+    if comm.rank in case.ranks:
+        group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks
+        if case.collective == "send":
+            group = next(r for p, r in comm.groups if p == "data" and set(case.ranks) <= set(r))
+        channel = comm.channel(group, f"profile of {case.collective}")
+        run = prepared(comm, channel, case, rows_of(size_bytes))
+    (first,) = agreed(comm, [timed(comm, run)])
+    repeats = 5 if first < QUICK_S and case.weight <= OTHER else 3 if first < SLOW_S else 1
+    times = [timed(comm, run) for _ in range(repeats)]
+    *times, elapsed = agreed(comm, [*times, time.perf_counter() - started])
+    if first >= SLOW_S:  # too long for a run that is thrown away
+        times.append(first)
+    return statistics.median(times), elapsed, len(times)
+
+
+def timed(comm: Comm, run: Callable[[], object] | None) -> float:
+    dist.barrier()
+    if run is None:
+        return 0.0
+    return Meter.wall(run) if comm.device.type == "cpu" else Meter(comm.device, emulated=False).once(run)
+
+
+def agreed(comm: Comm, values: list[float]) -> list[float]:
+    """The largest of every rank's values."""
+    worst = torch.tensor(values, dtype=torch.float64, device=comm.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+def prepared(comm: Comm, channel: Channel, case: Case, rows: int) -> Callable[[], object]:
+    """This rank's part of the collective, on a tensor of so many rows."""
+    me, name = case.ranks.index(comm.rank), case.algorithm or None
+    sizes = shard_sizes(rows, make_ratio(case.shares))
+    whole = torch.zeros(rows, WIDTH, device=comm.device)
+    piece = whole[: sizes[me]].clone()
+    match case.collective:
         case "all_reduce":
-            return lambda: collectives.all_reduce(channel, whole)
+            return lambda: collectives.all_reduce(channel, whole, in_place=True)
         case "all_gather":
-            return lambda: collectives.all_gather(channel, piece, sizes)
+            return lambda: collectives.all_gather(channel, piece, sizes, algorithm=name)
         case "reduce_scatter":
-            return lambda: collectives.reduce_scatter(channel, whole, sizes)
+            return lambda: collectives.reduce_scatter(channel, whole, sizes, algorithm=name)
         case "all_to_all":
-            columns = split(16, [1.0] * comm.world_size)
+            columns = shard_sizes(WIDTH, make_ratio(case.shares))
             return lambda: collectives.all_to_all(channel, piece, 0, sizes, 1, columns)
-    raise ValueError(name)
+        case "broadcast":
+            return lambda: collectives.broadcast(channel, whole, case.ranks[0])
+        case "reduce":
+            return lambda: collectives.reduce(channel, whole, case.ranks[0])
+        case "send" if me == 0:
+            return lambda: dist.send(whole, case.ranks[1], group=channel.group)
+        case "send":
+            return lambda: dist.recv(whole, case.ranks[0], group=channel.group)
+    raise ValueError(case.collective)

@@ -4,9 +4,7 @@ Everything is done on flat buffers in rank order. What only copies travels as by
 works; what sums travels as numbers. A piece of size zero is legal everywhere and is never sent.
 
 Which algorithm is best depends on sizes and links, so an instruction can name one (attribute
-``algorithm``). The defaults are what was fastest on gloo: for small tensors one all_to_all, whose latency
-is the lowest; for large ones one broadcast per piece (grouped broadcasts of HAP, EuroSys'24, section
-4.2) and one reduce per piece. On NCCL it is padding while the largest piece is at most twice the mean.
+``algorithm``); without one it is ``cost.default_algorithm`` that decides.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
 
@@ -119,7 +118,7 @@ def all_gather(
     shapes = [_resize(x.shape, dim, size) for size in sizes]
     counts = [math.prod(shape) for shape in shapes]
     width = x.element_size()
-    run = _pick(ALL_GATHER, algorithm, channel, counts, width, "broadcasts", "all_gather")
+    run = _pick(ALL_GATHER, algorithm, channel, counts, width, "all_gather")
     works, full = run(channel, _bytes(_stage(channel, x)), [count * width for count in counts])
 
     def finish() -> Tensor:
@@ -201,7 +200,7 @@ def reduce_scatter(
         return _give(done(x), async_op)
     counts = [math.prod(_resize(x.shape, dim, size)) for size in sizes]
     width = x.element_size()
-    run = _pick(REDUCE_SCATTER, algorithm, channel, counts, width, "reduces", "reduce_scatter")
+    run = _pick(REDUCE_SCATTER, algorithm, channel, counts, width, "reduce_scatter")
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
         flat = moved.reshape(-1)
@@ -324,21 +323,14 @@ def reduce(channel: Channel, x: Tensor, dst: int, *, async_op: bool = False) -> 
 
 
 ALIASES = {"grouped": {"all_gather": "broadcasts", "reduce_scatter": "reduces"}}
-NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
-SMALL_BYTES = 2**20
 
 
-def _pick(
-    table: dict, algorithm: str | None, channel: Channel, counts: Sizes, width: int, default: str, what: str
-):
+def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, width: int, what: str):
     if algorithm is None:
-        rooted = sum(count > 0 for count in counts) == 1
-        mild = max(counts) * len(counts) <= NCCL_MAX_SKEW * sum(counts)
-        algorithm = default
-        if not rooted and channel.backend == "nccl" and mild:
-            algorithm = "padded"
-        elif not rooted and channel.backend == "gloo" and sum(counts) * width <= SMALL_BYTES:
-            algorithm = "all_to_all"
+        rooted = sum(count > 0 for count in counts) == 1  # a broadcast or a reduce, and nothing to pad
+        skew = max(counts) * len(counts) / sum(counts)
+        size_bytes = sum(counts) * width
+        algorithm = "grouped" if rooted else default_algorithm(what, size_bytes, channel.backend, skew)
     algorithm = ALIASES.get(algorithm, {}).get(what, algorithm)
     if algorithm not in table:
         raise InputError(

@@ -1,0 +1,189 @@
+"""Measured collectives: seconds over the bytes of the whole tensor, for each algorithm and group of ranks.
+
+Groups that were not measured take the curve of the measured group that is most alike, its latency and its
+slope scaled as the links say (``ring_fit``). Pieces are measured as they are in training, in proportion to
+the ranks' speeds, and even: algorithms that pad, or send each rank its piece, cost more the more unequal
+the pieces are, and seconds are interpolated in the *skew*, the largest piece over the mean one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..cluster import Cluster
+from .collectives import CollectiveFit, ring_fit
+from .curve import Curve
+
+SAME_SKEW = 0.02  # pieces are whole rows: skews that differ by less are one
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """One collective by one algorithm between ``ranks`` (none stands for all of the cluster's).
+
+    ``algorithm`` is empty where the runtime knows one way only. ``points`` are ``(size_bytes, seconds)`` of
+    the whole tensor and the slowest rank, sizes ascending; ``skew`` is the largest piece over the mean one;
+    ``source`` says how the seconds came about.
+    """
+
+    collective: str
+    algorithm: str
+    ranks: tuple[int, ...]
+    points: tuple[tuple[float, float], ...]
+    skew: float = 1.0
+    source: str = ""
+
+    @cached_property
+    def curve(self) -> Curve:
+        return Curve(self.points)
+
+
+def measurement_of_fit(
+    collective: str, fit: CollectiveFit, sizes_bytes: tuple[float, float], source: str = ""
+) -> LinkMeasurement:
+    """A line as the measurement of all ranks that it was fitted to, between the two sizes."""
+    points = tuple((float(size), fit.seconds(size)) for size in sizes_bytes)
+    return LinkMeasurement(collective, "", (), points, source=source)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One algorithm between one group of ranks: its curves by skew, ascending. Beyond what was measured a
+    byte takes at least ``link_s_per_byte``: small sizes alone say nothing of large ones."""
+
+    algorithm: str
+    curves: tuple[tuple[float, Curve], ...]
+    is_measured: bool
+    link_s_per_byte: float
+
+    @property
+    def largest_bytes(self) -> float:
+        """What was measured with the most unequal pieces, as in training."""
+        return self.curves[-1][1].points[-1][0]
+
+    def seconds(self, size_bytes: float, skew: float | None) -> float:
+        """Linear in the skew, and never less than for even pieces; without one, for the most unequal
+        pieces that were measured: those in proportion to speed."""
+        (high, last), (low, first) = self.curves[-1], self.curves[0]
+        at_high = self._at(last, size_bytes)
+        if skew is None or high - low < SAME_SKEW:
+            return at_high
+        at_low = self._at(first, size_bytes)
+        slope = max(at_high - at_low, 0.0) / (high - low)
+        return at_low + slope * max(skew - low, 0.0)
+
+    def _at(self, curve: Curve, size_bytes: float) -> float:
+        largest, seconds = curve.rising[-1]
+        if size_bytes <= largest:
+            return curve.at(size_bytes)
+        return max(curve.at(size_bytes), seconds + self.link_s_per_byte * (size_bytes - largest))
+
+
+@dataclass(frozen=True, eq=False)
+class MeasuredCollective:
+    """What a collective between some ranks costs by the fastest of its measured algorithms at each size."""
+
+    ways: tuple[Way, ...]
+    _known: dict[tuple, tuple[float, str]] = field(default_factory=dict, repr=False)
+
+    def seconds(self, size_bytes: float, skew: float | None = None) -> float:
+        """``size_bytes`` is that of the whole tensor."""
+        return self._fastest(size_bytes, skew)[0]
+
+    def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
+        """The fastest; None where the runtime knows one way only."""
+        return self._fastest(size_bytes, skew)[1] or None
+
+    def seconds_by(self, algorithm: str, size_bytes: float, skew: float | None = None) -> float | None:
+        """Seconds of one algorithm; None if it was not measured."""
+        found = [way for way in self.ways if way.algorithm == algorithm]
+        return found[0].seconds(size_bytes, skew) if found else None
+
+    def covers(self, size_bytes: float) -> bool:
+        """Whether any algorithm was measured up to this size."""
+        return size_bytes <= self.largest_bytes
+
+    @cached_property
+    def largest_bytes(self) -> float:
+        return max(way.largest_bytes for way in self.ways)
+
+    @property
+    def is_measured(self) -> bool:
+        """Between these very ranks, and not estimated from another group."""
+        return any(way.is_measured for way in self.ways)
+
+    @cached_property
+    def latency_s(self) -> float:
+        return min(way.curves[-1][1].rising[0][1] for way in self.ways)
+
+    @cached_property
+    def s_per_byte(self) -> float:
+        far = [way for way in self.ways if way.largest_bytes == self.largest_bytes]
+        return min(way.curves[-1][1].affine[1] for way in far)
+
+    def _fastest(self, size_bytes: float, skew: float | None) -> tuple[float, str]:
+        key = (size_bytes, skew)
+        if key not in self._known:
+            # an algorithm that was measured as far as this, or as any: extrapolated ones cannot win
+            enough = min(size_bytes, self.largest_bytes)
+            able = [way for way in self.ways if way.largest_bytes >= enough]
+            self._known[key] = min((way.seconds(size_bytes, skew), way.algorithm) for way in able)
+        return self._known[key]
+
+
+def measured_collective(
+    cluster: Cluster, measurements: tuple[LinkMeasurement, ...], collective: str, ranks: tuple[int, ...]
+) -> MeasuredCollective | None:
+    """The cost of ``collective`` between ``ranks``; None if it was measured between no ranks at all."""
+    everyone = tuple(range(cluster.world_size))
+    groups: dict[tuple[str, tuple[int, ...]], list[LinkMeasurement]] = {}
+    for m in measurements:
+        if m.collective == collective:
+            groups.setdefault((m.algorithm, m.ranks or everyone), []).append(m)
+    ways = []
+    link_s_per_byte = ring_fit(cluster, collective, ranks).s_per_byte
+    for algorithm in dict.fromkeys(name for name, _ in groups):
+        measured = [group for name, group in groups if name == algorithm]
+        group = ranks if ranks in measured else most_alike(cluster, collective, ranks, measured)
+        by_skew = sorted(groups[algorithm, group], key=lambda m: m.skew)
+        curves = tuple((m.skew, transferred(cluster, m, group, ranks)) for m in by_skew)
+        ways.append(Way(algorithm, curves, group == ranks, link_s_per_byte))
+    if any(way.is_measured for way in ways):
+        ways = [way for way in ways if way.is_measured]
+    return MeasuredCollective(tuple(ways)) if ways else None
+
+
+def most_alike(
+    cluster: Cluster, collective: str, ranks: tuple[int, ...], groups: list[tuple[int, ...]]
+) -> tuple[int, ...]:
+    """The group whose links look most like those of ``ranks``: inside one machine or not, then by the
+    estimated seconds per byte, then by size."""
+    wanted = ring_fit(cluster, collective, ranks)
+
+    def distance(group: tuple[int, ...]) -> tuple:
+        found = ring_fit(cluster, collective, group)
+        slopes = sorted((found.s_per_byte, wanted.s_per_byte))
+        ratio = slopes[1] / slopes[0] if slopes[0] > 0 else float("inf")
+        return inside(cluster, group) != inside(cluster, ranks), abs(len(group) - len(ranks)), ratio
+
+    return min(groups, key=distance)
+
+
+def inside(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
+    return len({cluster.machine_index_of(r) for r in ranks}) == 1
+
+
+def transferred(
+    cluster: Cluster, measured: LinkMeasurement, group: tuple[int, ...], ranks: tuple[int, ...]
+) -> Curve:
+    """The curve of ``group`` as that of ``ranks``: latency and what is above it, scaled by the links."""
+    if group == ranks or len(group) < 2:
+        return measured.curve
+    ours = ring_fit(cluster, measured.collective, ranks)
+    theirs = ring_fit(cluster, measured.collective, group)
+    latency = ours.latency_s / theirs.latency_s if theirs.latency_s else 1.0
+    slope = ours.s_per_byte / theirs.s_per_byte if theirs.s_per_byte else 1.0
+    points = measured.curve.rising
+    base = points[0][1]
+    return Curve(tuple((size, base * latency + (seconds - base) * slope) for size, seconds in points))

@@ -1,0 +1,111 @@
+"""What communication and computing do to each other on one device.
+
+Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
+and the computing thread itself joins, copies and issues what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ..cost import LinkMeasurement
+from ..runtime import collectives
+from ..runtime.comm import Channel, Comm
+from .meter import Meter
+
+WINDOW_S = 0.3  # of computing alone, and about as long beside communication
+ROUNDS = 3
+BUCKET_BYTES = (2**12, 2**22)
+PIECES = 16  # gradients in a bucket
+SIDE = 160  # of the matrices that are multiplied meanwhile
+
+
+def measure_overlap(comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]) -> tuple[float, float]:
+    """``slowdown`` and the computing thread's seconds per byte of a collective (of its CPU, under a quota).
+
+    The slow-down is between 0 and 1: the part by which work takes longer while collectives go on.
+    Collective.
+    """
+    if comm.world_size < 2:
+        return 0.0, 0.0
+    channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
+    return slowdown(comm, channel, links), thread_s_per_byte(comm, channel, meter)
+
+
+def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
+    size, count = window(links, comm.world_size)
+    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(count)]
+    unit = piece_of_work(comm.device)
+    unit()
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        until = time.perf_counter() + WINDOW_S
+        alone = per_second(unit, lambda until=until: time.perf_counter() >= until)
+        dist.barrier()
+        handles = [collectives.all_reduce(channel, b, in_place=True, async_op=True) for b in buffers]
+        beside = per_second(unit, lambda handles=handles: all(h.is_ready() for h in handles))
+        for handle in handles:
+            handle.wait()
+        if beside > 0:
+            found.append(alone / beside - 1)
+    return min(max(statistics.median(found), 0.0), 1.0) if found else 0.0
+
+
+def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
+    """Bytes of an all_reduce between all ranks, and how many of them fill the window."""
+    curve = next(m.curve for m in links if m.collective == "all_reduce" and len(m.ranks) == world_size)
+    size, seconds = max(((s, t) for s, t in curve.points if t <= WINDOW_S), default=curve.points[0])
+    return int(size), min(max(2, math.ceil(WINDOW_S / seconds)), 16)
+
+
+def piece_of_work(device: torch.device) -> Callable[[], object]:
+    side = SIDE if device.type == "cpu" else 16 * SIDE
+    a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+
+    def work() -> None:
+        torch.mm(a, b).add_(a)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return work
+
+
+def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float:
+    """How often ``work`` is done in a second, until it is over; 0 if that is at once."""
+    started, count = time.perf_counter(), 0
+    while not is_over():
+        work()
+        count += 1
+    return count / (time.perf_counter() - started)
+
+
+def thread_s_per_byte(comm: Comm, channel: Channel, meter: Meter) -> float:
+    """Joining a bucket of gradients, issuing its sum, taking it and cutting it up again, as the runtime's
+    ``gradients`` does it: what a byte adds."""
+    seconds = []
+    for size in BUCKET_BYTES:
+        pieces = [torch.zeros(size // 4 // PIECES, device=comm.device) for _ in range(PIECES)]
+
+        def once(pieces=pieces) -> float:
+            clock = time.thread_time if meter.device.type == "cpu" else time.perf_counter
+            started = clock()
+            flat = torch.cat(pieces)
+            handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
+            issued = clock() - started
+            while not handle.is_ready():
+                time.sleep(1e-4)
+            started = clock()
+            handle.wait().split([p.numel() for p in pieces])
+            return issued + clock() - started
+
+        once()
+        seconds.append(statistics.median(once() for _ in range(5)))
+    (small, large), (few, many) = seconds, BUCKET_BYTES
+    return max(large - small, 0.0) / (many - few)
