@@ -17,7 +17,7 @@ is not optimal where curves bend or have steps.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def _capacities(tables: Tables, global_batch: int) -> list[int]:
     good = [_good_sizes(t) for t in kinds]
     too_short, enough = _bracket(tables, good, global_batch)
     low = [int(_most(t, too_short, s).max()) for t, s in zip(kinds, good)]
-    sizes = [np.arange(1, len(t)) for t in kinds]
+    sizes = [np.arange(1, _largest(t, enough * SLACK) + 1) for t in kinds]
     high = [_most(t, enough, s) for t, s in zip(kinds, sizes)]
     while True:
         useful = [h > n for h, n in zip(high, low)]
@@ -91,6 +91,11 @@ def _most(t: np.ndarray, seconds: float, sizes: np.ndarray) -> np.ndarray:
     return full.astype(np.int64) * sizes + np.minimum(last, sizes)
 
 
+def _largest(t: np.ndarray, seconds: float) -> int:
+    """The largest micro-batch within the time."""
+    return int(np.searchsorted(t, seconds, side="right")) - 1
+
+
 def _good_sizes(t: np.ndarray) -> np.ndarray:
     """The size of the highest rate and the limit: one is near the best for many samples, the other,
     whose last micro-batch may be any, for few."""
@@ -98,22 +103,35 @@ def _good_sizes(t: np.ndarray) -> np.ndarray:
 
 
 def _bracket(tables: Tables, good: list[np.ndarray], global_batch: int) -> tuple[float, float]:
-    """Seconds within which the batch cannot be done, and seconds within which it can.
+    """Seconds within which the batch cannot be done, and seconds within which it can, close together.
 
     No device beats its best rate, so ``global_batch / sum of rates`` bounds from below; whole micro-batches
-    of the best rate's size miss that by less than one each, which bounds from above. The upper bound is
-    then brought down with ``_good_sizes`` alone, which costs next to nothing.
+    of the best rate's size miss that by less than one each, which bounds from above. Between the two, cheap
+    bounds of ``N_i(T)`` are bisected: ``_good_sizes`` alone, and T times the best rate of those micro-batches
+    that end within T.
     """
     kinds, counts = tables.distinct, tables.num_devices
-    rate = sum(c * float(s[0] / t[s[0]]) for c, t, s in zip(counts, kinds, good))
+    rates = [np.maximum.accumulate(np.append(0.0, np.arange(1, len(t)) / t[1:])) for t in kinds]
+    rate = sum(c * float(r[-1]) for c, r in zip(counts, rates))
     spare = sum(c * int(s[0]) for c, s in zip(counts, good))
-    lower, upper = global_batch / rate * (1 - 1e-9), (global_batch + spare) / rate * (1 + 1e-9)
-    too_short, enough = lower, upper
-    for _ in range(math.ceil(math.log2(1e3 * upper / lower))):
+
+    def surely_done(seconds: float) -> bool:
+        most = [int(_most(t, seconds, s).max()) for t, s in zip(kinds, good)]
+        return sum(c * n for c, n in zip(counts, most)) >= global_batch
+
+    def perhaps_done(seconds: float) -> bool:
+        best = [float(r[_largest(t, seconds)]) for t, r in zip(kinds, rates)]
+        return seconds * sum(c * r for c, r in zip(counts, best)) >= global_batch
+
+    lower, upper = global_batch / rate, (global_batch + spare) / rate
+    enough = _bisect(surely_done, lower, upper)[1]
+    too_short = _bisect(perhaps_done, lower, enough)[0]
+    return too_short * (1 - 1e-9), enough * (1 + 1e-9)
+
+
+def _bisect(done: Callable[[float], bool], too_short: float, enough: float) -> tuple[float, float]:
+    """The two closed in on the first time that is ``done``, to a thousandth."""
+    while enough > too_short * 1.001:
         middle = (too_short + enough) / 2
-        most = [int(_most(t, middle, s).max()) for t, s in zip(kinds, good)]
-        if sum(c * n for c, n in zip(counts, most)) >= global_batch:
-            enough = middle
-        else:
-            too_short = middle
-    return lower, enough
+        too_short, enough = (too_short, middle) if done(middle) else (middle, enough)
+    return too_short, enough
