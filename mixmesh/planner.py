@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
+from .algorithms import with_algorithms
 from .baselines import (
     data_parallel,
     device_seconds,
@@ -26,6 +27,7 @@ from .baselines import (
 from .buckets import with_buckets
 from .cluster import Cluster
 from .cost import CostModel, Profile
+from .cost.gaps import gaps
 from .cost.placed import exchange_of, held_share, is_computation, op_time, work_type
 from .errors import Infeasible, InputError
 from .ir import Graph, Program, Ratio, even_ratio, local_bytes, local_shape, make_ratio, shard_sizes, support
@@ -110,7 +112,7 @@ def make_plan(
         raise infeasible(task, list(best.values()))
     chosen = min(fitting, key=lambda p: p.key)
     candidates = sorted(best.values(), key=lambda p: p.key)
-    program = chosen.program
+    program = with_algorithms(chosen.program, task.costs)
     return Plan(
         program=program,
         planner=chosen.planner,
@@ -124,7 +126,7 @@ def make_plan(
         states_expanded=task.states_expanded,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
-        warnings=tuple(warnings_of(graph, program)),
+        warnings=(*warnings_of(graph, program), *gaps(program, task.costs)),
         notes=notes_of(program, task.costs),
     )
 

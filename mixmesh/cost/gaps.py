@@ -1,0 +1,129 @@
+"""Where a program's predicted time rests on something else than a measurement of just that.
+
+Only for a cluster with a profile: without one everything is an estimate, and the plan says so itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..ir import Program
+from ..rules import call_of
+from .links import MeasuredCollective
+from .model import VIEWS, CostModel
+from .placed import Exchange, exchange_of, held_share, is_computation, synchronised, work_type
+from .profile import device_key, op_key
+
+NAMED = 3  # operators that a warning names
+
+
+def gaps(program: Program, costs: CostModel) -> Iterator[str]:
+    """A line for each kind of gap, with how many and the worst of them."""
+    if costs.profile is None:
+        return
+    yield from _foreign(costs)
+    yield from _operators(program, costs)
+    yield from _collectives(program, costs)
+
+
+def _foreign(costs: CostModel) -> Iterator[str]:
+    """A profile of another cluster, or without some of this one's devices."""
+    profile, cluster = costs.profile, costs.cluster
+    made_on = profile.provenance.get("cluster", cluster.fingerprint)
+    missing = [d.name for d in costs.classes if device_key(d) not in profile.devices]
+    if made_on != cluster.fingerprint:
+        name = profile.provenance.get("cluster_name")
+        links = "its links are alike and used too" if profile.describes_links_of(cluster) else "not its links"
+        yield (
+            f"the profile is of another cluster{f' ({name})' if name else ''}: "
+            f"{made_on}, this is {cluster.fingerprint}; "
+            f"{len(costs.classes) - len(missing)} of {len(costs.classes)} kinds of device are used, {links}"
+        )
+    if missing and profile.devices:
+        yield f"the profile has no {', '.join(missing)}: estimated from the catalogue's figures"
+
+
+def _operators(program: Program, costs: CostModel) -> Iterator[str]:
+    estimated: dict[str, float] = {}  # operator -> seconds of the slowest call
+    beyond: dict[int, tuple[float, str]] = {}  # instruction -> (times the measured range, text)
+    estimated_calls = 0
+    for n, i in enumerate(program.instructions):
+        if not is_computation(i) or i.op in VIEWS:
+            continue
+        call, t = call_of(i, program.types), work_type(program, i)
+        is_estimated = False
+        for rank in program.participants(t):
+            share, device_class = held_share(program, t, rank), costs.class_of[rank]
+            device = costs.profile.devices.get(device_key(costs.classes[device_class]))
+            if device is None or share == 0:
+                continue
+            measured = device.ops.get(op_key(call))
+            if measured is None:
+                is_estimated = True
+                seconds = costs.op(call, 1, device_class).forward.at(share)
+                estimated[i.op] = max(estimated.get(i.op, 0.0), seconds)
+            elif not measured.forward.covers(share):
+                largest = measured.forward.points[-1][0]
+                text = f"%{i.results[0]} = {i.op} on rank {rank}, a share of {share:.3g} above {largest:.3g}"
+                beyond[n] = max(beyond.get(n, (0.0, "")), (share / largest, text))
+        estimated_calls += is_estimated
+    if estimated:
+        worst = sorted(estimated, key=lambda op: -estimated[op])
+        rest = ", ..." if len(worst) > NAMED else ""
+        yield (
+            f"{_counted(estimated_calls, 'operator')} not measured but estimated from others of "
+            f"{'its' if estimated_calls == 1 else 'their'} class: {', '.join(worst[:NAMED])}{rest}"
+        )
+    if beyond:
+        yield (
+            f"{_counted(len(beyond), 'operator')} beyond the measured range, the most: "
+            f"{max(beyond.values())[1]}"
+        )
+
+
+def _collectives(program: Program, costs: CostModel) -> Iterator[str]:
+    estimated: set[Exchange] = set()
+    beyond: list[tuple[float, Exchange, float]] = []
+    for exchange in exchanges(program):
+        cost = costs.collective(exchange.name, exchange.ranks)
+        if not isinstance(cost, MeasuredCollective):
+            estimated.add(exchange)
+            continue
+        if not cost.is_measured:
+            estimated.add(exchange)
+        if not cost.covers(exchange.size_bytes):
+            times = exchange.size_bytes / cost.largest_bytes
+            beyond.append((times, exchange, cost.largest_bytes))
+    if estimated:
+        worst = max(estimated, key=lambda e: (e.size_bytes, e.name))
+        yield (
+            f"{_counted(len(estimated), 'collective')} not measured between just these ranks but estimated "
+            f"from the links: {worst.name} between {list(worst.ranks)}"
+        )
+    if beyond:
+        _, worst, largest = max(beyond, key=lambda b: b[0])
+        yield (
+            f"{_counted(len(beyond), 'collective')} beyond the measured range, the most: {worst.name} of "
+            f"{worst.size_bytes / 1e6:.3g} MB, measured up to {largest / 1e6:.3g} MB"
+        )
+
+
+def exchanges(program: Program) -> Iterator[Exchange]:
+    """The collectives of a step: of redistributions, of their gradients, and of buckets of gradients."""
+    buckets: dict[tuple, int] = {}
+    for n, i in enumerate(program.instructions):
+        if i.is_redistribution:
+            for backward in (False, True):
+                if not backward or i.result in program.requires_grad:
+                    exchange = exchange_of(program, i, backward=backward)
+                    if exchange is not None:
+                        yield exchange
+        elif synchronised(program, i):
+            key = (i.attr("bucket", -1 - n), program.participants(i.type))
+            buckets[key] = buckets.get(key, 0) + i.type.value.size_bytes
+    for (_, ranks), size_bytes in buckets.items():
+        yield Exchange("all_reduce", size_bytes, ranks)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"1 {noun} is" if count == 1 else f"{count} {noun}s are"
