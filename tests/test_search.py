@@ -13,9 +13,9 @@ from mixmesh.baselines import data_parallel, fully_sharded, only
 from mixmesh.check import check_program
 from mixmesh.cost import CostModel
 from mixmesh.ir import even_ratio, make_ratio, parse_program
-from mixmesh.synthesis import NoProgram, Prices, Problem, emit, search
+from mixmesh.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from mixmesh.synthesis.bound import Bound
-from mixmesh.synthesis.search import State, _bound, successors
+from mixmesh.synthesis.search import State, _bound, cost_s, successors
 from mixmesh.synthesis.steps import Steps
 
 INF = float("inf")
@@ -184,25 +184,81 @@ def test_gap_covers_what_is_lost(body, case, weight):
     assert search(problem, weight=weight).cost_s <= weight * best * (1 + 1e-9)
 
 
-def test_repeated_blocks_cost_states_in_proportion():
-    """Twice the depth takes about twice the states, not their square."""
+def deep(blocks: int, uneven: bool = False) -> str:
+    """Residual blocks; ``uneven``: of two kinds in turn, and all read one mask."""
+    lines, x = ['%x0 = input("x") : f[8, 4]', "%m = aten.relu(%x0) : f[8, 4]"], "x0"
+    for n in range(blocks):
+        op = "aten.relu" if n % 2 and uneven else "aten.gelu"
+        lines += [
+            f'%u{n} = param("u{n}") : f[6, 4]',
+            f"%a{n} = aten.linear(%{x}, %u{n}) : f[8, 6]",
+            f"%b{n} = {op}(%a{n}) : f[8, 6]",
+            f'%v{n} = param("v{n}") : f[4, 6]',
+            f"%c{n} = aten.linear(%b{n}, %v{n}) : f[8, 4]",
+            f"%y{n} = aten.add.Tensor(%{x}, %c{n}) : f[8, 4]",
+        ]
+        x = f"y{n}"
+        if uneven:
+            lines.append(f"%z{n} = aten.mul.Tensor(%{x}, %m) : f[8, 4]")
+            x = f"z{n}"
+    return "\n".join([*lines, f"%loss = aten.mean(%{x}) : f[]", "return %loss"])
 
-    def deep(blocks: int) -> str:
-        lines, x = ['%x0 = input("x") : f[8, 4]'], "x0"
-        for n in range(blocks):
-            lines += [
-                f'%u{n} = param("u{n}") : f[6, 4]',
-                f"%a{n} = aten.linear(%{x}, %u{n}) : f[8, 6]",
-                f"%b{n} = aten.relu(%a{n}) : f[8, 6]",
-                f'%v{n} = param("v{n}") : f[4, 6]',
-                f"%c{n} = aten.linear(%b{n}, %v{n}) : f[8, 4]",
-                f"%y{n} = aten.add.Tensor(%{x}, %c{n}) : f[8, 4]",
-            ]
-            x = f"y{n}"
-        return "\n".join([*lines, f"%loss = aten.mean(%{x}) : f[]", "return %loss"])
 
-    expanded = {blocks: search(problem_of(deep(blocks), 2)).states_expanded for blocks in (4, 8, 16)}
-    assert expanded[16] <= 3 * expanded[8] and expanded[8] <= 3 * expanded[4]
+def plain_problem(folded: Problem) -> Problem:
+    """The same problem with no block folded."""
+    whole = folded.choices.fold.whole
+    choices = Choices(whole, folded.costs, folded=False)
+    return Problem(whole, folded.costs, folded.ratio, prices=folded.prices, choices=choices)
+
+
+def cost_unfolded(folded: Problem, plain: Problem) -> float:
+    """The stage sum, over the whole graph, of what the search of the folded one found."""
+    found = search(folded)
+    steps = Steps(plain)
+    state = State(0, 0, plain.nothing, plain.nothing)
+    for step, origin in enumerate(folded.choices.fold.origins):
+        place = folded.options[origin].index(found.moves[origin].option)
+        option = plain.options[step][place]
+        state = next(s for s in successors(steps, state) if s.transition.move.option == option)
+    return cost_s(state)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+@pytest.mark.parametrize("uneven", [False, True])
+@pytest.mark.parametrize("blocks", [22, 23])
+def test_folded_blocks_lead_to_the_optimum(blocks, uneven, case):
+    """What is found on four blocks costs, repeated, what the search of all blocks finds."""
+    folded = problem_of(deep(blocks, uneven), case)
+    assert len(folded.steps) < len(folded.choices.fold.origins)
+    plain = plain_problem(folded)
+    assert cost_unfolded(folded, plain) == pytest.approx(search(plain).cost_s, rel=1e-6)
+
+
+def test_depth_costs_no_states():
+    """Repeated blocks are searched once, however many there are."""
+    expanded = {blocks: search(problem_of(deep(blocks), 2)).states_expanded for blocks in (12, 48, 96)}
+    assert expanded[96] <= 1.2 * expanded[48] <= 3 * expanded[12]
+
+
+def folded_steps(body: str) -> set[str]:
+    """Results of the whole graph's steps that follow another one."""
+    fold = problem_of(body, 0).choices.fold
+    steps = [n for n in fold.whole.nodes if not n.is_leaf]
+    return {s.result for n, s in enumerate(steps) if fold.kept[fold.origins[n]] != n}
+
+
+def test_blocks_that_differ_are_not_folded():
+    body = deep(32)
+    assert "c16" in folded_steps(body)
+    # a tied weight, another operator, a value that is used once more at the end
+    tied = body.replace('%u16 = param("u16") : f[6, 4]\n', "").replace("%u16)", "%u3)")
+    other = body.replace("%b16 = aten.gelu", "%b16 = aten.relu")
+    late = body.replace(
+        "%loss = aten.mean(%y31)", "%q = aten.add.Tensor(%y31, %c16) : f[8, 4]\n%loss = aten.mean(%q)"
+    )
+    for changed in (tied, other, late):
+        left = folded_steps(changed)
+        assert not left & {"a16", "b16", "c16"} and not left & {"a3"}, left
 
 
 def test_hidden_communication_is_not_waited_for():

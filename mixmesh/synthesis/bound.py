@@ -62,7 +62,8 @@ class Bound:
             if code is None:
                 return lift((float("inf"),) * len(cost))
             load = problem.load(value, code)
-            cost = tuple(t + load.sync_s + o for t, o in zip(cost, load.optimizer))
+            weight = problem.weights[step]
+            cost = tuple(t + weight * (load.sync_s + o) for t, o in zip(cost, load.optimizer))
         cost = lift(cost)
         for value, code in option.gives:
             if value in self.children:
@@ -90,12 +91,13 @@ class Bound:
         key = (step, mask)
         if key not in self._one:
             costs = []
+            weight = self.problem.choices.value_weights[value]
             for option, cost in self._below[step]:
                 worst = 0.0
                 for v, code in option.needs:
                     if v == value and not mask >> code & 1:
                         price = self.steps.cheapest(value, mask, code)
-                        worst = max(worst, sum(price) if price is not None else float("inf"))
+                        worst = max(worst, sum(price) * weight if price is not None else float("inf"))
                 costs.append(tuple([t + worst for t in cost]) if worst else cost)
             self._one[key] = _least(costs)
         return self._one[key]

@@ -11,6 +11,7 @@ from functools import cached_property
 from ..cost import CostModel, OpTime
 from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
+from .fold import Fold, fold, unfolded
 
 R, P = 0, 1
 SMALL_BYTES = 2**16  # below it a value without samples is not worth cutting: whole, it is cut for nothing
@@ -35,11 +36,22 @@ class Choice:
 
 
 class Choices:
-    """Steps in topological order with their choices and the times of their operators."""
+    """Steps in topological order with their choices and the times of their operators.
+
+    Repeated blocks are folded (``fold.py``): ``graph`` is the folded graph, ``fold.whole`` the one given.
+    """
 
     def __init__(
-        self, graph: Graph, costs: CostModel, rules: dict[str, Rule] | None = None, units: Units | None = None
+        self,
+        graph: Graph,
+        costs: CostModel,
+        rules: dict[str, Rule] | None = None,
+        units: Units | None = None,
+        *,
+        folded: bool = True,
     ) -> None:
+        self.fold: Fold = fold(graph) if folded else unfolded(graph)
+        graph = self.fold.graph
         self.graph, self.costs = graph, costs
         self.rules = RULES if rules is None else rules
         self.units = units if units is not None else shard_units(graph, self.rules)
@@ -48,6 +60,7 @@ class Choices:
         self.types: tuple[ValueType, ...] = tuple(graph.types[n] for n in self.names)
         self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
         self.inputs = tuple(n.inputs for n in self.steps)
+        self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
         self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
@@ -94,6 +107,26 @@ class Choices:
                 counts[self.ids[name]] = counts.get(self.ids[name], 0) + 1
         skip = {v for v, n in self.leaves.items() if n.op != "param" or counts.get(v, 0) <= 1}
         return frozenset(range(len(self.names))) - skip
+
+    @cached_property
+    def value_weights(self) -> tuple[float, ...]:
+        """How often a conversion of each value counts at least: as its least step does."""
+        out = [float("inf")] * len(self.names)
+        for weight, inputs in zip(self.fold.weights, self.inputs):
+            for name in inputs:
+                out[self.ids[name]] = min(out[self.ids[name]], weight)
+        return tuple(out)
+
+    def shifts(self, step: int, other: int, count: int) -> dict[int, int]:
+        """Values of ``count`` steps from ``step`` on -> those that stand in their place from ``other`` on."""
+        out: dict[int, int] = {}
+        for a, b in zip(range(step, step + count), range(other, other + count)):
+            for name, there in zip(
+                (*self.inputs[a], *self.steps[a].results), (*self.inputs[b], *self.steps[b].results)
+            ):
+                if name is not None and there is not None:
+                    out[self.ids[name]] = self.ids[there]
+        return out
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:

@@ -116,24 +116,23 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
     """Communication that no gradient passes and that depends on the batch only (a count of labels) moves
     to the front, with all that leads to it: it then runs beside the forward pass."""
     source: dict[str, Instruction] = {r: i for i in instructions for r in i.results if r is not None}
+    bound: set[str] = set()  # values that parameters, random numbers or gradients tie to their place
     first: set[int] = set()
     for i in instructions:
-        if i.op not in COLLECTIVE_OPS:
-            continue
-        found: dict[int, Instruction] = {}
-        waiting = [i]
-        while waiting:
-            this = waiting.pop()
-            if id(this) not in found:
-                found[id(this)] = this
-                waiting += [source[name] for name in this.inputs]
-        if not any(
-            this.op in ("param", "buffer")
-            or any(word in this.op for word in RANDOM)
-            or any(r in graph.requires_grad for r in this.results)
-            for this in found.values()
+        if (
+            i.op in ("param", "buffer")
+            or any(word in i.op for word in RANDOM)
+            or any(name in bound for name in i.inputs)
+            or any(r in graph.requires_grad for r in i.results)
         ):
-            first.update(found)
+            bound.update(r for r in i.results if r is not None)
+        elif i.op in COLLECTIVE_OPS:
+            waiting = [i]
+            while waiting:
+                this = waiting.pop()
+                if id(this) not in first:
+                    first.add(id(this))
+                    waiting += [source[name] for name in this.inputs]
     return [i for i in instructions if id(i) in first] + [i for i in instructions if id(i) not in first]
 
 
@@ -143,44 +142,70 @@ COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
 def emit(problem: Problem, found: Found) -> Program:
-    """The program of a path that the search found."""
-    builder = Builder(problem.graph, problem.ratio)
-    used = {name for node in problem.steps for name in node.inputs}
-    for node in problem.graph.params:
+    """The program of a path that the search found, over the whole graph: a step of a repeated block that was
+    folded takes the move of the kept step that it follows."""
+    fold = problem.choices.fold
+    builder = Builder(fold.whole, problem.ratio)
+    nodes = [n for n in fold.whole.nodes if not n.is_leaf]
+    leaves = {n.result: n for n in fold.whole.nodes if n.is_leaf}
+    path = [_Placed(node, problem, found, n) for node, n in zip(nodes, fold.origins)]
+    used = {name for placed in path for name in placed.inputs}
+    for node in fold.whole.params:
         if node.result not in used:
             builder.leaf(node, REPLICATE)
-    loads = _loads(problem, found)
-    for node, move in zip(problem.steps, found.moves):
-        for value, _ in move.loads:
-            builder.leaf(problem.leaves[value], problem.placement(value, loads[value]))
-        for value, code in move.option.needs:
-            ensure(builder, problem, value, code)
-        strategy = move.option.strategy
-        codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
-        inputs = tuple(problem.placement(problem.ids[name], code) for name, code in zip(node.inputs, codes))
-        gives = dict(move.option.gives)
-        outputs = tuple(
-            problem.placement(problem.ids[name], gives[problem.ids[name]])
-            if name is not None
-            else unused_placement(node, n, strategy.outputs[n], gives, problem)
-            for n, name in enumerate(node.results)
-        )
-        builder.node(node, inputs, outputs)
+    loads: dict[str, int] = {}  # whole where steps load a leaf in several ways
+    for placed in path:
+        for name, code in placed.loads:
+            loads[name] = code if loads.get(name, code) == code else R
+    for placed in path:
+        for name, value, code in placed.needs:
+            if name in leaves and name not in builder.held:
+                builder.leaf(leaves[name], problem.placement(value, loads.get(name, code)))
+            ensure(builder, problem, name, value, code)
+        builder.node(placed.node, *placed.placements())
     return builder.finish()
 
 
-def _loads(problem: Problem, found: Found) -> dict[int, int]:
-    """How each leaf is held: as its steps load it; whole where they load it in several ways."""
-    loads: dict[int, int] = {}
-    for move in found.moves:
-        for value, code in move.loads:
-            loads[value] = code if loads.get(value, code) == code else R
-    return loads
+class _Placed:
+    """A step of the whole graph with the move of the folded step ``n``, in its own names."""
+
+    def __init__(self, node: Node, problem: Problem, found: Found, n: int) -> None:
+        self.node, self.problem, self.move = node, problem, found.moves[n]
+        self.inputs = node.inputs
+        self.values = problem.choices.values[n]  # of the folded step, per input
+        self.given = tuple(r if r is None else problem.ids[r] for r in problem.steps[n].results)
+
+    @property
+    def loads(self) -> list[tuple[str, int]]:
+        loaded = dict(self.move.loads)
+        names = zip(self.inputs, self.values)
+        return [(name, loaded[value]) for name, value in dict.fromkeys(names) if value in loaded]
+
+    @property
+    def needs(self) -> list[tuple[str, int, int]]:
+        """Names with the values of the folded step and the codes in which they are needed."""
+        names = dict(zip(self.values, self.inputs))
+        return [(names[value], value, code) for value, code in self.move.option.needs]
+
+    def placements(self) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
+        """Of the inputs and the results."""
+        option, problem = self.move.option, self.problem
+        strategy = option.strategy
+        codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
+        gives = dict(option.gives)
+        inputs = tuple(problem.placement(value, code) for value, code in zip(self.values, codes))
+        outputs = tuple(
+            problem.placement(value, gives[value])
+            if value is not None
+            else unused_placement(self, k, strategy.outputs[k], gives)
+            for k, value in enumerate(self.given)
+        )
+        return inputs, outputs
 
 
-def ensure(builder: Builder, problem: Problem, value: int, code: int) -> None:
-    """Makes ``value`` held as ``code``, at the least price from what it is held as."""
-    name, placement = problem.names[value], problem.placement(value, code)
+def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
+    """Makes ``name`` held as ``code``, at the least price from what it is held as."""
+    placement = problem.placement(value, code)
     held = builder.held[name]
     if placement in held:
         return
@@ -189,20 +214,11 @@ def ensure(builder: Builder, problem: Problem, value: int, code: int) -> None:
     builder.convert(name, src, placement)
 
 
-def loaded_in_several_ways(found: Found) -> frozenset[int]:
-    """Leaves that a path wants in more than one placement: a program names each of them once."""
-    codes: dict[int, set[int]] = {}
-    for move in found.moves:
-        for value, code in move.loads:
-            codes.setdefault(value, set()).add(code)
-    return frozenset(value for value, wanted in codes.items() if len(wanted) > 1)
-
-
-def unused_placement(node: Node, n: int, bare: Placement, gives, problem: Problem) -> Placement:
+def unused_placement(placed: _Placed, n: int, bare: Placement, gives: dict[int, int]) -> Placement:
     """The placement of a result that nobody uses: cut as its sibling of the same shape is."""
-    for name, value in zip(node.results, node.types):
-        if name is not None and isinstance(bare, Shard) and value.shape == node.types[n].shape:
-            sibling = problem.placement(problem.ids[name], gives[problem.ids[name]])
+    for value, t in zip(placed.given, placed.node.types):
+        if value is not None and isinstance(bare, Shard) and t.shape == placed.node.types[n].shape:
+            sibling = placed.problem.placement(value, gives[value])
             if isinstance(sibling, Shard) and sibling.dim == bare.dim:
                 return sibling
     return bare

@@ -79,7 +79,9 @@ class Problem:
         choices: Choices | None = None,
     ) -> None:
         self.choices = choices or Choices(graph, costs, rules, units)
-        self.graph, self.costs, self.ratio = graph, costs, ratio
+        # of the whole graph's repeated blocks, those that were kept; a step counts as often as its weight
+        self.graph, self.weights = self.choices.graph, self.choices.fold.weights
+        self.costs, self.ratio = costs, ratio
         self.prices = prices or Prices()
         self.optimizer_states = optimizer_states
         self.shard_params, self.batch_only = shard_params, batch_only
@@ -132,7 +134,7 @@ class Problem:
 
     def _options(self, step: int) -> tuple[Option, ...]:
         made = []
-        times = self.choices.times[step]
+        times, weight = self.choices.times[step], self.weights[step]
         varying = any(r in self.choices.varying for r in self.steps[step].results)
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
@@ -148,6 +150,9 @@ class Problem:
                 if choice.work is None and varying:
                     forward = tuple(t * (1 + REPEATED_WORK) for t in forward)
                     backward = tuple(t * (1 + REPEATED_WORK) for t in backward)
+            if weight != 1.0:
+                forward = tuple(t * weight for t in forward)
+                backward = tuple(t * weight for t in backward)
             made.append(Option(choice.needs, choice.gives, forward, backward, choice.strategy))
         return tuple(made)
 

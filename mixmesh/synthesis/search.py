@@ -121,9 +121,22 @@ def _beam_search(
             raise NoProgram("no program computes this graph with the options given")
         if len(level) > width:
             cut_s = min(cut_s, _bound(level[width], ahead))
-            del level[width:]
+            level = _widest(steps, level, width)
     best = min(level, key=lambda s: _bound(s, ahead))
     return _found(steps, best, expanded, max(cut_s, known_s))
+
+
+def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
+    """The best states of a level; inside folded blocks also the best of every way to have entered them,
+    as not every one can leave them."""
+    kept = level[:width]
+    entered = {steps.entry(s.step, s.masks) for s in kept}
+    for state in level[width:]:
+        entry = steps.entry(state.step, state.masks)
+        if entry not in entered:
+            entered.add(entry)
+            kept.append(state)
+    return kept
 
 
 def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
@@ -149,6 +162,8 @@ def successors(steps: Steps, state: State):
         else:
             behind = tuple(map(float.__add__, backward, t.backward))
         masks = steps.after(state.step, state.masks, t)
+        if masks is None:
+            continue
         yield State(state.step + 1, masks, ahead, behind, state, t)
 
 

@@ -54,12 +54,23 @@ class Steps:
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = []
         self.needed: list[tuple[int, ...]] = []  # per step, positions of the live values that it may need
         self.carried: list[tuple[tuple[int, int], ...]] = []  # per step, (shift before, shift after)
+        self._entered: list[bool] = []  # per step, whether a folded middle begins behind it
+        self._left: list[tuple[tuple[int, int], ...]] = []  # per step, what must return to what it was
+        # the middle of a folded run is left as it was entered: values of its entry -> values of its end
+        entries, exits = {}, {}
+        for at, period in problem.choices.fold.middles:
+            entries[at] = exits[at + 2 * period] = problem.choices.shifts(at, at + 2 * period, period)
         for step, node in enumerate(problem.steps):
             before = self.live[-1]
             results = [problem.ids[r] for r in node.results if r is not None]
             used = dict.fromkeys(problem.ids[name] for name in node.inputs)
             loaded = [v for v in used if v in problem.leaves and v in problem.tracked and v not in before]
-            after = tuple(v for v in (*before, *loaded, *results) if problem.uses[v] > step)
+            after = tuple(v for v in (*before, *loaded, *results) if v >= 0 and problem.uses[v] > step)
+            # behind the values themselves, what was held of them on entry to a folded middle
+            if step + 1 not in exits:
+                after += tuple(v for v in before if v < 0)
+            if step + 1 in entries:
+                after += tuple(-1 - v for v in after if entries[step + 1].get(v, v) != v)
             place = {v: n for n, v in enumerate(after)}
             touched = {v for v in before if v in used}
             self.needed.append(tuple(n for n, v in enumerate(before) if v in touched))
@@ -72,6 +83,23 @@ class Steps:
             )
             self.live.append(after)
             self._transitions.append({})
+            self._entered.append(step + 1 in entries)
+            self._left.append(self._returns(step + 1, exits[step + 1]) if step + 1 in exits else ())
+
+    def _returns(self, step: int, shift: dict[int, int]) -> tuple[tuple[int, int], ...]:
+        """Where a state behind a folded middle has what was held on entry, and what must hold as much:
+        pairs of a shift before this step and one after it."""
+        inside, after = self.live[step - 1], self.live[step]
+        return tuple(
+            (BITS * n, BITS * after.index(shift[-1 - v]))
+            for n, v in enumerate(inside)
+            if v < 0 and shift[-1 - v] in after
+        )
+
+    def entry(self, step: int, packed: int) -> int:
+        """What was held on entry to the folded middle that a state is inside of; 0 outside."""
+        inside = sum(1 for v in self.live[step] if v >= 0)
+        return packed >> (BITS * inside)
 
     def closure(self, value: int, code: int) -> int:
         """All codes that holding ``value`` as ``code`` makes as good as held."""
@@ -104,14 +132,29 @@ class Steps:
             known[key] = _undominated([t for t in made if t is not None])
         return known[key]
 
-    def after(self, step: int, packed: int, transition: Transition) -> int:
+    def after(self, step: int, packed: int, transition: Transition) -> int | None:
+        """The masks behind a step; None if it leaves a folded middle with less than was held on entry.
+
+        What was held on entry is kept as its complement: a state that must return to less is the better
+        one, so that one comparison serves for all.
+        """
         out = transition.new
         for old, new in self.carried[step]:
             out |= (packed >> old & FULL) << new
+        for old, new in self._left[step]:
+            owed = ~(packed >> old) & FULL
+            if owed & ~(out >> new):
+                return None
+        if self._entered[step]:
+            after = self.live[step + 1]
+            for n, value in enumerate(after):
+                if value < 0:
+                    held = out >> (BITS * after.index(-1 - value)) & FULL
+                    out |= (~held & FULL) << (BITS * n)
         return out
 
     def _transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
-        problem = self.problem
+        problem, weight = self.problem, self.problem.weights[step]
         held = dict(before)
         loads: list[Need] = []
         wait = wait_back = 0.0
@@ -125,7 +168,7 @@ class Steps:
                 held[value] = self.closure(value, load)
                 price = problem.load(value, load)
                 for c, seconds in enumerate(price.optimizer):
-                    backward[c] += seconds + price.sync_s
+                    backward[c] += weight * (seconds + price.sync_s)
             if held[value] >> code & 1:
                 continue
             price = self.cheapest(value, held[value], code)
@@ -133,9 +176,9 @@ class Steps:
                 return None
             held[value] |= self.closure(value, code)
             if problem.waits(value):
-                wait, wait_back = wait + price[0], wait_back + price[1]
+                wait, wait_back = wait + weight * price[0], wait_back + weight * price[1]
             else:
-                forward = [t + price[0] for t in forward]
+                forward = [t + weight * price[0] for t in forward]
         for value, code in option.gives:
             held[value] = self.closure(value, code)
         new = 0
