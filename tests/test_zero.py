@@ -66,7 +66,7 @@ def curves_of(draw, largest: int):
         seconds = [draw(free) for _ in sizes]
     elif kind == "steps":
         tile = draw(st.integers(1, 3))
-        seconds = [draw(free) * 0 + math.ceil(s / tile) * 0.25 for s in sizes]
+        seconds = [math.ceil(s / tile) * 0.25 for s in sizes]
     elif kind == "line":
         fixed, slope = draw(st.sampled_from([0.0, 0.1, 1.0])), draw(st.sampled_from([0.1, 0.3]))
         seconds = [fixed + slope * s for s in sizes]
