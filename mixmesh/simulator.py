@@ -1,34 +1,65 @@
 """The event simulator: a program's step as it unfolds on every rank.
 
-Per rank a compute stream; per process group one channel on which collectives follow each other. A
-redistribution starts at its place and is awaited at its first use; in the backward pass it starts after
-its first use and is awaited at its place, as the runtime has it. Nobody waits for the gradients of stored
-shards, nor for the sum of a bucket of gradients. The step is the steady-state period: every rank begins
-with the optimizer step of the step before, because nothing makes ranks wait between the two.
+Per rank a computing thread; per process group a channel on which collectives follow each other; per machine
+a NIC out and in and a link inside, which the channels that cross them share. Gradient sums have channels of
+their own, as in the runtime.
 
-Every time is a maximum of sums of durations in a fixed order, so that no device or link that gets faster
-can make the predicted step longer.
+Forward, a redistribution starts at its place and is awaited at its first use. In the backward pass it starts
+after that use and is awaited at once; only the gradients of stored parameters, and the sums of buckets, go on
+beside the computing and are awaited when the pass ends, before the optimizer. Nothing else makes ranks wait
+for each other, so the step is a steady-state period: from one end of the waiting to the next, beginning with
+the optimizer. Where ranks do not all wait for the same last collective, that is no shorter than the period.
+
+A second of computing takes ``1 + slowdown`` while a collective that the rank has issued is under way, and a
+collective keeps the computing thread busy for some time, half where it starts and half where it is awaited.
+
+Every time is a composition of sums, maxima and minima that grows with each duration, so that no device or
+link that gets faster can make the predicted step longer. That decides what is approximated:
+
+- Channels share a link fairly: a collective takes as much longer as the others, while they are busy there,
+  take of it. Those that stand earlier in the program are not slowed by it. What they lose is made up for by
+  the gradient sums that follow, which end when the link has carried all that it was given before, and by the
+  end of the pass. A link that served by time of arrival would have anomalies.
+- By the same rule a collective that stands earlier in the program but starts later is taken to be in the
+  way: at the most this doubles the time of the other, once per channel; only a gradient sum is held up by it.
+- A gradient sum that some rank joins only at the end of its pass slows nobody's computing meanwhile.
+- Gradients that arrive during the pass are taken in at its end, those out of gathered factors computed then.
+- The sum of the loss is awaited with the gradients; the runtime waits for it after the optimizer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from .cost import CostModel
+from .cost import VIEWS, CostModel
 from .cost.memory import held_by_cut
 from .cost.placed import (
     Exchange,
     Sheet,
+    communicates,
     exchange_of,
+    is_factored,
     is_resharded,
     is_stored,
-    supports,
     synchronised,
 )
-from .ir import Instruction, Program
-from .timeline import Event, Timeline, bucket_name, gradient_name, repeated_name
+from .cost.resources import Link, link_s_per_byte, links_of
+from .cost.sums import gradient_sums
+from .ir import LEAVES, Instruction, Program
+from .rules import RULES
+from .timeline import (
+    LOSS_SUM,
+    Event,
+    Timeline,
+    bucket_name,
+    factors_name,
+    gradient_name,
+    product_name,
+    repeated_name,
+)
 
 
 def simulate(
@@ -39,16 +70,28 @@ def simulate(
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective with all that does not depend on when it starts."""
+
+    exchange: Exchange
+    channel: int
+    seconds: float
+    links: tuple[tuple[Link, float], ...]  # seconds for which it occupies each
+    yields: bool  # a gradient sum, which nobody waits for soon
+    host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
+
+
+@dataclass(frozen=True, slots=True)
 class _Step:
-    """A run of computations, and what ends it."""
+    """A run of computations, and what comes after it: at most one of the others."""
 
     works: tuple[tuple[int, str, str], ...]  # (work, name, operator)
-    awaited: tuple[tuple[str, tuple[int, ...]], ...] = ()  # values on their way: (name, ranks)
-    exchange: Exchange | None = None
+    awaited: str = ""  # a value on its way
+    call: _Call | None = None
     name: str = ""
-    seconds: float = 0.0
-    value: str = ""  # what the exchange brings, awaited later; empty if it never is
-    gradient: str = ""  # a parameter whose gradient is complete
+    value: str = ""  # what the call brings, awaited later; empty if it never is
+    taken_in: tuple[int, str] | None = None  # at the end of the pass: (work of the product or -1, name)
+    point: int | None = None  # gradients are complete here
 
 
 class Simulation:
@@ -59,24 +102,36 @@ class Simulation:
         self.costs = costs
         self.sheet = Sheet(program, costs)
         self.memory = held_by_cut(program, optimizer_states)
-        self.forward = self._forward(program)
-        self.backward = self._backward(program)
+        self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
+        self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.rivals: list[list[tuple[int, frozenset[Link]]]] = []  # per channel: others, and what they share
+        self._calls: dict[tuple[str, Exchange], _Call] = {}
+        self._s_per_byte: dict[tuple[str, tuple[int, ...]], dict[Link, float]] = {}
+        self.loss = self._loss(program)
+        self.first_use = {name: uses[0] for name, uses in self.sheet.uses.items()}
+        self.points = _ready_points(program, self.sheet)
+        for i in program.params:
+            if synchronised(program, i):
+                self._channel("gradient", program.participants(i.type))
+        self.forward = _Forward(self, program).steps
+        self.backward = _Backward(self, program).steps
         self.forward_counts = self._counts(self.forward)
         self.backward_counts = self._counts(self.backward)
-        self._sums: dict[Exchange, float] = {}
 
     def run(self, program: Program, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
         simulation was made from."""
-        if supports(program) != self.sheet.supports:
-            raise ValueError("another set of ranks takes part: make another Simulation")
+        if self.sheet.pattern_of(program) != self.sheet.pattern:
+            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
         run = _Run(self, program, events)
-        run.optimizer()
         forward_s, backward_s = self.sheet.seconds(program)
+        run.optimizer()
         run.steps(self.forward, self.forward_counts, forward_s)
+        run.loss()
         run.steps(self.backward, self.backward_counts, backward_s)
+        run.end_of_backward(backward_s)
         return Timeline(
-            run.finish(),
+            max(run.clock),
             self.peak_memory_bytes(program),
             tuple(run.busy),
             run.communication,
@@ -87,91 +142,242 @@ class Simulation:
         held = self.sheet.held_bytes(self.memory, program)
         return tuple(round(self.costs.memory_constant_bytes(r) + size) for r, size in enumerate(held))
 
-    def sum_seconds(self, summed: Exchange) -> float:
-        if summed not in self._sums:
-            self._sums[summed] = summed.seconds(self.costs)
-        return self._sums[summed]
+    def call(self, exchange: Exchange, purpose: str = "data") -> _Call:
+        key = (purpose, exchange)
+        if key not in self._calls:
+            self._calls[key] = self._call(purpose, exchange)
+        return self._calls[key]
 
-    def _forward(self, program: Program) -> list[_Step]:
-        steps: list[_Step] = []
-        works: list[tuple[int, str, str]] = []
-        coming: dict[str, tuple[int, ...]] = {}
+    def _call(self, purpose: str, exchange: Exchange) -> _Call:
+        kind = (exchange.name, exchange.ranks)
+        if kind not in self._s_per_byte:
+            self._s_per_byte[kind] = link_s_per_byte(self.costs.cluster, *kind)
+        seconds, size_bytes = exchange.seconds(self.costs), exchange.size_bytes
+        # where a collective was measured to be faster than the cluster file allows, it holds no link longer
+        links = tuple((link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items())
+        host = tuple(self.costs.exchange_host_s(r, size_bytes) / 2 for r in exchange.ranks)
+        channel = self._channel(purpose, exchange.ranks)
+        return _Call(exchange, channel, seconds, links, purpose == "gradient", host if any(host) else ())
 
-        def close(**what) -> None:
-            steps.append(_Step(tuple(works), **what))
-            works.clear()
+    def _channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
+        """The number of a process group. All are known before the first step is simulated."""
+        key = (purpose, ranks)
+        if key not in self.channels:
+            number = self.channels[key] = len(self.channels)
+            mine = links_of(self.costs.cluster, ranks)
+            self.rivals.append([])
+            for (_, others), other in self.channels.items():
+                shared = mine & links_of(self.costs.cluster, others)
+                if other != number and shared:
+                    self.rivals[number].append((other, shared))
+                    self.rivals[other].append((number, shared))
+        return self.channels[key]
 
-        for n, i in enumerate(program.instructions):
-            awaited = [name for name in dict.fromkeys(i.inputs) if name in coming]
-            if awaited:
-                close(awaited=tuple((name, coming.pop(name)) for name in awaited))
-            if n in self.sheet.work_of:
-                works.append((self.sheet.work_of[n], shown(i), i.op))
-            exchange = exchange_of(program, i)
-            if exchange is not None:
-                coming[i.result] = exchange.ranks
-                close(exchange=exchange, name=i.result, seconds=exchange.seconds(self.costs), value=i.result)
-        close(awaited=tuple((name, ranks) for name, ranks in coming.items() if name == program.loss))
-        return steps
-
-    def _backward(self, program: Program) -> list[_Step]:
-        steps: list[_Step] = []
-        works: list[tuple[int, str, str]] = []
-        starting: dict[int, list[Instruction]] = {}  # index of the first use -> redistributions
-        used: set[str] = set()
-        again: dict[int, list[Instruction]] = {}  # index of the last use -> gathers that are repeated
-        for i in program.instructions:
-            if i.is_redistribution and i.result in program.requires_grad and exchange_of(program, i):
-                uses = self.sheet.uses.get(i.result, [])
-                passed = [n for n in uses if self.sheet.flows[n]]
-                if passed:
-                    used.add(i.result)
-                    starting.setdefault(passed[0], []).append(i)
-                    if is_resharded(program, i) and passed[-1] == uses[-1]:
-                        again.setdefault(uses[-1], []).append(i)
-
-        def close(**what) -> None:
-            steps.append(_Step(tuple(works), **what))
-            works.clear()
-
-        def start(i: Instruction, *, backward: bool, value: str) -> None:
-            exchange = exchange_of(program, i, backward=backward)
-            name = gradient_name(i.result) if backward else repeated_name(i.result)
-            close(exchange=exchange, name=name, seconds=exchange.seconds(self.costs), value=value)
-
-        for n in reversed(range(len(program.instructions))):
-            i = program.instructions[n]
-            for gather in again.get(n, ()):
-                start(gather, backward=False, value=gather.result)
-                close(awaited=((gather.result, exchange_of(program, gather).ranks),))
-            if not self.sheet.flows[n]:
-                continue
-            if n in self.sheet.work_of:
-                works.append((self.sheet.work_of[n], gradient_name(shown(i)), i.op))
-            exchange = exchange_of(program, i, backward=True)
-            if exchange is not None:
-                if i.result not in used:  # the loss itself
-                    start(i, backward=True, value=i.result)
-                if not is_stored(program, i):
-                    close(awaited=((i.result, exchange.ranks),))
-            for moved in starting.get(n, ()):
-                start(moved, backward=True, value="" if is_stored(program, moved) else moved.result)
-            if synchronised(program, i):
-                close(gradient=i.result)
-        close()
-        return steps
+    def _loss(self, program: Program) -> _Call | None:
+        """The sum of the loss over all ranks, for the user to see: in no instruction, but in every step."""
+        if program.world_size < 2:
+            return None
+        width = 8 if program.types[program.loss].value.dtype == "f64" else 4
+        return self.call(Exchange("all_reduce", width, tuple(range(program.world_size))))
 
     def _counts(self, steps: list[_Step]) -> np.ndarray:
-        """How often each work stands in each step."""
-        counts = np.zeros((len(steps), len(self.sheet.works)))
-        for row, step in zip(counts, steps):
+        """How often each work stands in each step that has any."""
+        busy = [step for step in steps if step.works]
+        counts = np.zeros((len(busy), len(self.sheet.works)))
+        for row, step in zip(counts, busy):
             for work, _, _ in step.works:
                 row[work] += 1
         return counts
 
 
+# --- the order of what happens ----------------------------------------------------------------------------
+
+
+class _Order:
+    """Steps in the making."""
+
+    def __init__(self, simulation: Simulation, program: Program) -> None:
+        self.simulation, self.sheet, self.program = simulation, simulation.sheet, program
+        self.steps: list[_Step] = []
+        self.works: list[tuple[int, str, str]] = []
+        self.make()
+        self.close()
+
+    def make(self) -> None:
+        raise NotImplementedError
+
+    def close(self, **what) -> None:
+        if what or self.works:
+            self.steps.append(_Step(tuple(self.works), **what))
+            self.works.clear()
+
+    def start(self, name: str, exchange: Exchange, value: str = "", **what) -> None:
+        self.close(name=name, call=self.simulation.call(exchange), value=value, **what)
+
+    def finish_of(self, i: Instruction, n: int) -> int:
+        """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
+        the loss at the end; what nobody uses at once."""
+        end = len(self.program.instructions) if i.result == self.program.loss else n
+        return self.simulation.first_use.get(i.result, end)
+
+
+class _Forward(_Order):
+    def make(self) -> None:
+        program = self.program
+        coming: dict[int, list[str]] = {}  # by where they are awaited
+        for n, i in enumerate(program.instructions):
+            if n in coming:
+                for name in [name for name in dict.fromkeys(i.inputs) if name in coming[n]]:
+                    self.close(awaited=name)
+            if n in self.sheet.work_of:
+                self.works.append((self.sheet.work_of[n], shown(i), i.op))
+            exchange = exchange_of(program, i)
+            if exchange is not None:
+                self.start(i.result, exchange, i.result)
+                at = self.finish_of(i, n)
+                if at == n:
+                    self.close(awaited=i.result)
+                else:
+                    coming.setdefault(at, []).append(i.result)
+        for name in coming.get(len(program.instructions), ()):
+            self.close(awaited=name)
+
+
+class _Backward(_Order):
+    """Autograd runs nodes in the reverse of the order in which they were made."""
+
+    def make(self) -> None:
+        program, sheet = self.program, self.sheet
+        points = {point for groups in self.simulation.points.values() for point, _ in groups}
+        again = self._repeated()
+        moved = self._moved()
+        coming: set[str] = set()
+        for n in range(len(program.instructions), -1, -1):
+            i = program.instructions[n] if n < len(program.instructions) else None
+            for gather in again.get(n, ()):
+                self.start(
+                    repeated_name(gather.result), exchange_of(program, gather), repeated_name(gather.result)
+                )
+                coming.add(gather.result)
+            if i is not None and sheet.flows[n] and n in sheet.work_of:
+                for name in [name for name in i.inputs if name in coming and keeps(program, i, name)]:
+                    coming.remove(name)
+                    self.close(awaited=repeated_name(name))
+                self._factors(n, i)
+                self.works.append((sheet.work_of[n], gradient_name(shown(i)), i.op))
+            if 2 * n in points:
+                self.close(point=2 * n)
+            for redistribution in moved.get(n, ()):
+                self._gradient(redistribution)
+            if 2 * n - 1 in points:
+                self.close(point=2 * n - 1)
+
+    def _moved(self) -> dict[int, list[Instruction]]:
+        """Redistributions with a gradient, by where autograd's node for them was made, last first."""
+        program = self.program
+        out: dict[int, list[Instruction]] = {}
+        for n, i in enumerate(program.instructions):
+            if i.is_redistribution and i.result in program.requires_grad and communicates(program, i):
+                out.setdefault(self.finish_of(i, n), []).append(i)
+        for n, moved in out.items():
+            if n < len(program.instructions):
+                order = {name: k for k, name in enumerate(program.instructions[n].inputs)}
+                moved.sort(key=lambda i: -order.get(i.result, -1))
+        return out
+
+    def _repeated(self) -> dict[int, list[Instruction]]:
+        """Gathers that are repeated, by the last use of what they bring, last first."""
+        program = self.program
+        out: dict[int, list[Instruction]] = {}
+        for i in program.instructions:
+            if not (i.op == "all_gather" and is_resharded(program, i) and exchange_of(program, i)):
+                continue
+            uses = self.sheet.uses.get(i.result)
+            if i.result in program.requires_grad and uses:
+                last = program.instructions[uses[-1]]
+                plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
+                if plain and last.results[0] in program.requires_grad:
+                    out.setdefault(uses[-1], []).insert(0, i)
+        return out
+
+    def _gradient(self, i: Instruction) -> None:
+        exchange = exchange_of(self.program, i, backward=True)
+        if exchange is None:
+            return
+        name = gradient_name(i.result)
+        if is_stored(self.program, i):
+            self.start(name, exchange, taken_in=(-1, name))
+        else:
+            self.start(name, exchange, name)
+            self.close(awaited=name)
+
+    def _factors(self, n: int, i: Instruction) -> None:
+        """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
+        program = self.program
+        ranks = program.participants(i.type)
+        if not is_factored(i) or len(ranks) < 2:
+            return
+        name = factors_name(i.result)
+        has_weight = i.inputs[1] in program.requires_grad
+        factors = [i.type, program.types[i.inputs[0]]][: 1 + has_weight]
+        for k, factor in enumerate(factors):
+            product = (self.sheet.factor_work_of[n], product_name(i.result)) if k else (-1, name)
+            self.start(name, Exchange("all_gather", factor.value.size_bytes, ranks), taken_in=product)
+
+
+KEEPS_NO_PARAMETER = VIEWS | {"aten.add.Tensor", "aten.sub.Tensor", "aten._to_copy", "aten.embedding"}
+
+
+def keeps(program: Program, user: Instruction, name: str) -> bool:
+    """Whether autograd needs an input of an instruction again, for the gradients of the others."""
+    if user.op in KEEPS_NO_PARAMETER:
+        return False
+    rule = RULES.get(user.op)
+    if rule is None or not rule.flops:
+        return True
+    factors = user.inputs[:2]  # a third one is a bias
+    return name in factors and any(f != name and f in program.requires_grad for f in factors)
+
+
+Points = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def _ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
+    """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
+
+    ``2 n`` is after instruction n, ``2 n - 1`` after the redistributions that end there. A rank that makes
+    no use of a parameter is in none: it sends its zeros when its pass ends.
+    """
+    out: dict[str, Points] = {}
+    for p in program.params:
+        if not synchronised(program, p):
+            continue
+        left = set(program.participants(p.type))
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for n in sheet.uses.get(p.result, ()):
+            user = program.instructions[n]
+            if not sheet.flows[n]:
+                continue
+            point, types = 2 * n, user.types
+            if user.is_redistribution:
+                types = (p.type,)
+                if communicates(program, user):
+                    point = 2 * sheet.uses.get(user.result, [n])[0] - 1
+            who = left.intersection(*(program.participants(t) for t in types))
+            if who:
+                found.append((point, tuple(sorted(who))))
+                left -= who
+        out[p.result] = tuple(found)
+    return out
+
+
 def shown(i: Instruction) -> str:
     return next((r for r in i.results if r is not None), i.op)
+
+
+# --- one step ---------------------------------------------------------------------------------------------
+
+AT_THE_END = -2  # a point below all others
 
 
 class _Run:
@@ -179,82 +385,177 @@ class _Run:
 
     def __init__(self, simulation: Simulation, program: Program, keep_events: bool) -> None:
         self.simulation, self.program, self.keep_events = simulation, program, keep_events
-        self.clock = [0.0] * program.world_size
-        self.busy = [0.0] * program.world_size
-        self.channel: dict[tuple[int, ...], float] = {}
-        self.ready: dict[str, float] = {}  # results of collectives that nobody waits for yet
+        self.world_size = program.world_size
+        self.clock = [0.0] * self.world_size
+        self.busy = [0.0] * self.world_size
+        self.under_way = [0.0] * self.world_size  # until when a collective of the rank is
+        self.slowed = [(r, s) for r, s in enumerate(simulation.slowdown) if s > 0]
+        self.free = [0.0] * len(simulation.channels)  # when each channel is
+        self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
+        self.served: dict[Link, float] = {}  # when a link has carried all that it was given
+        self.ready: dict[str, tuple[float, _Call]] = {}  # results that nobody has waited for yet
+        self.arriving: list[tuple[float, _Call, int, str]] = []  # gradients to be taken in at the end
         self.communication = 0.0
         self.events: list[Event] = []
-        self.bucket_of: dict[str, int] = {}
-        self.waiting: dict[int, int] = {}
-        self.size: dict[int, int] = {}
-        self.ranks: dict[int, tuple[int, ...]] = {}
-        numbers = {i.result: i.attr("bucket", n) for n, i in enumerate(program.params)}
-        for _, i in simulation.sheet.synchronised:
-            number = self.bucket_of[i.result] = numbers[i.result]
-            self.waiting[number] = self.waiting.get(number, 0) + 1
-            self.size[number] = self.size.get(number, 0) + i.type.value.size_bytes
-            self.ranks.setdefault(number, program.participants(i.type))
-        self.unsent = sorted(self.waiting, reverse=True)
+        self._plan_sums()
+
+    def _plan_sums(self) -> None:
+        """Who issues which gradient sum at which point: a rank starts its buckets in their order."""
+        simulation = self.simulation
+        self.sums = gradient_sums(self.program, first_use=simulation.first_use)
+        self.sum_calls = [
+            simulation.call(Exchange("all_reduce", s.size_bytes, s.ranks), "gradient") for s in self.sums
+        ]
+        self.left = [len(s.ranks) for s in self.sums]
+        self.issued = [0.0] * len(self.sums)
+        self.sum_end = [0.0] * len(self.sums)
+        self.issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by point: (sum, ranks)
+        passed = [2 * len(self.program.instructions)] * self.world_size
+        for k, s in enumerate(self.sums):
+            groups = [simulation.points[p.result] for p in s.params]
+            if all(len(g) == 1 and g[0][1] == s.ranks for g in groups):
+                lowest = min(g[0][0] for g in groups)
+                for r in s.ranks:
+                    passed[r] = min(passed[r], lowest)
+            else:
+                for points in groups:
+                    at = {r: point for point, ranks in points for r in ranks}
+                    for r in s.ranks:
+                        passed[r] = min(passed[r], at.get(r, AT_THE_END))
+            by_point: dict[int, list[int]] = {}
+            for r in s.ranks:
+                by_point.setdefault(passed[r], []).append(r)
+            for point, ranks in by_point.items():
+                self.issues.setdefault(point, []).append((k, tuple(ranks)))
 
     def optimizer(self) -> None:
         for rank, seconds in enumerate(self.simulation.sheet.optimizer_s(self.program)):
             self.compute(rank, "optimizer", seconds)
 
+    def loss(self) -> None:
+        if self.simulation.loss is not None:
+            self.start(self.simulation.loss, LOSS_SUM)
+
     def compute(self, rank: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[rank]
-        self.clock[rank] = start + seconds
-        self.busy[rank] += seconds
+        end = self.computed(rank, self.simulation.slowdown[rank], seconds)
+        self.clock[rank] = end
+        self.busy[rank] += end - start
         if self.keep_events and seconds > 0:
-            self.events.append(Event(rank, "compute", name, start, start + seconds, op))
+            self.events.append(Event(rank, "compute", name, start, end, op))
 
-    def communicate(self, name: str, exchange: Exchange, seconds: float) -> float:
-        """A collective beside the compute streams; returns its end."""
-        ranks = exchange.ranks
-        start = max([self.clock[r] for r in ranks] + [self.channel.get(ranks, 0.0)])
-        end = start + seconds
-        self.channel[ranks] = end
-        self.communication += seconds
+    def computed(self, rank: int, slowdown: float, seconds: float) -> float:
+        """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
+        start, until = self.clock[rank], self.under_way[rank]
+        if slowdown <= 0 or until <= start:
+            return start + seconds
+        slow = start + seconds * (1 + slowdown)
+        return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
+
+    def occupy(self, call: _Call, ranks: Iterable[int]) -> None:
+        """The computing threads' half of a collective."""
+        if call.host:
+            where = call.exchange.ranks
+            for r in ranks:
+                self.clock[r] += call.host[where.index(r)]
+
+    def start(self, call: _Call, name: str) -> float:
+        """All ranks issue a collective here; returns its end."""
+        self.occupy(call, call.exchange.ranks)
+        return self.communicate(call, name, max([self.clock[r] for r in call.exchange.ranks]))
+
+    def communicate(self, call: _Call, name: str, issued: float) -> float:
+        """A collective that the last rank has issued; returns its end."""
+        channel, exchange = call.channel, call.exchange
+        start = max(issued, self.free[channel])
+        carrying = start
+        active = [
+            (self.carrying[other] - start, links)
+            for other, links in self.simulation.rivals[channel]
+            if self.carrying[other] > start
+        ]
+        served = self.served
+        for link, seconds in call.links:
+            shared = sum([min(seconds, rest) for rest, links in active if link in links])
+            carrying = max(carrying, start + seconds + shared)
+            served[link] = max(served.get(link, 0.0), start) + seconds
+            if call.yields:
+                carrying = max(carrying, served[link])
+        end = max(start + call.seconds, carrying)
+        self.free[channel], self.carrying[channel] = end, carrying
+        self.communication += call.seconds
+        for r, _ in self.slowed:
+            if r in exchange.ranks:
+                self.under_way[r] = max(self.under_way[r], end)
         if self.keep_events:
             what = (name, start, end, exchange.name, exchange.size_bytes)
-            self.events += [Event(r, "communication", *what) for r in ranks]
+            self.events += [Event(r, "communication", *what) for r in exchange.ranks]
         return end
 
+    def wait(self, end: float, call: _Call) -> None:
+        for r in call.exchange.ranks:
+            if self.clock[r] < end:
+                self.clock[r] = end
+        self.occupy(call, call.exchange.ranks)
+
     def steps(self, steps: list[_Step], counts: np.ndarray, work_s: list[tuple[float, ...]]) -> None:
-        table = np.array(work_s).reshape(len(work_s), self.program.world_size)
-        for step, seconds in zip(steps, (counts @ table).tolist()):
-            if self.keep_events:
-                for work, name, op in step.works:
-                    for rank, s in enumerate(work_s[work]):
-                        self.compute(rank, name, s, op)
-            elif step.works:
-                for rank, s in enumerate(seconds):
-                    self.clock[rank] += s
-                    self.busy[rank] += s
-            for name, ranks in step.awaited:
-                end = self.ready.pop(name)
-                for rank in ranks:
-                    self.clock[rank] = max(self.clock[rank], end)
-            if step.exchange is not None:
-                end = self.communicate(step.name, step.exchange, step.seconds)
+        table = np.array(work_s).reshape(len(work_s), self.world_size)
+        rows = iter((counts @ table).tolist())
+        for step in steps:
+            if step.works:
+                self.work(step, next(rows), work_s)
+            if step.awaited:
+                self.wait(*self.ready.pop(step.awaited))
+            elif step.call is not None:
+                end = self.start(step.call, step.name)
                 if step.value:
-                    self.ready[step.value] = end
-            if step.gradient:
-                self.waiting[self.bucket_of[step.gradient]] -= 1
-                self.issue()
+                    self.ready[step.value] = (end, step.call)
+                if step.taken_in is not None:
+                    self.arriving.append((end, step.call, *step.taken_in))
+            elif step.point is not None:
+                for k, ranks in self.issues.get(step.point, ()):
+                    self.issue(k, ranks)
 
-    def issue(self) -> None:
-        """Buckets whose gradients are complete, in order of their numbers."""
-        while self.unsent and not self.waiting[self.unsent[-1]]:
-            number = self.unsent.pop()
-            summed = Exchange("all_reduce", self.size[number], self.ranks[number])
-            self.communicate(self.name(number), summed, self.simulation.sum_seconds(summed))
+    def work(self, step: _Step, seconds: list[float], work_s: list[tuple[float, ...]]) -> None:
+        clock, busy = self.clock, self.busy
+        if self.keep_events:
+            for work, name, op in step.works:
+                for rank, s in enumerate(work_s[work]):
+                    self.compute(rank, name, s, op)
+            return
+        slow_ends = [(r, self.computed(r, slowdown, seconds[r])) for r, slowdown in self.slowed]
+        for rank, s in enumerate(seconds):
+            clock[rank] += s
+            busy[rank] += s
+        for r, end in slow_ends:
+            busy[r] += end - clock[r]
+            clock[r] = end
 
-    def name(self, number: int) -> str:
-        """The name of a bucket's sum; only events show it."""
-        if not self.keep_events:
-            return ""
-        return bucket_name([name for name, bucket in self.bucket_of.items() if bucket == number])
+    def issue(self, k: int, ranks: tuple[int, ...]) -> None:
+        """These ranks' part in a gradient sum is there."""
+        call = self.sum_calls[k]
+        self.occupy(call, ranks)
+        self.issued[k] = max(self.issued[k], max([self.clock[r] for r in ranks]))
+        self.left[k] -= len(ranks)
+        if not self.left[k]:
+            name = bucket_name([p.result for p in self.sums[k].params]) if self.keep_events else ""
+            self.sum_end[k] = self.communicate(call, name, self.issued[k])
 
-    def finish(self) -> float:
-        return max([*self.clock, *self.channel.values()])
+    def end_of_backward(self, work_s: list[tuple[float, ...]]) -> None:
+        """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
+        for k, ranks in self.issues.get(AT_THE_END, ()):
+            self.issue(k, ranks)
+        for end, call, work, name in self.arriving:
+            self.wait(end, call)
+            if work >= 0:
+                for r in call.exchange.ranks:
+                    self.compute(r, name, work_s[work][r], "aten.mm")
+        for end, call in zip(self.sum_end, self.sum_calls):
+            self.wait(end, call)
+        for (_, ranks), channel in self.simulation.channels.items():
+            end = self.free[channel]
+            if end > 0:
+                crossed = links_of(self.simulation.costs.cluster, ranks)
+                end = max([end, *(self.served.get(link, 0.0) for link in crossed)])
+            for r in ranks:
+                self.clock[r] = max(self.clock[r], end)

@@ -5,6 +5,8 @@ Both kinds use the same names, so that they can be laid side by side:
     h                    the instruction whose result is %h; ``h grad`` its backward
     w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
     gradients of w +3    the sum over ranks of a bucket of parameters' gradients
+    y factors            a gather of a factor of a weight's gradient (``sfb``); ``y factors product``
+    all_reduce of the loss
     optimizer            the optimizer's step, with which a timeline begins
 """
 
@@ -58,6 +60,18 @@ def gradient_name(result: str) -> str:
 
 def repeated_name(result: str) -> str:
     return f"{result} again"
+
+
+def factors_name(result: str) -> str:
+    return f"{result} factors"
+
+
+def product_name(result: str) -> str:
+    """The weight's gradient out of its gathered factors."""
+    return f"{result} factors product"
+
+
+LOSS_SUM = "all_reduce of the loss"
 
 
 def bucket_name(params: Sequence[str]) -> str:

@@ -7,11 +7,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from ..ir import Instruction, Program, Ratio, Ref, Shard, TensorType, shard_sizes, support
+from ..ir import (
+    Instruction,
+    Partial,
+    Placement,
+    Program,
+    Ratio,
+    Ref,
+    Replicate,
+    Shard,
+    TensorType,
+    dual,
+    shard_sizes,
+    support,
+)
 from ..rules import call_of
+from .curve import ZERO
 from .model import CostModel, OpTime
 
-LOCAL = frozenset({"local_slice", "as_partial", "pad_partial"})
+# the redistribution that a redistribution's gradient is, by name
 DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
 
 
@@ -49,20 +63,76 @@ class Exchange:
     def seconds(self, costs: CostModel) -> float:
         if len(self.ranks) < 2:
             return 0.0
-        name = "all_to_all" if self.name == "move" else self.name
-        return costs.collective(name, self.ranks).seconds(self.size_bytes)
+        return costs.collective(self.name, self.ranks).seconds(self.size_bytes)
 
 
 def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
-    """The collective that a redistribution issues forward, or in the backward pass; None if it is local."""
-    if not i.is_redistribution or i.op in LOCAL:
+    """The collective that a redistribution issues forward, or in the backward pass; None if it is local.
+
+    The one step of the runtime's ``route`` between the two layouts that communicates: no route has more.
+    """
+    if not i.is_redistribution:
         return None
-    source = program.types[i.inputs[0]]
-    ranks = tuple(sorted({*program.participants(source), *program.participants(i.type)}))
-    if len(ranks) < 2:
+    before, after = program.types[i.inputs[0]], i.type
+    held, wanted = program.participants(before), program.participants(after)
+    if backward:
+        name, ranks = _meeting(dual(after.placement), wanted, dual(before.placement), held)
+    else:
+        name, ranks = _meeting(before.placement, held, after.placement, wanted)
+    size_bytes = after.value.size_bytes
+    if len(ranks) < 2 or (size_bytes == 0 and name != "all_to_all"):
         return None
-    name = DUAL_COLLECTIVE.get(i.op, i.op) if backward else i.op
-    return Exchange(name, i.type.value.size_bytes, ranks)
+    if name == "all_to_all" and is_cut_alike(program, before, after):
+        return None
+    return Exchange(name, size_bytes, ranks)
+
+
+def communicates(program: Program, i: Instruction) -> bool:
+    """Whether a redistribution or its gradient is a collective."""
+    return any(exchange_of(program, i, backward=b) is not None for b in (False, True))
+
+
+def _meeting(
+    src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """The collective from ``src`` on the ranks ``held`` to ``dst`` on those ``wanted``, and who meets."""
+    everyone = tuple(sorted({*held, *wanted}))
+    missing = [r for r in wanted if r not in held]
+    leaving = [r for r in held if r not in wanted]
+    match src, dst:
+        case Shard(), Replicate():
+            return "all_gather", everyone
+        case Partial(), Shard():
+            return "reduce_scatter", everyone
+        case Partial(), Replicate():
+            return "all_reduce", everyone
+        case Shard(), Shard():
+            return "all_to_all", everyone
+        case ((Shard() | Partial()), Partial()):  # those that leave give their addends to one that stays
+            return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
+        case Replicate(), Partial() if len(missing) < len(wanted):
+            return "", ()  # a rank that holds it keeps it, the others hold zeros
+        case Replicate(), _:
+            return "broadcast", tuple(sorted({held[0], *missing})) if missing else ()
+    raise AssertionError(f"{src} -> {dst}")
+
+
+def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
+    """Whether two types of one tensor put the same pieces on the same ranks."""
+    if a.placement != b.placement or not isinstance(a.placement, Shard):
+        return False
+    size, unit = a.value.shape[a.placement.dim], a.placement.unit
+    one, two = program.ratio(a.ratio), program.ratio(b.ratio)
+    return support(one) == support(two) and shard_sizes(size, one, unit) == shard_sizes(size, two, unit)
+
+
+def first_uses(program: Program) -> dict[str, int]:
+    """Index of the first instruction that uses each value."""
+    out: dict[str, int] = {}
+    for n, i in enumerate(program.instructions):
+        for name in i.inputs:
+            out.setdefault(name, n)
+    return out
 
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
@@ -82,18 +152,20 @@ def synchronised(program: Program, i: Instruction) -> bool:
         and i.result in program.requires_grad
         and not isinstance(i.type.placement, Shard)
         and len(program.participants(i.type)) > 1
+        and i.result not in program.factored
     )
 
 
 def is_stored(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution gathers a parameter that is stored sharded; nobody waits for its gradient."""
+    """Whether a redistribution brings a parameter that is stored sharded: its gradient goes straight to
+    the parameter, and is awaited at the end of the backward pass only."""
     source = program.producers[i.inputs[0]]
-    return i.op == "all_gather" and source.op == "param"
+    return source.op == "param" and isinstance(source.type.placement, Shard)
 
 
 def is_resharded(program: Program, i: Instruction) -> bool:
     """Whether a gathered parameter is let go of after its last use and gathered again (ZeRO-3)."""
-    return bool(i.attr("reshard", False)) and is_stored(program, i)
+    return i.op == "all_gather" and bool(i.attr("reshard", False)) and is_stored(program, i)
 
 
 Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
@@ -131,10 +203,19 @@ class Sheet:
     def __init__(self, program: Program, costs: CostModel) -> None:
         self.program, self.costs = program, costs
         self.world_size = program.world_size
-        self.supports = supports(program)
+        self.borders = tuple(i for i in program.instructions if _moves_borders(program, i))
+        self.pattern = self.pattern_of(program)
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
+        self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
         numbers: dict[tuple, int] = {}
+
+        def number(key: tuple, found: tuple[OpTime, ...], cut: Cut) -> int:
+            if key not in numbers:
+                numbers[key] = len(self.works)
+                self.works.append(Work(found, cut))
+            return numbers[key]
+
         times: dict[tuple, tuple[OpTime, ...]] = {}
         for n, i in enumerate(program.instructions):
             if is_computation(i):
@@ -143,11 +224,19 @@ class Sheet:
                 plain = (i.op, _plain(i.args), _plain(i.kwargs), call.inputs, call.outputs, grads)
                 if plain not in times:
                     times[plain] = tuple(costs.op(call, grads, c) for c in range(len(costs.classes)))
-                key = (plain, cut_of(work_type(program, i)))
-                if key not in numbers:
-                    numbers[key] = len(self.works)
-                    self.works.append(Work(times[plain], key[1]))
-                self.work_of[n] = numbers[key]
+                cut = cut_of(work_type(program, i))
+                if is_factored(i):
+                    own, factors = split_by_factors(program, i, times[plain])
+                    self.work_of[n] = number((plain, cut, "own"), own, cut)
+                    self.factor_work_of[n] = number((plain, "factors"), factors, (0, 1, cut[2]))
+                else:
+                    self.work_of[n] = number((plain, cut), times[plain], cut)
+
+    def pattern_of(self, program: Program) -> tuple:
+        """What decides which collectives there are and between whom: the ranks that take part, and which
+        changes of ratio move nothing."""
+        alike = (is_cut_alike(program, program.types[i.inputs[0]], i.type) for i in self.borders)
+        return (supports(program), tuple(alike))
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:
@@ -163,11 +252,6 @@ class Sheet:
         """Per instruction, whether the backward pass goes through it."""
         grad = self.program.requires_grad
         return tuple(any(r in grad for r in i.results) for i in self.program.instructions)
-
-    @cached_property
-    def synchronised(self) -> tuple[tuple[int, Instruction], ...]:
-        """Parameters whose gradients are summed over ranks, with their place among the parameters."""
-        return tuple((n, i) for n, i in enumerate(self.program.params) if synchronised(self.program, i))
 
     @cached_property
     def optimized(self) -> dict[Cut, int]:
@@ -211,6 +295,29 @@ class Sheet:
             for rank, share in enumerate(self.shares(cut, program)):
                 out[rank] += size * share
         return out
+
+
+def _moves_borders(program: Program, i: Instruction) -> bool:
+    """Whether a redistribution changes nothing but the ratio."""
+    if not i.is_redistribution:
+        return False
+    source = program.types[i.inputs[0]]
+    cut = isinstance(source.placement, Shard)
+    return cut and source.placement == i.type.placement and source.ratio != i.type.ratio
+
+
+def is_factored(i: Instruction) -> bool:
+    return bool(i.attrs) and bool(i.attr("sfb", False))
+
+
+def split_by_factors(
+    program: Program, i: Instruction, times: tuple[OpTime, ...]
+) -> tuple[tuple[OpTime, ...], tuple[OpTime, ...]]:
+    """Times of an operator with ``sfb``: what is cut, and the product of the gathered factors, which every
+    rank does in whole. Of two products in the backward pass one is the weight's."""
+    share = 0.5 if i.inputs[0] in program.requires_grad else 0.0
+    own = tuple(OpTime(t.forward, t.backward.scaled(share) if share else ZERO) for t in times)
+    return own, tuple(OpTime(ZERO, t.backward.scaled(1 - share)) for t in times)
 
 
 def supports(program: Program) -> tuple[tuple[int, ...], ...]:

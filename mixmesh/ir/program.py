@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from .graph import LEAVES, Arg, Graph, Node, gradient_flow, map_refs, refs
+from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, refs
 from .placement import Partial, Placement, Ratio, Replicate, Shard
 from .printing import print_program
 from .types import TensorType, ValueType, local_shape, participants
@@ -60,7 +60,13 @@ class Instruction:
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
+        names = []
+        for arg in (*self.args, *[v for _, v in self.kwargs]):
+            if isinstance(arg, Ref):  # nearly always; asked for so often that a generator would be felt
+                names.append(arg.name)
+            elif isinstance(arg, tuple):
+                names += [r.name for r in refs(arg)]
+        return tuple(names)
 
     @property
     def is_leaf(self) -> bool:
@@ -119,6 +125,12 @@ class Program:
     @cached_property
     def params(self) -> tuple[Instruction, ...]:
         return tuple(i for i in self.instructions if i.op == "param")
+
+    @cached_property
+    def factored(self) -> frozenset[str]:
+        """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
+        users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
+        return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
         """What ``rank`` holds of value ``name``; None if it takes no part."""

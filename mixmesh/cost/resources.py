@@ -1,0 +1,74 @@
+"""What collectives share: the NIC of every machine, out and in, and the link inside each machine.
+
+A collective crosses the NICs of its machines if they are several, and the link of every machine in which
+two of its ranks sit. The traffic is that of the algorithms behind ``ring_fit``: a ring over the ranks in
+order, a chain for broadcast and reduce, every pair on its own for all_to_all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from ..cluster import Cluster
+
+Link = tuple[str, int]  # "out", "in" or "inside", and the machine
+
+
+def links_of(cluster: Cluster, ranks: tuple[int, ...]) -> frozenset[Link]:
+    """All that collectives between ``ranks`` may cross."""
+    sizes = Counter(map(cluster.machine_index_of, ranks))
+    inside = {("inside", m) for m, count in sizes.items() if count > 1}
+    nics = {(way, m) for m in sizes for way in ("out", "in")} if len(sizes) > 1 else set()
+    return frozenset(inside | nics)
+
+
+def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
+    """Seconds for which a collective occupies each link, per byte of the whole tensor.
+
+    Inside a machine every device has a way of its own to its neighbour, so that one collective's hops do
+    not add up there; those of different collectives do. Raises ValueError for an unknown collective.
+    """
+    if len(ranks) < 2:
+        return {}
+    load = _pairs(cluster, ranks) if collective == "all_to_all" else _hops(cluster, collective, ranks)
+    return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
+
+
+def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
+    n = len(ranks)
+    hops = list(zip(ranks, ranks[1:] + ranks[:1]))
+    match collective:
+        case "all_reduce":
+            carried = 2 * (n - 1) / n
+        case "all_gather" | "reduce_scatter":
+            carried = (n - 1) / n
+        case "broadcast" | "reduce":
+            carried, hops = 1.0, hops[:-1]
+        case _:
+            raise ValueError(f"unknown collective {collective!r}")
+    load: dict[Link, float] = defaultdict(float)
+    for a, b in hops:
+        here, there = cluster.machine_index_of(a), cluster.machine_index_of(b)
+        if here == there:
+            load["inside", here] = carried
+        else:
+            load["out", here] += carried
+            load["in", there] += carried
+    return load
+
+
+def _pairs(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:
+    """Each rank sends each other one the same part."""
+    n = len(ranks)
+    load: dict[Link, float] = {}
+    for m, count in Counter(map(cluster.machine_index_of, ranks)).items():
+        if count > 1:
+            load["inside", m] = (count - 1) / n**2
+        if count < n:
+            load["out", m] = load["in", m] = count * (n - count) / n**2
+    return load
+
+
+def _bytes_per_s(cluster: Cluster, link: Link) -> float:
+    machine = cluster.machines[link[1]]
+    return machine.link_bytes_per_s if link[0] == "inside" else machine.nic_bytes_per_s

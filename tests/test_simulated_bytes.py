@@ -1,0 +1,192 @@
+"""What is simulated is what is executed: every collective of a step between real processes, by name, whole
+bytes and ranks, is one that the simulator has, and the other way round."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+
+import pytest
+import torch
+from gloo_world import run_world
+from small_graphs import THREE, cluster
+from test_gloo import BATCH, PROGRAMS, TAIL, UNEVEN, Mlp, batch, stored
+from torch import nn
+
+from mixmesh.baselines import data_parallel, fully_sharded
+from mixmesh.buckets import with_buckets
+from mixmesh.cost import CostModel
+from mixmesh.ir import make_ratio, parse_program
+from mixmesh.runtime import collectives, gradients, parallel, sfb
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.simulator import simulate
+from mixmesh.synthesis import Prices, Problem, emit, search
+from mixmesh.trace import trace
+
+COSTS = CostModel(cluster(THREE))
+WORLD = 3
+
+
+class Attention(nn.Module):
+    """Embedding, one layer of attention, and a loss whose denominator depends on the labels."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.tokens = nn.Embedding(12, 16)
+        self.query, self.key, self.value = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 12)
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens)
+        q, k, v = (f(x).unflatten(-1, (4, 4)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        logits = self.head(self.norm(x + mixed))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def sentences() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {name: torch.randint(12, (12, 5), generator=g) for name in ("tokens", "targets")}
+
+
+HAND = {
+    # the weight goes to a rank that has none, its gradient comes back
+    "spread": f"""{UNEVEN} ratio two = [0.5, 0.5, 0] {BATCH}
+      {stored("R@two", "R@r0").replace("all_gather", "move")}
+      %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(0)@r0
+      %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+      %o = aten.linear(%a, %w2, %b2) : f64[12, 4] S(0)@r0 {TAIL}""",
+    # samples change their ranks, twice; the first move is stored and taken again by nobody else
+    "borders": f"""{UNEVEN} ratio r1 = [0.2, 0, 0.8] ratio same = [0.2, 0.0, 0.8]
+      %x = input("x") : f64[12, 6] S(0)@r0
+      %y = input("y") : f64[12, 4] S(0)@r1
+      {stored("R@r0", names=("w1", "b1"))} {stored("R@r1", names=("w2", "b2"))}
+      %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(0)@r0
+      %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+      %m = move(%a) : f64[12, 8] S(0)@r1
+      %n = move(%m) : f64[12, 8] S(0)@same
+      %t = all_to_all(%n) : f64[12, 8] S(1)@r1
+      %u = all_to_all(%t) : f64[12, 8] S(0)@r1
+      %o = aten.linear(%u, %w2, %b2) : f64[12, 4] S(0)@r1
+      {TAIL.replace("@r0", "@r1")}""",
+    # a bucket of parameters of which one rank uses none, and dtypes that may not mix
+    "numbered": f"""ratio r0 = [0.6, 0, 0.4] {BATCH}
+      %w1 = param("fc1.weight") {{bucket=7}} : f64[8, 6] R
+      %b1 = param("fc1.bias") {{bucket=7}} : f64[8] R@r0
+      %w2 = param("fc2.weight") {{bucket=3}} : f64[4, 8] R
+      %b2 = param("fc2.bias") : f64[4] R@r0
+      %h = aten.linear(%x, %w1, %b1) : f64[12, 8] S(0)@r0
+      %a = aten.gelu(%h) : f64[12, 8] S(0)@r0
+      %o = aten.linear(%a, %w2, %b2) : f64[12, 4] S(0)@r0 {TAIL}""",
+}
+
+
+def attention_programs() -> dict[str, str]:
+    graph = trace(Attention(), sentences()).graph
+    ratio = make_ratio([0.5, 0.25, 0.25])
+    spread = data_parallel(graph, COSTS, ratio)
+    programs = {
+        "attention data parallel": spread,
+        "attention buckets": with_buckets(spread, 1000),
+        "attention fsdp": fully_sharded(spread),
+    }
+    for price in (0.0, 1.0, 30.0):
+        problem = Problem(graph, COSTS, ratio, prices=Prices(gradient_sync=price))
+        programs[f"attention hap {price:g}"] = emit(problem, search(problem))
+    return {name: str(program) for name, program in programs.items()}
+
+
+def all_programs() -> dict[str, str]:
+    by_hand = {name: f"program p world={WORLD} {{ {text}" for name, text in (PROGRAMS | HAND).items()}
+    return by_hand | attention_programs()
+
+
+Collective = tuple[str, int, tuple[int, ...]]  # name, whole bytes, ranks
+
+
+def counted(found: list[Collective], name: str, call):
+    def run(channel, x, *args, **kwargs):
+        size = x.nbytes
+        if name == "all_gather":
+            sizes, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+            size = x.element_size() * sum(sizes) * math.prod(n for d, n in enumerate(x.shape) if d != dim)
+        elif name == "all_to_all":
+            dim, sizes = args[0], args[1]
+            size = x.element_size() * sum(sizes) * math.prod(n for d, n in enumerate(x.shape) if d != dim)
+        if not channel.alone:
+            found.append((name, size, tuple(channel.ranks)))
+        return call(channel, x, *args, **kwargs)
+
+    return run
+
+
+class Executed:
+    """One step on every rank; what it communicated is left in a file."""
+
+    def __init__(self, text: str, folder: str) -> None:
+        self.text, self.folder = text, folder
+
+    def __call__(self, _) -> None:
+        attention = "tokens.weight" in self.text
+        model, inputs = (Attention(), sentences()) if attention else (Mlp(0), batch(0))
+        made, _ = parallelize(model, None, parse_program(self.text), device="cpu", timeout_s=30)
+        found: list[Collective] = []
+        places = [(collectives, n) for n in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
+        places += [(collectives, "broadcast"), (collectives, "reduce")]
+        places += [(sfb, "all_gather"), (gradients, "all_reduce"), (parallel, "all_reduce")]
+        before = [getattr(module, name) for module, name in places]
+        for (module, name), call in zip(places, before):
+            setattr(module, name, counted(found, name, call))
+        try:
+            loss, total = made.forward_local(**inputs)
+            loss.backward()
+            total.wait()
+        finally:
+            for (module, name), call in zip(places, before):
+                setattr(module, name, call)
+        with open(os.path.join(self.folder, os.environ["RANK"]), "w") as file:
+            file.write(repr(found))
+
+
+def no_comm():
+    return None
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """By program: its text, and what each rank communicated."""
+    texts = all_programs()
+    folders = {name: tmp_path_factory.mktemp("ranks") for name in texts}
+    results = run_world(WORLD, {n: Executed(texts[n], str(folders[n])) for n in texts}, no_comm)
+    for name, failures in results.items():
+        assert not any(failures), (name, failures)
+    return {
+        name: (text, [eval((folders[name] / str(rank)).read_text()) for rank in range(WORLD)])
+        for name, text in texts.items()
+    }
+
+
+def simulated(text: str) -> list[Counter[Collective]]:
+    """Per rank, what the simulator has."""
+    together: dict[tuple, list[int]] = {}
+    for e in simulate(parse_program(text), COSTS, events=True).events:
+        if e.stream == "communication":
+            together.setdefault((e.name, e.op, e.size_bytes, e.start_s, e.end_s), []).append(e.rank)
+    out: list[Counter[Collective]] = [Counter() for _ in range(WORLD)]
+    for (_, op, size, *_), ranks in together.items():
+        for rank in ranks:
+            out[rank][op, size, tuple(sorted(ranks))] += 1
+    return out
+
+
+ATTENTION = ("data parallel", "buckets", "fsdp", "hap 0", "hap 1", "hap 30")
+
+
+@pytest.mark.parametrize("name", [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION)])
+def test_simulated_collectives_are_the_executed(executed, name):
+    text, ranks = executed[name]
+    assert any(ranks)
+    assert [Counter(found) for found in ranks] == simulated(text)
