@@ -9,26 +9,23 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from .. import testbed
 from ..cluster import Cluster
 from ..cost import Profile
 from ..errors import Infeasible, InputError
 from ..plan_file import Plan
 from ..planner import make_plan
-from ..testbed import PlainBed
 from ..trace import trace
 from . import jobs
 from .accuracy_cases import CLUSTERS, PLANNERS, SETTINGS, Setting, cluster_of
+from .measure import call
 
 PROFILE_BUDGET_S = 25.0
-TIMEOUT_S = 600.0
 WORKER = (sys.executable, "-m", "mixmesh.bench.accuracy_worker")
 
 
@@ -103,7 +100,7 @@ def measure(
     cluster_path, profile_path = folder / "cluster.toml", folder / "profile.json"
     cluster_path.write_text(CLUSTERS[setting.cluster])
     progress(f"{setting}: profiling")
-    call(cluster, "profile", setting.job, str(cluster_path), str(profile_path), str(PROFILE_BUDGET_S))
+    call(WORKER, cluster, "profile", setting.job, str(cluster_path), str(profile_path), str(PROFILE_BUDGET_S))
     progress(f"{setting}: planning")
     plans = distinct_plans(setting, cluster, planners, Profile.load(profile_path))
     paths = {}
@@ -111,13 +108,13 @@ def measure(
         paths["+".join(names)] = str(folder / f"{names[0]}.plan")
         plan.save(paths["+".join(names)])
     progress(f"{setting}: timing {len(plans)} plans in turn")
-    printed, emulation = call(cluster, "times", setting.job, json.dumps(paths))
+    printed, emulation = call(WORKER, cluster, "times", setting.job, json.dumps(paths))
     step_s = json.loads(printed)
     cases = []
     for names, plan in plans.items():
         key = "+".join(names)
         progress(f"{setting}: memory of {key}")
-        printed, _ = call(cluster, "memory", setting.job, paths[key], plain=True)
+        printed, _ = call(WORKER, cluster, "memory", setting.job, paths[key], plain=True)
         cases.append(
             Case(
                 setting.job,
@@ -139,7 +136,7 @@ def distinct_plans(
     setting: Setting, cluster: Cluster, planners: Sequence[str], profile: Profile
 ) -> dict[tuple[str, ...], Plan]:
     """Plans by the planners that found them."""
-    made = getattr(jobs, setting.job)()
+    made = jobs.make(setting.job)
     traced = trace(made.model, made.batch)
     found: dict[str, tuple[list[str], Plan]] = {}
     for planner in planners:
@@ -149,29 +146,6 @@ def distinct_plans(
             continue
         found.setdefault(str(plan.program), ([], plan))[0].append(planner)
     return {tuple(names): plan for names, plan in found.values()}
-
-
-def call(cluster: Cluster, *words: str, plain: bool = False) -> tuple[str, str]:
-    """What rank 0 of the worker prints, and how the cluster was emulated."""
-    lines: list[str] = []
-    errors: list[str] = []
-
-    def on_output(rank: int, stream: str, text: str) -> None:
-        (lines if stream == "stdout" and rank == 0 else errors).append(text)
-
-    if plain:
-        with PlainBed(cluster, on_output=on_output) as bed:
-            bed.spawn([*WORKER, *words])
-            result = bed.wait(timeout_s=TIMEOUT_S, check=False)
-    else:
-        result = testbed.run(
-            cluster, [*WORKER, *words], on_output=on_output, timeout_s=TIMEOUT_S, check=False
-        )
-    if result.lost is not None:
-        sys.stderr.write("".join(errors[-40:]))
-        result.check()
-    time.sleep(0.2)
-    return "".join(lines).strip().splitlines()[-1] if lines else "", result.emulation
 
 
 def regrets(cases: Sequence[Case]) -> dict[str, float]:

@@ -6,9 +6,9 @@ The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6 devices 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from decimal import Decimal
 
 from ..cluster import Cluster
+from .measure import cluster_text
 
 PLANNERS = ("ddp-even", "ddp-proportional", "fsdp-even", "tensor-parallel", "auto")
 
@@ -24,22 +24,14 @@ class Setting:
         return f"{self.job}@{self.cluster}"
 
 
-def _cluster(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
-    lines = ["[network]", f"bandwidth_gbit_per_s = {Decimal(gbit_per_s)}", "latency_us = 50"]
-    for name, shares in zip("abcde", machines):
-        devices = ", ".join(f'{{ name = "cpu-{share[2:]}", cpu_share = {share} }}' for share in shares)
-        lines += ["[[machine]]", f'name = "{name}"', f"devices = [{devices}]"]
-    return "\n".join(lines) + "\n"
-
-
 CLUSTERS: dict[str, str] = {
-    "pair": _cluster("1", ("0.50",), ("0.40",)),
-    "far-pair": _cluster("0.2", ("0.60",), ("0.20",)),
-    "box": _cluster("1", ("0.50", "0.30", "0.20")),
-    "three": _cluster("1", ("0.50",), ("0.30",), ("0.20",)),
-    "skewed": _cluster("0.5", ("0.60", "0.30"), ("0.25", "0.12")),
-    "slow-link": _cluster("0.1", ("0.35", "0.35"), ("0.20", "0.20")),
-    "five": _cluster("5", ("0.35", "0.35"), ("0.22", "0.22", "0.12")),
+    "pair": cluster_text("1", ("0.50",), ("0.40",)),
+    "far-pair": cluster_text("0.2", ("0.60",), ("0.20",)),
+    "box": cluster_text("1", ("0.50", "0.30", "0.20")),
+    "three": cluster_text("1", ("0.50",), ("0.30",), ("0.20",)),
+    "skewed": cluster_text("0.5", ("0.60", "0.30"), ("0.25", "0.12")),
+    "slow-link": cluster_text("0.1", ("0.35", "0.35"), ("0.20", "0.20")),
+    "five": cluster_text("5", ("0.35", "0.35"), ("0.22", "0.22", "0.12")),
 }
 
 SETTINGS = (

@@ -1,17 +1,27 @@
-"""Jobs that one CPU core trains in about a second a step: a language model, experts, a convolutional
-classifier, a perceptron. ``mixmesh/bench/jobs.py:gpt`` wherever a JOB is.
+"""Jobs that one CPU core trains in about a second a step: language models, experts, convolutional
+classifiers, a perceptron. ``mixmesh/bench/jobs.py:gpt`` wherever a JOB is.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from mixmesh.job import Job
-from mixmesh.workloads.images import Classifier
+from mixmesh.workloads.images import CLASSES, VGG19, Classifier, Widen
 from mixmesh.workloads.language import LanguageModel
 from mixmesh.workloads.layers import Layer, MoeLayer
+
+DATA_BATCHES = 8  # that the jobs of ``bench training`` go through, over and over
+
+
+def make(text: str) -> Job:
+    """The job of ``gpt``, or of ``experts:5:8``: a function of this module and its whole numbers."""
+    name, *numbers = text.split(":")
+    return globals()[name](*map(int, numbers))
 
 
 def gpt() -> Job:
@@ -49,6 +59,54 @@ def vgg() -> Job:
     return Job(model, batch, optimizer=adamw)
 
 
+def vgg19() -> Job:
+    """HAP's VGG19 at a quarter of its width: 1.3 million parameters in 16 convolutions and 7.5 million (86 %)
+    in a head of 6272, 1024, 1024 and 10; 64 images of 32 x 32 in all, which HAP gave each of its GPUs."""
+    torch.manual_seed(0)
+    features: list[nn.Module] = []
+    channels = 3
+    for width in VGG19:
+        if width:
+            features += [nn.Conv2d(channels, width // 4, 3, padding=1), nn.ReLU()]
+            channels = width // 4
+        else:
+            features.append(nn.MaxPool2d(2))
+    head = nn.Sequential(
+        Widen(), nn.Linear(channels * 49, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(),
+        nn.Linear(1024, CLASSES),
+    )  # fmt: skip
+    for layer in (*features, *head):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            nn.init.kaiming_normal_(layer.weight)  # or 19 layers pass on next to nothing
+    data = [
+        {"images": torch.randn(64, 3, 32, 32), "labels": torch.randint(CLASSES, (64,))}
+        for _ in range(DATA_BATCHES)
+    ]
+    return Job(Classifier(nn.Sequential(*features), head), data[0], optimizer=adamw, data=data)
+
+
+def bert() -> Job:
+    """HAP's BERT-Base at a quarter of its width and half its depth: 4 layers of 192, an untied head over 4096
+    words, half of the 3.4 million parameters at the words; 64 sequences of 32."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [Layer(192, 4, 768) for _ in range(4)]
+    model = LanguageModel(layers, words=4096, seq=32, width=192)
+    return _language(model, samples=64, seq=32, words=4096, batches=DATA_BATCHES)
+
+
+def experts(count: int, padded: int = 0) -> Job:
+    """A layer of 192 and one of ``count`` experts, two per token; 48 sequences of 48. ``padded`` experts
+    instead, of the same capacity each: what a system does that deals out equally many to every device."""
+    torch.manual_seed(0)
+    made = padded or count
+    seq = 48
+    capacity = math.ceil(seq / count * 2.5)
+    # half a slot less, which rounding up restores
+    mixture = MoeLayer(192, 4, 768, experts=made, seq=seq, factor=(capacity - 0.5) * made / seq)
+    model = LanguageModel([Layer(192, 4, 768), mixture], words=256, seq=seq, width=192)
+    return _language(model, samples=48, seq=seq, batches=DATA_BATCHES)
+
+
 class Perceptron(nn.Module):
     """Wide layers and a squared error: many parameters for little work."""
 
@@ -74,7 +132,9 @@ def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
 
-def _language(model: nn.Module, samples: int, seq: int) -> Job:
-    text = torch.randint(256, (samples, seq + 1))
-    batch = {"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
-    return Job(model, batch, optimizer=adamw)
+def _language(model: nn.Module, samples: int, seq: int, words: int = 256, batches: int = 1) -> Job:
+    data = []
+    for _ in range(batches):
+        text = torch.randint(words, (samples, seq + 1))
+        data.append({"tokens": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()})
+    return Job(model, data[0], optimizer=adamw, data=data if batches > 1 else None)

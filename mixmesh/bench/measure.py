@@ -1,0 +1,114 @@
+"""What the measured benches share: clusters as text, a worker on every device, profiles, steps against the
+clock.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import testbed
+from ..cluster import Cluster
+from ..plan_file import Plan
+from ..profiler import profile
+from ..runtime.data import shard_batches
+from ..runtime.parallel import parallelize
+from ..runtime.train import endless
+from ..testbed import PlainBed, enter_device, leave_device
+from ..trace import trace
+from . import jobs
+
+TIMEOUT_S = 600.0  # of a worker
+COLLECTIVE_TIMEOUT_S = 120.0
+
+
+def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
+    """A cluster file of emulated devices: per machine the CPU shares of its devices, as ``"0.50"``."""
+    lines = ["[network]", f"bandwidth_gbit_per_s = {Decimal(gbit_per_s)}", "latency_us = 50"]
+    for name, shares in zip("abcde", machines):
+        devices = ", ".join(f'{{ name = "cpu-{share[2:]}", cpu_share = {share} }}' for share in shares)
+        lines += ["[[machine]]", f'name = "{name}"', f"devices = [{devices}]"]
+    return "\n".join(lines) + "\n"
+
+
+def call(
+    worker: Sequence[str],
+    cluster: Cluster,
+    *words: str,
+    plain: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[str, str]:
+    """The last line that rank 0 of the worker prints, and how the cluster was emulated. What rank 0 writes
+    to stderr goes to ``say``. Raises DeviceLost."""
+    lines: list[str] = []
+    errors: list[str] = []
+
+    def on_output(rank: int, stream: str, text: str) -> None:
+        (lines if stream == "stdout" and rank == 0 else errors).append(text)
+        if stream == "stderr" and rank == 0:
+            say(text.strip())
+
+    if plain:
+        with PlainBed(cluster, on_output=on_output) as bed:
+            bed.spawn([*worker, *words])
+            result = bed.wait(timeout_s=TIMEOUT_S, check=False)
+    else:
+        result = testbed.run(
+            cluster, [*worker, *words], on_output=on_output, timeout_s=TIMEOUT_S, check=False
+        )
+    if result.lost is not None:
+        sys.stderr.write("".join(errors[-40:]))
+        result.check()
+    time.sleep(0.2)
+    return "".join(lines).strip().splitlines()[-1] if lines else "", result.emulation
+
+
+def measure_profile(job: str, cluster: str, out: str, budget_s: str) -> None:
+    """Profiles a job of ``bench/jobs.py`` on this cluster file into ``out``. Collective."""
+    made = jobs.make(job)
+    graph = trace(made.model, made.batch).graph
+    leave_device()  # the threads of new process groups are to be outside
+    found = profile(graph, made, Cluster.load(cluster), budget_s=float(budget_s), on_start=enter_device)
+    if dist.get_rank() == 0:
+        found.save(out)
+
+
+def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
+    """Steps as ``mixmesh run`` makes them; each gives its global loss when asked for it."""
+    made = jobs.make(job)
+    model, optimizer = parallelize(
+        made.model, made.optimizer(made.model.parameters()), plan, timeout_s=COLLECTIVE_TIMEOUT_S
+    )
+    batches = shard_batches(endless(made.data, made.batch), plan.program, dist.get_rank())
+
+    def step() -> Callable[[], float]:
+        local, loss = model.forward_local(**next(batches))
+        local.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return lambda: float(loss.wait())
+
+    return step
+
+
+def slowest(step: Callable[[], Any], count: int) -> tuple[float, list[Any]]:
+    """Seconds of a step, ``count`` of them in a row, on the rank that takes longest; what they returned."""
+    results = []
+    started = time.perf_counter()
+    for _ in range(count):
+        results.append(step())
+    seconds = torch.tensor((time.perf_counter() - started) / count, dtype=torch.float64)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item(), results
+
+
+def print_from_rank_0(value: Any) -> None:
+    if dist.get_rank() == 0:
+        print(json.dumps(value), flush=True)
