@@ -40,10 +40,14 @@ _EXPORTS = {
     "TestbedUnavailable": "errors",
 }
 
+_MODULES = ("zero",)  # public as ``mixmesh.zero.allocate``, without an import of their own
+
 __all__ = ["__version__", *sorted(_EXPORTS)]  # noqa: PLE0604
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)
@@ -52,4 +56,4 @@ def __getattr__(name: str):
 
 
 def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(__all__))
+    return sorted(set(globals()) | set(__all__) | set(_MODULES))
