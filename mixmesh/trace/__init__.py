@@ -28,6 +28,7 @@ from .simplify import (
     leaves_at_first_use,
     normal_arguments,
     one_factory,
+    one_spelling,
     static_shapes,
 )
 
@@ -61,6 +62,7 @@ def exact_batch_norms(graph: Graph) -> Graph:
 
 PASSES: tuple[Callable[[Graph], Graph], ...] = (
     drop_assertions,
+    one_spelling,
     normal_arguments,
     static_shapes,
     one_factory,

@@ -17,7 +17,10 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
+from .branches import past_checks
+from .functions import exact_functions
 from .locate import place_of_error, place_of_function, whole_stacks
+from .moves import moves_in_place
 from .regions import inline_regions
 
 
@@ -147,8 +150,8 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list) -> Captur
     flat = Batch.of(batch)
     wrapper = LossOnly(model, flat)
     try:
-        with _quiet(), _no_custom_backward(), whole_stacks(), torch.enable_grad():
-            program = torch.export.export(wrapper, flat.tensors(), strict=False)
+        with _quiet(), exact_functions(), moves_in_place(), whole_stacks(), torch.enable_grad():
+            program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
             program = program.run_decompositions({})
     except Exception as error:
@@ -168,31 +171,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextmanager
-def _no_custom_backward() -> Iterator[None]:
-    """Refuse ``torch.autograd.Function``: export keeps its forward and silently drops its backward."""
-    original = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls, *args, **kwargs):
-        if cls.__module__.startswith("torch._library"):  # an operator registered with its own gradient
-            return original.__func__(cls, *args, **kwargs)
-        raise TraceError(
-            f"the custom backward of {cls.__name__} cannot be traced",
-            expected="operators whose gradient PyTorch knows",
-            got=f"torch.autograd.Function {cls.__module__}.{cls.__qualname__}",
-            hint=(
-                "write its forward with ordinary operators (straight-through: x + (f(x) - x).detach())",
-                "for activation checkpointing use checkpoint(..., use_reentrant=False)",
-            ),
-        )
-
-    torch.autograd.Function.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = original
 
 
 # what PyTorch says -> what to do about it

@@ -18,6 +18,8 @@ Frame = tuple[str, int, str]  # file, line, function
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# our files whose functions stand in for torch's while a model is traced: their frames lie inside the model
+_WITHIN = tuple(os.path.join(_OURS, "trace", name) for name in ("branches.py", "functions.py", "moves.py"))
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 
@@ -64,6 +66,7 @@ def place_of_function(function) -> Place:
 
 def _inside_model(frames: list[Frame]) -> list[Frame]:
     """The frames below our call of the model: the caller of ``trace`` is no place inside it."""
+    frames = [f for f in frames if f[0] not in _WITHIN]
     while frames and frames[-1][0].startswith(_OURS):
         frames = frames[:-1]
     ours = [i for i, frame in enumerate(frames) if frame[0].startswith(_OURS)]
@@ -83,6 +86,11 @@ def _pick(frames: Iterable[Frame]) -> Place:
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)
     return _place(*library[:2]) if library else Place()
+
+
+def is_users(file: str) -> bool:
+    """Not torch's file, nor ours: the model's own, or a library's that the model is made of."""
+    return not file.startswith(("<", _TORCH, _OURS))
 
 
 @contextmanager

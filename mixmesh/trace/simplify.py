@@ -17,6 +17,25 @@ def normal_arguments(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(map(normalise, graph.nodes)))
 
 
+def one_spelling(graph: Graph) -> Graph:
+    """``multiply`` -> ``mul`` and the like: names that PyTorch keeps for the same operator."""
+    return replace(graph, nodes=tuple(replace(n, op=ALIASES.get(n.op, n.op)) for n in graph.nodes))
+
+
+def _aliases(names: str, *overloads: str) -> dict[str, str]:
+    pairs = [pair.split("=") for pair in names.split()]
+    return {f"aten.{a}{o}": f"aten.{b}{o}" for a, b in pairs for o in overloads}
+
+
+ALIASES: dict[str, str] = {
+    **_aliases("multiply=mul subtract=sub divide=div", ".Tensor", ".Scalar"),
+    **_aliases("greater=gt greater_equal=ge less=lt less_equal=le not_equal=ne", ".Tensor", ".Scalar"),
+    **_aliases("concat=cat concatenate=cat clip=clamp absolute=abs negative=neg fix=trunc arctan2=atan2", ""),
+    **_aliases("arctan=atan arcsin=asin arccos=acos special_expm1=expm1 special_erf=erf", ""),
+    **_aliases("clip=clamp", ".Tensor"),
+}
+
+
 def static_shapes(graph: Graph) -> Graph:
     """``view`` and ``expand`` with the whole shape that results, no -1."""
     return replace(graph, nodes=tuple(map(_static_shape, graph.nodes)))

@@ -1,0 +1,92 @@
+"""What a model's own Python does while it is traced: custom functions, checks of values, moves, aliases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mixmesh.errors import TraceError
+from mixmesh.trace import overload, trace
+from mixmesh.trace.simplify import ALIASES
+
+
+class Head(nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+        self.loss = loss
+
+    def forward(self, x):
+        return self.loss(self, self.fc(x))
+
+
+def ops(loss) -> list[str]:
+    graph = trace(Head(loss), (torch.randn(8, 6),)).graph
+    return [n.op for n in graph.nodes if not n.is_leaf]
+
+
+def failing(loss) -> TraceError:
+    with pytest.raises(TraceError) as caught:
+        trace(Head(loss), (torch.randn(8, 6),))
+    return caught.value
+
+
+def cubed(x):
+    return x * x * x
+
+
+class Cube(torch.autograd.Function):
+    """Its backward is the derivative of its forward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return cubed(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * g
+
+
+class Clipped(Cube):
+    """Its backward is that of ``Cube`` where gradients are small."""
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (3 * x * x * g).clamp(-10, 10)
+
+
+def test_a_custom_function_is_traced_if_its_backward_is_autograds():
+    assert ops(lambda m, y: Cube.apply(y).mean()) == ops(lambda m, y: cubed(y).mean())
+    assert "Clipped" in failing(lambda m, y: Clipped.apply(y).sum()).message
+
+
+def test_a_check_of_values_is_no_branch():
+    def checked(m, y):
+        if y.abs().max() > 1e6:
+            raise ValueError("too large")
+        assert torch.all(y > -1e6).item(), "too small"
+        return y.mean()
+
+    assert ops(checked) == ["aten.linear", "aten.mean"]
+
+    def branch(m, y):
+        return y.mean() if y.sum() > 0 else y.sum()
+
+    error = failing(branch)
+    assert "y.mean() if y.sum() > 0" in error.where and "torch.where" in error.hint[0]
+
+
+def test_a_module_may_be_moved_to_where_it_is():
+    assert ops(lambda m, y: (m.fc.to(torch.float32).weight.sum() * y).sum()).count("aten.linear") == 1
+    assert "fc.to(torch.float64)" in failing(lambda m, y: m.fc.to(torch.float64).weight.sum()).where
+
+
+def test_aliases_take_the_same_arguments():
+    for alias, name in ALIASES.items():
+        one, other = (overload(op)._schema.arguments for op in (alias, name))
+        assert [(a.name, str(a.type)) for a in one] == [(a.name, str(a.type)) for a in other], alias
+    assert "aten.mul.Tensor" in ops(lambda m, y: torch.multiply(y, y).sum())
