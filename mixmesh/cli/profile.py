@@ -46,7 +46,10 @@ def profile(
     leave()
     if rank == 0:
         skipped = found.provenance.get("skipped", [])
-        print(f"{len(found.devices)} kinds of device measured, written to {out}")
+        print(
+            f"{len(found.devices)} kinds of device and {len(found.collectives)} curves of collectives "
+            f"({found.provenance['backend']}) measured, written to {out}"
+        )
         if skipped:
             print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
 

@@ -66,12 +66,13 @@ class Way:
         """Linear in the skew, and never less than for even pieces; without one, for the most unequal
         pieces that were measured: those in proportion to speed."""
         (high, last), (low, first) = self.curves[-1], self.curves[0]
-        at_high = self._at(last, size_bytes)
+        seconds = self._at(last, size_bytes)
         if skew is None or high - low < SAME_SKEW:
-            return at_high
-        at_low = self._at(first, size_bytes)
-        slope = max(at_high - at_low, 0.0) / (high - low)
-        return at_low + slope * max(skew - low, 0.0)
+            return seconds
+        # even pieces may have been measured less far: what they save there, they save beyond
+        common = min(size_bytes, last.points[-1][0], first.points[-1][0])
+        saved = max(1 - first.at(common) / last.at(common), 0.0)
+        return seconds * max(1 - saved * (high - skew) / (high - low), 1 - saved)
 
     def _at(self, curve: Curve, size_bytes: float) -> float:
         largest, seconds = curve.rising[-1]

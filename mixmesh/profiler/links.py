@@ -25,11 +25,13 @@ from .meter import Meter
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
 SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
+BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
+BUCKET_SHARE = 0.7
 WIDTH = 64  # floats in a row of the tensors that are moved
 MEMORY_SHARE = 1 / 32  # of the smallest device, that a tensor may take: some algorithms hold several
-QUICK_S, SLOW_S = 0.02, 0.3  # below the first a time is repeated more often, above the second less
+QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
 # what a case's seconds count for when the cheapest is chosen: training's own collectives come far first
-VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 5.0, 8.0, 10.0, 20.0
+VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
     "all_gather": tuple(collectives.ALL_GATHER),
     "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
@@ -78,9 +80,9 @@ class _Progress:
         if not self.points:
             return fit.seconds(self.next_bytes)
         size, seconds = self.points[-1]
-        return max(seconds, seconds * 0.8 * self.next_bytes / size if size >= SURE_BYTES else 0.0) + (
-            0.0 if size >= SURE_BYTES else fit.s_per_byte * (self.next_bytes - size)
-        )
+        if size < SURE_BYTES:
+            return seconds + fit.s_per_byte * (self.next_bytes - size)
+        return seconds * self.next_bytes / size
 
 
 def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
@@ -139,12 +141,13 @@ def measure_links(
     done: list[_Progress] = []
     started, elapsed = time.perf_counter(), 0.0
     while going:
-        chosen = min(going, key=lambda p: (not is_sure(p), p.expected_s(cluster) * p.case.weight))
+        early = elapsed < budget_s * BUCKET_SHARE
+        chosen = min(going, key=lambda p: (urgency(p, early), p.expected_s(cluster) * p.case.weight))
         size = chosen.next_bytes
         affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
         if affordable and size <= largest:
             progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
-            seconds, elapsed, count = measure(comm, chosen.case, size, budget_s, started)
+            seconds, elapsed, count = measure(comm, chosen.case, size, started)
             chosen.points.append((whole_bytes(size), seconds))
             chosen.runs.append(count)
             if len(chosen.points) < len(chosen.case.sizes_bytes):
@@ -152,6 +155,13 @@ def measure_links(
         going.remove(chosen)
         done.append(chosen)
     return tuple(measured(p, backend) for p in done if p.points)
+
+
+def urgency(p: _Progress, early: bool) -> int:
+    """Less is earlier: what is measured in any case, what buckets of gradients need, all else."""
+    if is_sure(p):
+        return 0
+    return 1 if early and p.case.is_vital and p.next_bytes <= BUCKET_BYTES else 2
 
 
 def is_sure(p: _Progress) -> bool:
@@ -172,9 +182,7 @@ def rows_of(size_bytes: int) -> int:
     return max(1, size_bytes // (WIDTH * 4))
 
 
-def measure(
-    comm: Comm, case: Case, size_bytes: int, budget_s: float, started: float
-) -> tuple[float, float, int]:
+def measure(comm: Comm, case: Case, size_bytes: int, started: float) -> tuple[float, float, int]:
     """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks."""
     run = None
     if comm.rank in case.ranks:
@@ -184,10 +192,11 @@ def measure(
         channel = comm.channel(group, f"profile of {case.collective}")
         run = prepared(comm, channel, case, rows_of(size_bytes))
     (first,) = agreed(comm, [timed(comm, run)])
-    repeats = 5 if first < QUICK_S and case.weight <= OTHER else 3 if first < SLOW_S else 1
+    often = first < QUICK_S and case.weight <= OTHER
+    repeats = 5 if often else 3 if first < LONG_S else 1 if first < SLOW_S else 0
     times = [timed(comm, run) for _ in range(repeats)]
     *times, elapsed = agreed(comm, [*times, time.perf_counter() - started])
-    if first >= SLOW_S:  # too long for a run that is thrown away
+    if repeats < 3:  # too long for a run that is thrown away
         times.append(first)
     return statistics.median(times), elapsed, len(times)
 

@@ -22,6 +22,7 @@ from .meter import Meter
 WINDOW_S = 0.3  # of computing alone, and about as long beside communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
+MAX_SUMS = 64  # one after the other, at most
 PIECES = 16  # gradients in a bucket
 SIDE = 160  # of the matrices that are multiplied meanwhile
 
@@ -40,7 +41,7 @@ def measure_overlap(comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
     size, count = window(links, comm.world_size)
-    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(count)]
+    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # zeros stay what they are
     unit = piece_of_work(comm.device)
     unit()
     found = []
@@ -49,7 +50,10 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
         until = time.perf_counter() + WINDOW_S
         alone = per_second(unit, lambda until=until: time.perf_counter() >= until)
         dist.barrier()
-        handles = [collectives.all_reduce(channel, b, in_place=True, async_op=True) for b in buffers]
+        handles = [
+            collectives.all_reduce(channel, buffers[n % 2], in_place=True, async_op=True)
+            for n in range(count)
+        ]
         beside = per_second(unit, lambda handles=handles: all(h.is_ready() for h in handles))
         for handle in handles:
             handle.wait()
@@ -61,8 +65,9 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
     """Bytes of an all_reduce between all ranks, and how many of them fill the window."""
     curve = next(m.curve for m in links if m.collective == "all_reduce" and len(m.ranks) == world_size)
-    size, seconds = max(((s, t) for s, t in curve.points if t <= WINDOW_S), default=curve.points[0])
-    return int(size), min(max(2, math.ceil(WINDOW_S / seconds)), 16)
+    fitting = [p for p in curve.points if p[0] <= BUCKET_BYTES[1] and p[1] <= WINDOW_S]
+    size, seconds = max(fitting, default=curve.points[0])
+    return int(size), min(max(2, math.ceil(WINDOW_S / seconds)), MAX_SUMS)
 
 
 def piece_of_work(device: torch.device) -> Callable[[], object]:

@@ -1,0 +1,261 @@
+"""Measured collectives: their curves, the profile that keeps them, the choice of algorithms, the warnings."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from gloo_world import assert_passed, run_world
+from small_graphs import GRAPHS, graph
+
+from mixmesh.algorithms import with_algorithms
+from mixmesh.baselines import data_parallel, fully_sharded
+from mixmesh.check import check_program
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
+from mixmesh.cost.gaps import gaps
+from mixmesh.errors import InputError
+from mixmesh.ir import even_ratio, parse_program
+from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links
+from mixmesh.profiler.meter import Meter
+from mixmesh.profiler.overlap import measure_overlap
+from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.redistribute import bind
+
+CLUSTER = """\
+name = "{name}"
+[network]
+bandwidth_gbit_per_s = {gbit}
+latency_us = 10
+[[machine]]
+devices = [{{ name = "a", cpu_share = 0.6 }}, {{ name = "b", cpu_share = 0.3 }}]
+[[machine]]
+devices = [{{ name = "b", cpu_share = 0.3 }}]
+"""
+ALL = (0, 1, 2)
+KB, MB = 2.0**10, 2.0**20
+
+
+def cluster(name: str = "three", gbit: float = 1) -> Cluster:
+    return Cluster.parse(CLUSTER.format(name=name, gbit=gbit))
+
+
+def measured(collective: str, algorithm: str, *ms: float, ranks=ALL, skew: float = 1.0) -> LinkMeasurement:
+    """Milliseconds at 4 KB, 1 MB and 16 MB, as far as given."""
+    points = tuple(zip((4 * KB, MB, 16 * MB), (m * 1e-3 for m in ms)))
+    return LinkMeasurement(collective, algorithm, ranks, points, skew, "made up")
+
+
+def costs(*links: LinkMeasurement, **provenance) -> CostModel:
+    return CostModel(cluster(), Profile({}, links, {"backend": "gloo", **provenance}))
+
+
+# --- curves ------------------------------------------------------------------------------------------------
+
+
+def test_the_fastest_algorithm_changes_with_the_size():
+    cost = costs(
+        measured("all_gather", "all_to_all", 1, 20, 320), measured("all_gather", "broadcasts", 5, 18, 200)
+    ).collective("all_gather", ALL)
+    assert (cost.algorithm(4 * KB), cost.seconds(4 * KB)) == ("all_to_all", pytest.approx(1e-3))
+    assert (cost.algorithm(16 * MB), cost.seconds(16 * MB)) == ("broadcasts", pytest.approx(0.2))
+    assert cost.seconds(8.5 * MB) == pytest.approx((18 + 182 / 2) * 1e-3)  # linear in between
+    assert cost.covers(16 * MB) and not cost.covers(17 * MB)
+
+
+def test_small_sizes_say_nothing_of_large_ones():
+    """An algorithm that was too slow to be measured further must not look free where others were."""
+    short, long = measured("all_gather", "padded", 2), measured("all_gather", "broadcasts", 5, 18, 200)
+    assert costs(short, long).collective("all_gather", ALL).algorithm(8 * MB) == "broadcasts"
+    alone = costs(short).collective("all_gather", ALL)
+    assert alone.seconds(16 * MB) > 16 * MB * 2 / 3 / 125e6  # what the wire takes
+
+
+def test_unequal_pieces_cost_what_was_measured_of_them():
+    links = (
+        measured("all_gather", "padded", 2, 10, skew=1.0),
+        measured("all_gather", "padded", 2, 20, skew=2.0),
+    )
+    cost = costs(*links).collective("all_gather", ALL)
+    assert cost.seconds(MB, 1.0) == pytest.approx(0.010) and cost.seconds(MB, 2.0) == pytest.approx(0.020)
+    assert cost.seconds(MB, 1.5) == pytest.approx(0.015) and cost.seconds(MB, 3.0) == pytest.approx(0.030)
+    assert cost.seconds(MB) == cost.seconds(MB, 2.0)
+    far = costs(links[0], measured("all_gather", "padded", 2, 20, 320, skew=2.0)).collective(
+        "all_gather", ALL
+    )
+    assert far.seconds(16 * MB, 1.0) == pytest.approx(0.160)  # half, as at the largest size that both have
+
+
+def test_other_groups_are_estimated_from_the_one_most_alike():
+    links = (
+        measured("all_reduce", "", 6, 18, 260),
+        measured("all_reduce", "", 1, 2, 10, ranks=(0, 1)),
+    )
+    model = costs(*links)
+    inside, across = model.collective("all_reduce", (0, 1)), model.collective("all_reduce", (0, 2))
+    assert inside.is_measured and inside.seconds(16 * MB) == pytest.approx(0.010)
+    # two ranks move 2 * 1/2 of the bytes where three move 2 * 2/3, in half the hops
+    assert not across.is_measured
+    assert across.seconds(16 * MB) == pytest.approx((6 / 2 + 254 * 3 / 4) * 1e-3, rel=1e-3)
+
+
+def test_nothing_measured_is_the_estimate_of_the_links():
+    cost = costs(measured("all_reduce", "", 6, 18)).collective("all_gather", ALL)
+    assert isinstance(cost, CollectiveFit) and cost.algorithm(MB) is None
+
+
+# --- the profile -------------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_read_as_it_was_written(tmp_path):
+    links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
+    made = Profile({"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, 2e-9)}, links, {"backend": "gloo"})
+    made.save(tmp_path / "p.json")
+    assert Profile.load(tmp_path / "p.json") == made
+
+
+def test_version_1_is_a_line_between_all_ranks(tmp_path):
+    old = {"all_reduce": {"latency_s": 0.004, "s_per_byte": 1.2e-8}}
+    text = {"mixmesh_profile": 1, "provenance": {}, "devices": {}, "collectives": old}
+    (tmp_path / "p.json").write_text(json.dumps(text))
+    cost = CostModel(cluster(), Profile.load(tmp_path / "p.json")).collective("all_reduce", ALL)
+    for size in (2e4, 1e6, 1e8):
+        assert cost.seconds(size) == pytest.approx(0.004 + 1.2e-8 * size)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"mixmesh_profile": 3}, "later mixmesh"),
+        ({"collectives": [{"collective": "all_reduce", "ranks": [0, 1], "points": []}]}, "points"),
+        (
+            {"collectives": [{"collective": "gossip", "ranks": [], "points": [[1, 1]]}]},
+            "collectives.0.collective",
+        ),
+        (
+            {"collectives": [{"collective": "send", "ranks": [], "points": [[1, -1]]}]},
+            "collectives.0.points.0",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_named(tmp_path, change, says):
+    whole = {"mixmesh_profile": 2, "provenance": {}, "devices": {}, "collectives": []}
+    (tmp_path / "p.json").write_text(json.dumps(whole | change))
+    with pytest.raises(InputError, match=says):
+        Profile.load(tmp_path / "p.json")
+
+
+def test_the_links_of_another_cluster_are_not_used():
+    link = measured("all_reduce", "", 6, 18)
+    here, renamed, slower = cluster(), cluster("other name"), cluster(gbit=0.5)
+    profile = Profile({}, (link,), {"cluster": here.fingerprint, "cluster_name": "three"})
+    for where, used in ((here, True), (renamed, True), (slower, False)):
+        cost = CostModel(where, profile).collective("all_reduce", ALL)
+        assert (cost.seconds(MB) == pytest.approx(0.018)) is used
+    program = data_parallel(graph(GRAPHS["mlp"], 64), CostModel(slower), even_ratio(3))
+    assert "another cluster (three)" in next(gaps(program, CostModel(slower, profile)))
+    assert not any("another" in text for text in gaps(program, CostModel(renamed, profile)))
+
+
+# --- programs ----------------------------------------------------------------------------------------------
+
+LINKS = (
+    measured("all_gather", "all_to_all", 1, 20, 320),
+    measured("all_gather", "broadcasts", 5, 18, 200),
+    measured("all_gather", "padded", 1, 10, 100),
+    measured("reduce_scatter", "all_to_all", 1, 20, 320),
+    measured("reduce_scatter", "reduces", 5, 20, 300),
+    measured("all_reduce", "", 6, 18, 260),
+)
+
+
+def sharded(scale: int):
+    return fully_sharded(data_parallel(graph(GRAPHS["mlp"], scale), CostModel(cluster()), even_ratio(3)))
+
+
+def test_programs_name_algorithms_where_others_than_the_usual_are_faster():
+    plain = sharded(256)  # weights of 1.5 and 6 MB
+    program = with_algorithms(plain, costs(*LINKS))
+    gathers = [i for i in program.instructions if i.op == "all_gather"]
+    found = {(i.type.value.size_bytes > MB, i.attr("algorithm")) for i in gathers}
+    assert found == {(False, None), (True, "padded")}
+    assert all(i.attr("gradient_algorithm") is None for i in gathers)  # reduces: the runtime's own
+    check_program(program)
+    assert parse_program(str(program)) == program
+    assert with_algorithms(program, costs(*LINKS)) == program
+    assert with_algorithms(plain, CostModel(cluster())) == plain
+
+
+def test_gaps_are_one_line_of_each_kind():
+    profile = Profile({device_key(d): DeviceProfile({}, 1e-9, 0) for d in cluster().devices}, LINKS)
+    program = sharded(1024)  # weights of 96 MB
+    operators, beyond = gaps(program, CostModel(cluster(), profile))
+    assert "operators are not measured but estimated" in operators and "aten.linear" in operators
+    assert "collectives are beyond the measured range" in beyond and "measured up to 16.8 MB" in beyond
+    assert not list(gaps(program, CostModel(cluster())))
+
+
+# --- measuring ---------------------------------------------------------------------------------------------
+
+
+def test_groups_tell_links_apart():
+    assert link_groups(cluster()) == ((0, 1, 2), (0, 1), (0, 2))
+    vital = {
+        (c.collective, c.algorithm, c.ranks): c.skew for c in link_cases(cluster(), "gloo") if c.is_vital
+    }
+    assert ("all_gather", "padded", ALL) not in vital
+    assert vital["all_gather", "broadcasts", ALL] == pytest.approx(0.6 * 3 / 1.2)  # pieces by speed
+    sent = {c.ranks for c in link_cases(cluster(), "gloo") if c.collective == "send"}
+    assert sent == {(0, 1), (0, 2)}
+
+
+def make_comm() -> Comm:
+    return Comm.of_sets(3, link_sets(cluster()), device="cpu", timeout_s=60)
+
+
+def check_no_budget_still_measures_what_training_needs(comm: Comm) -> None:
+    links = measure_links(comm, cluster(), 0.0)
+    vital = {(c.collective, c.algorithm) for c in link_cases(cluster(), "gloo") if c.is_vital}
+    assert {(m.collective, m.algorithm) for m in links} == vital
+    for m in links:
+        sizes = [size for size, _ in m.points]
+        assert sizes == sorted(sizes) and sizes[0] <= 4096 and sizes[-1] == SURE_BYTES
+        assert all(seconds > 0 for _, seconds in m.points) and m.ranks == ALL
+    everyone: list = [None] * 3
+    torch.distributed.all_gather_object(everyone, links)
+    assert everyone[0] == everyone[1] == everyone[2]
+
+
+def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
+    links = measure_links(comm, cluster(), 6.0)
+    assert {m.ranks for m in links} == set(link_groups(cluster()))
+    assert {"send", "broadcast", "reduce"} <= {m.collective for m in links}
+    reduced = next(m for m in links if m.collective == "all_reduce" and m.ranks == ALL)
+    assert reduced.points[-1][0] >= BUCKET_BYTES
+    slowdown, thread_s_per_byte = measure_overlap(comm, Meter(comm.device, emulated=True), links)
+    assert 0 <= slowdown <= 1
+    assert 0 < thread_s_per_byte < 1e-8  # a copy: some gigabytes per second
+
+
+def check_a_named_algorithm_runs(comm: Comm) -> None:
+    program = with_algorithms(sharded(256), costs(*LINKS))
+    (gather, *_) = (i for i in program.instructions if i.op == "all_gather" and i.attr("algorithm"))
+    how = bind(program, gather, comm)
+    full = torch.arange(gather.type.value.size_bytes // 4, dtype=torch.float32).view(gather.type.value.shape)
+    mine = full.narrow(how.src.dim, *how.src.piece(comm.rank)).clone()
+    assert how.algorithm == "padded" and torch.equal(how.apply(mine, []), full)
+
+
+CHECKS = {name[6:]: f for name, f in list(globals().items()) if name.startswith("check_")}
+CHECKS.pop("program")
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_world(3, CHECKS, make_comm)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_between_processes(results, name):
+    assert_passed(results[name])
