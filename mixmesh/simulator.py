@@ -314,8 +314,7 @@ class _Backward(_Order):
     def _factors(self, n: int, i: Instruction) -> None:
         """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
         program = self.program
-        ranks = program.participants(i.type)
-        if not is_factored(i) or len(ranks) < 2:
+        if not is_factored(i) or len(ranks := program.participants(i.type)) < 2:
             return
         name = factors_name(i.result)
         has_weight = i.inputs[1] in program.requires_grad

@@ -187,7 +187,7 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     # the total of some distances is the period where a block has equal parts
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
-    for period in tried:
+    for period in filter(None, tried):  # 0 where nothing repeats
         start = None
         for step in range(len(steps) - period + 1):
             if step < len(steps) - period and known.alike(step, period):
