@@ -95,7 +95,7 @@ RESIDUAL = dict(embedding_size=8, **STAGES)
 SPEECH = dict(
     hidden_size=24, num_hidden_layers=1, num_attention_heads=4, intermediate_size=40, vocab_size=32,
     conv_dim=(8, 8, 8), conv_stride=(5, 4, 2), conv_kernel=(10, 8, 4), num_conv_pos_embeddings=8,
-    num_conv_pos_embedding_groups=2, ctc_loss_reduction="mean",
+    num_conv_pos_embedding_groups=2, classifier_proj_size=16,
 )  # fmt: skip
 
 
@@ -107,7 +107,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     *_group("decoder", {
         "GPT-2": ("GPT2LMHeadModel", GPT, inputs.text),
         "GPT-Neo": ("GPTNeoForCausalLM", {
-            **GPT, "num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}, inputs.text),
+            **GPT, "num_hidden_layers": 2, "attention_types": [[["global", "local"], 1]],
+            "window_size": 4}, inputs.text),
         "GPT-J": ("GPTJForCausalLM", {**GPT, "rotary_dim": 4}, inputs.text),
         "GPT-NeoX": ("GPTNeoXForCausalLM", TEXT, inputs.text),
         "GPT-BigCode": ("GPTBigCodeForCausalLM", GPT, inputs.text),
@@ -124,7 +125,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Qwen2": ("Qwen2ForCausalLM", GROUPED, inputs.text),
         "Qwen3": ("Qwen3ForCausalLM", {**GROUPED, "head_dim": 8}, inputs.text),
         "Gemma": ("GemmaForCausalLM", {**GROUPED, "head_dim": 8}, inputs.text),
-        "Gemma 2": ("Gemma2ForCausalLM", {**GROUPED, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4}, inputs.text),
+        "Gemma 2": ("Gemma2ForCausalLM", {
+            **GROUPED, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4}, inputs.text),
         "Gemma 3": ("Gemma3ForCausalLM", {
             **GROUPED, "num_hidden_layers": 2, "head_dim": 8, "sliding_window": 4,
             "layer_types": ["sliding_attention", "full_attention"]}, inputs.text),
@@ -137,7 +139,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Granite": ("GraniteForCausalLM", GROUPED, inputs.text),
         "Cohere": ("CohereForCausalLM", {**GROUPED, "use_qk_norm": True}, inputs.text),
         "GLM": ("GlmForCausalLM", {**GROUPED, "head_dim": 8}, inputs.text),
-        "SmolLM3": ("SmolLM3ForCausalLM", {**GROUPED, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}, inputs.text),
+        "SmolLM3": ("SmolLM3ForCausalLM", {
+            **GROUPED, "num_hidden_layers": 2, "no_rope_layers": [1, 0]}, inputs.text),
         "Nemotron": ("NemotronForCausalLM", {**GROUPED, "head_dim": 6}, inputs.text),
         "Persimmon": ("PersimmonForCausalLM", {**TEXT, "hidden_size": 32}, inputs.text),
         "XGLM": ("XGLMForCausalLM", {**GPT, "ffn_dim": 40}, inputs.text),
@@ -162,7 +165,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "num_decoder_layers": 1}, inputs.text),
         "FNet": ("FNetForMaskedLM", {k: v for k, v in TEXT.items() if "heads" not in k}, inputs.text),
         "ModernBERT": ("ModernBertForMaskedLM", {
-            **TEXT, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "local_attention": 4},
+            **TEXT, "num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"],
+            "local_attention": 4},
             inputs.padded_text),
         "Data2Vec (text)": ("Data2VecTextForMaskedLM", TEXT, inputs.padded_text),
         "ConvBERT": ("ConvBertForMaskedLM", {**TEXT, "embedding_size": 24}, inputs.text),
@@ -171,7 +175,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             **TEXT, "embedding_size": 16, "intra_bottleneck_size": 24}, inputs.text),
         "RoFormer": ("RoFormerForMaskedLM", {**TEXT, "embedding_size": 24}, inputs.text),
         "Nystromformer": ("NystromformerForMaskedLM", {
-            **TEXT, "num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3}, inputs.text),
+            **TEXT, "num_landmarks": LENGTH, "segment_means_seq_len": LENGTH, "conv_kernel_size": 3},
+            inputs.text),
         "CANINE": ("CanineForSequenceClassification", {
             **TEXT, "downsampling_rate": 4, "local_transformer_stride": 4, "num_hash_buckets": 40},
             inputs.classified_text),
@@ -211,12 +216,15 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "OLMoE": ("OlmoeForCausalLM", {**EXPERTS, "num_experts": 4}, inputs.text),
         "Granite-MoE": ("GraniteMoeForCausalLM", {**EXPERTS, "num_local_experts": 4}, inputs.text),
         "GPT-OSS": ("GptOssForCausalLM", {
-            **EXPERTS, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 6, "sliding_window": 4}, inputs.text),
+            **EXPERTS, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 6, "sliding_window": 4},
+            inputs.text),
         "DeepSeek v3": ("DeepseekV3ForCausalLM", {
-            **TEXT, **MLA, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2,
+            **TEXT, **MLA, "num_hidden_layers": 2, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
+            "num_experts_per_tok": 2,
             "moe_intermediate_size": 16, "first_k_dense_replace": 1}, inputs.text),
         "Llama 4 (text)": ("Llama4ForCausalLM", {
-            **GROUPED, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 6, "intermediate_size_mlp": 40,
+            **GROUPED, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 6,
+            "intermediate_size_mlp": 40,
             "attention_chunk_size": 4}, inputs.text),
         "Switch Transformers": ("SwitchTransformersForConditionalGeneration", {
             **T5, "num_experts": 4, "expert_capacity": 16, "encoder_sparse_step": 1,
@@ -231,7 +239,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             **TOKENS, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1, "num_heads": 4,
             "head_dim": 8, "n_groups": 1, "chunk_size": 4}, inputs.text),
         "Jamba": ("JambaForCausalLM", {
-            **EXPERTS, "num_hidden_layers": 2, "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2,
+            **EXPERTS, "num_hidden_layers": 2, "num_experts": 4, "mamba_d_state": 4, "mamba_dt_rank": 4,
+            "attn_layer_period": 2,
             "attn_layer_offset": 1, "use_mamba_kernels": False}, inputs.text),
         "RWKV": ("RwkvForCausalLM", {
             **TOKENS, "hidden_size": 16, "num_hidden_layers": 2, "attention_hidden_size": 16,
@@ -258,7 +267,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "PVT v2": ("PvtV2ForImageClassification", {
             **STAGES, "image_size": IMAGE, "num_attention_heads": (1, 2, 2, 4)}, inputs.image),
         "CvT": ("CvtForImageClassification", {
-            "embed_dim": (8, 16, 24), "num_heads": (1, 2, 4), "depth": (1, 1, 1)}, inputs.large_image),
+            "embed_dim": (8, 16, 24), "num_heads": (1, 2, 4), "depth": (1, 2, 3)}, inputs.large_image),
         "Hiera": ("HieraForImageClassification", {
             "image_size": (2 * IMAGE, 2 * IMAGE), "embed_dim": 8, "depths": (1, 1, 1),
             "num_heads": (1, 2, 4), "num_query_pool": 2, "masked_unit_size": (4, 4),
@@ -289,13 +298,14 @@ ARCHITECTURES: tuple[Architecture, ...] = (
                 8, 8, 12, 12, 16, 16, 32)}, inputs.large_image),
     }),
     *_group("audio", {
-        "Wav2Vec2": ("Wav2Vec2ForCTC", SPEECH, inputs.sound),
-        "HuBERT": ("HubertForCTC", SPEECH, inputs.sound),
-        "WavLM": ("WavLMForCTC", SPEECH, inputs.sound),
-        "UniSpeech": ("UniSpeechForCTC", SPEECH, inputs.sound),
-        "Data2Vec (audio)": ("Data2VecAudioForCTC", {
-            **SPEECH, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3}, inputs.sound),
-        "SEW": ("SEWForCTC", SPEECH, inputs.sound),
+        "Wav2Vec2": ("Wav2Vec2ForSequenceClassification", SPEECH, inputs.classified_sound),
+        "Wav2Vec2, CTC": ("Wav2Vec2ForCTC", SPEECH, inputs.sound),
+        "HuBERT": ("HubertForSequenceClassification", SPEECH, inputs.classified_sound),
+        "WavLM": ("WavLMForSequenceClassification", SPEECH, inputs.classified_sound),
+        "UniSpeech": ("UniSpeechForSequenceClassification", SPEECH, inputs.classified_sound),
+        "Data2Vec (audio)": ("Data2VecAudioForSequenceClassification", {
+            **SPEECH, "num_conv_pos_embeddings": 2, "conv_pos_kernel_size": 3}, inputs.classified_sound),
+        "SEW": ("SEWForSequenceClassification", SPEECH, inputs.classified_sound),
         "Whisper": ("WhisperForConditionalGeneration", {
             **{k: v for k, v in SEQ2SEQ.items() if k != "max_position_embeddings"},
             "num_mel_bins": MEL_BINS, "max_source_positions": FRAMES // 2, "max_target_positions": 64,

@@ -99,6 +99,10 @@ def sound() -> Batch:
     return {"input_values": normal(SOUND), "labels": ids(3) % 20 + 1}
 
 
+def classified_sound() -> Batch:
+    return {"input_values": normal(SOUND), "labels": classes()}
+
+
 def classified_spectrogram() -> Batch:
     return {"input_values": normal(FRAMES, MEL_BINS), "labels": classes()}
 

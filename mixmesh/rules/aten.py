@@ -52,7 +52,7 @@ UNARY = """
 """.split()
 BINARY = """
     pow.Tensor_Tensor maximum minimum fmax fmin min.other max.other atan2 hypot logaddexp logaddexp2
-    fmod.Tensor remainder.Tensor heaviside copysign.Tensor
+    fmod.Tensor remainder.Tensor heaviside copysign.Tensor polar
     eq.Tensor ne.Tensor lt.Tensor le.Tensor gt.Tensor ge.Tensor
     logical_and logical_or logical_xor bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor
     __and__.Tensor __or__.Tensor __lshift__.Tensor __rshift__.Tensor floor_divide div.Tensor_mode
