@@ -219,7 +219,8 @@ def prepared(comm: Comm, channel: Channel, case: Case, rows: int) -> Callable[[]
     """This rank's part of the collective, on a tensor of so many rows."""
     me, name = case.ranks.index(comm.rank), case.algorithm or None
     sizes = shard_sizes(rows, make_ratio(case.shares))
-    whole = torch.zeros(rows, WIDTH, device=comm.device)
+    straight = case.collective == "send" and channel.staged  # gloo sends no tensor of a GPU
+    whole = torch.zeros(rows, WIDTH, device="cpu" if straight else comm.device)
     piece = whole[: sizes[me]].clone()
     match case.collective:
         case "all_reduce":
