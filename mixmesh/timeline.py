@@ -74,10 +74,13 @@ def product_name(result: str) -> str:
 LOSS_SUM = "all_reduce of the loss"
 
 
+BUCKET = "gradients of "
+
+
 def bucket_name(params: Sequence[str]) -> str:
     """The name of the sum of these parameters' gradients, in whatever order they come."""
     first, *others = sorted(params)
-    return f"gradients of {first}" + (f" +{len(others)}" if others else "")
+    return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "")
 
 
 # --- the Chrome trace format, which ui.perfetto.dev and chrome://tracing read ---------------------------
@@ -205,23 +208,33 @@ def durations(timeline: Timeline) -> Durations:
     """Seconds by (name, rank) of what is computed, by (name, None) of a collective, which counts once.
 
     A rank that comes to a collective early waits inside it, and the last to come waits for nobody: it
-    takes as long as on the rank where it is shortest. One that is issued behind another waits for that,
-    so its time begins when the one before has ended.
+    takes as long as on the rank where it is shortest. One that is issued behind another of its process
+    group waits for that, so its time begins when the one before has ended.
     """
     out: Durations = defaultdict(float)
     met: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-    free: dict[int, float] = defaultdict(lambda: -math.inf)  # when the last one ended, by rank
+    group = _process_groups(timeline)
+    free: dict[tuple, float] = defaultdict(lambda: -math.inf)  # when the last one ended, by rank and group
     for e in sorted(timeline.events, key=lambda e: e.end_s):
         if e.stream == "compute":
             out[e.name, e.rank] += e.end_s - e.start_s
         else:
-            met[e.name][e.rank].append(e.end_s - max(e.start_s, free[e.rank]))
-            free[e.rank] = e.end_s
+            met[e.name][e.rank].append(e.end_s - max(e.start_s, free[e.rank, group[e.name]]))
+            free[e.rank, group[e.name]] = e.end_s
     for name, by_rank in met.items():
         times = max(map(len, by_rank.values()))  # how often it was held
         for n in range(times):
             out[name, None] += min(spans[n] for spans in by_rank.values() if n < len(spans))
     return dict(out)
+
+
+def _process_groups(timeline: Timeline) -> dict[str, tuple]:
+    """By collective: who meets, and whether for a sum of gradients, which have groups of their own."""
+    ranks: dict[str, set[int]] = defaultdict(set)
+    for e in timeline.events:
+        if e.stream == "communication":
+            ranks[e.name].add(e.rank)
+    return {name: (name.startswith(BUCKET), tuple(sorted(who))) for name, who in ranks.items()}
 
 
 def communication_s(found: Durations) -> float:

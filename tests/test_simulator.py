@@ -50,6 +50,9 @@ class Clocks:
     def backward(self, name: str, rank: int) -> float:
         return self._time(name, rank).backward.at(self._share(name, rank))
 
+    def all_forward(self, rank: int) -> float:
+        return sum(self.forward(n, rank) for n in ("h", "g", "y", "loss"))
+
     def _time(self, name, rank):
         i = self.program.producers[name]
         return op_time(self.program, i, self.costs, self.costs.class_of[rank])
@@ -115,6 +118,177 @@ program gather world=2 {
     ready = max(scattered + clocks.backward("h", r) for r in ranks)
     expected = ready + costs.collective("all_reduce", ranks).seconds(384 * 256 * 4)
     assert simulate(program, costs).step_s == pytest.approx(expected)
+
+
+def test_the_period_of_steps_that_follow_each_other():
+    """Worked out step after step with a rank whose optimizer is slow: forward and backward as soon as the
+    own optimizer is done, sums when all have issued them, the optimizer when all sums are there."""
+    slow = TWO.replace("memory_gbyte_per_s = 80", "memory_gbyte_per_s = 2")
+    program = parse_program(MLP2.format(a=0.7, b=0.3))
+    costs = CostModel(cluster(slow, 10))
+    clocks = Clocks(program, costs)
+    sum_s = costs.collective("all_reduce", (0, 1)).seconds(256 * 384 * 4)
+    assert clocks.optimizer(1) > 5 * clocks.optimizer(0)
+    at, ends = [0.0, 0.3], []  # whatever the first step begins with
+    for _ in range(5):
+        at = [
+            at[r] + clocks.optimizer(r) + sum(clocks.forward(n, r) for n in "h g y loss".split())
+            for r in (0, 1)
+        ]
+        at = [at[r] + clocks.backward("loss", r) + clocks.backward("y", r) for r in (0, 1)]
+        first = max(at) + sum_s
+        at = [at[r] + clocks.backward("g", r) + clocks.backward("h", r) for r in (0, 1)]
+        second = max(*at, first) + sum_s
+        at = [max(at[r], first, second) for r in (0, 1)]
+        ends.append(second)
+    periods = [b - a for a, b in zip(ends, ends[1:])]
+    assert periods == pytest.approx([simulate(program, costs).step_s] * 4)
+
+
+def test_without_numbers_buckets_go_by_size_last_used_first():
+    program = parse_program(MLP2.format(a=0.7, b=0.3).replace("{bucket=1}", "").replace("{bucket=0}", ""))
+    numbered = parse_program(MLP2.format(a=0.7, b=0.3))
+    costs = CostModel(cluster(TWO, 10))
+    assert [[p.result for p in s.params] for s in gradient_sums(program)] == [["v", "w"]]  # below 4 MiB
+    assert [[p.result for p in s.params] for s in gradient_sums(program, 2**18)] == [["v"], ["w"]]
+    together = parse_program(MLP2.format(a=0.7, b=0.3).replace("bucket=1", "bucket=0"))
+    assert simulate(program, costs).step_s == simulate(together, costs).step_s
+    assert simulate(program, costs).step_s > simulate(numbered, costs).step_s
+
+
+# two machines of two devices each; one device of each is in either group
+PAIRS = """
+[network]
+bandwidth_gbit_per_s = LINK
+latency_us = 10
+[[machine]]
+nic_gbit_per_s = NIC
+link_gbit_per_s = 100
+devices = [{ name = "d", tflop_per_s = 2.0, memory_gib = 4, memory_gbyte_per_s = 200, count = 2 }]
+[[machine]]
+nic_gbit_per_s = NIC
+link_gbit_per_s = 100
+devices = [{ name = "d", tflop_per_s = 2.0, memory_gib = 4, memory_gbyte_per_s = 200, count = 2 }]
+"""
+TWO_GROUPS = """
+program groups world=4 {{
+  ratio one = [{one}]
+  ratio two = [{two}]
+  %x = input("x") : f32[512, 256] S(0)@one
+  %z = input("z") : f32[512, 256] S(0)@two
+  %w = param("w", trainable=false) : f32[256, 256] R@one
+  %v = param("v", trainable=false) : f32[256, 256] R@two
+  %h = aten.linear(%x, %w) : f32[512, 256] S(0)@one
+  %k = aten.linear(%z, %v) : f32[512, 256] S(0)@two
+  %h.r = all_gather(%h) : f32[512, 256] R@one
+  %k.r = all_gather(%k) : f32[512, 256] R@two
+  %g = aten.relu(%h.r) : f32[512, 256] R@one
+  %q = aten.relu(%k.r) : f32[512, 256] R@two
+  %loss.r = aten.mean(%g) : f32[] R@one
+  %loss = as_partial(%loss.r) : f32[] P(sum)@one
+  return %loss
+}}
+"""
+
+
+def gathers(one, two, nic_gbit_per_s):
+    """Start and seconds of both groups' gathers, and the seconds that one would take alone."""
+    costs = CostModel(Cluster.parse(PAIRS.replace("LINK", "10").replace("NIC", str(nic_gbit_per_s))))
+    program = parse_program(TWO_GROUPS.format(one=one, two=two))
+    events = {e.name: e for e in simulate(program, costs, events=True).events if e.stream == "communication"}
+    ranks = program.participants(program.types["h.r"])
+    alone = costs.collective("all_gather", ranks)
+    return [events["h.r"], events["k.r"]], alone
+
+
+def test_groups_that_cross_the_same_nics_share_them():
+    pairs = ("0.5, 0, 0.5, 0", "0, 0.5, 0, 0.5")
+    (first, second), alone = gathers(*pairs, 10)
+    assert first.start_s == second.start_s
+    seconds = alone.seconds(512 * 256 * 4)
+    assert first.end_s - first.start_s == pytest.approx(seconds)
+    assert second.end_s - second.start_s == pytest.approx(2 * (seconds - alone.latency_s))
+    wide, alone = gathers(*pairs, 100)  # the network gives each path 10 Gbit/s, the NIC ten of them
+    assert [e.end_s - e.start_s for e in wide] == pytest.approx([alone.seconds(512 * 256 * 4)] * 2)
+
+
+def test_groups_inside_a_machine_use_its_link():
+    (first, second), alone = gathers("0.5, 0.5, 0, 0", "0, 0, 0.5, 0.5", 1)
+    for e in (first, second):
+        assert e.end_s - e.start_s == pytest.approx(alone.seconds(512 * 256 * 4))
+    assert alone.s_per_byte == pytest.approx(0.5 / 12.5e9)
+
+
+def test_a_pair_that_is_late_does_not_block_another():
+    """The second pair gathers long before the first, which stands earlier in the program."""
+    text = TWO_GROUPS.format(one="0.5, 0, 0.5, 0", two="0, 0.5, 0, 0.5")
+    big = "f32[8192, 256] R@one"
+    late = f'  %big = input("big") : {big}\n  %slow = aten.linear(%big, %w) : {big}\n'
+    program = parse_program(text.replace("  %h.r =", late + "  %h.r ="))
+    costs = CostModel(Cluster.parse(PAIRS.replace("LINK", "10").replace("NIC", "10")))
+    events = {e.name: e for e in simulate(program, costs, events=True).events if e.stream == "communication"}
+    first, second = events["h.r"], events["k.r"]
+    assert second.end_s < first.start_s
+    assert second.end_s - second.start_s <= 2 * (first.end_s - first.start_s)
+
+
+class Busy(CostModel):
+    """Collectives that slow computing down and keep the computing thread busy."""
+
+    def __init__(self, cluster, slowdown=0.0, s_per_byte=0.0):
+        super().__init__(cluster)
+        self._slowdown, self._s_per_byte = slowdown, s_per_byte
+
+    def slowdown(self, rank: int) -> float:
+        return self._slowdown
+
+    def exchange_host_s(self, rank: int, size_bytes: float) -> float:
+        return self._s_per_byte * size_bytes
+
+
+def slowed(at: float, seconds: float, until: float, slowdown: float) -> float:
+    """When ``seconds`` of computing that begin at a time are done, slower up to another time."""
+    beside = min(seconds * (1 + slowdown), max(until - at, 0.0))
+    return at + beside + seconds - beside / (1 + slowdown)
+
+
+@pytest.mark.parametrize("link", [1, 10, 1000])
+def test_computing_is_slower_beside_a_collective(link):
+    """From where a rank issues the sum of the loss, or v's, to where that ends."""
+    program, slowdown = parse_program(MLP2.format(a=0.7, b=0.3)), 0.4
+    costs = Busy(cluster(TWO, link), slowdown)
+    clocks = Clocks(program, costs)
+    fit = costs.collective("all_reduce", (0, 1))
+    at = [clocks.optimizer(r) + clocks.all_forward(r) for r in (0, 1)]
+    until = max(at) + fit.seconds(4)
+    top = [clocks.backward("loss", r) + clocks.backward("y", r) for r in (0, 1)]
+    at = [slowed(at[r], top[r], until, slowdown) for r in (0, 1)]
+    first = until = max(*at, 0.0) + fit.seconds(256 * 384 * 4)
+    rest = [clocks.backward("g", r) + clocks.backward("h", r) for r in (0, 1)]
+    at = [slowed(at[r], rest[r], until, slowdown) for r in (0, 1)]
+    timeline = simulate(program, costs)
+    assert timeline.compute_s == pytest.approx(tuple(at))
+    assert timeline.step_s == pytest.approx(max(*at, first) + fit.seconds(384 * 256 * 4))
+    assert sum(timeline.compute_s) > 1.0001 * sum(simulate(program, CostModel(costs.cluster)).compute_s)
+
+
+@pytest.mark.parametrize("link", [1, 10, 1000])
+def test_collectives_keep_the_computing_thread_busy(link):
+    """Half where they start; the other halves of v's and w's sums at the end, where they are awaited."""
+    program, s_per_byte = parse_program(MLP2.format(a=0.7, b=0.3)), 1e-9
+    costs = Busy(cluster(TWO, link), s_per_byte=s_per_byte)
+    clocks = Clocks(program, costs)
+    size = 256 * 384 * 4
+    half, sum_s = size * s_per_byte / 2, costs.collective("all_reduce", (0, 1)).seconds(size)
+    at = [clocks.optimizer(r) + clocks.all_forward(r) + 4 * s_per_byte / 2 for r in (0, 1)]
+    at = [at[r] + clocks.backward("loss", r) + clocks.backward("y", r) + half for r in (0, 1)]
+    first = max(at) + sum_s
+    at = [at[r] + clocks.backward("g", r) + clocks.backward("h", r) + half for r in (0, 1)]
+    second = max(*at, first) + sum_s
+    at = [max(max(at[r], first) + half, second) + half for r in (0, 1)]
+    timeline = simulate(program, costs)
+    assert timeline.step_s == pytest.approx(max(at))
+    assert timeline.compute_s == simulate(program, CostModel(costs.cluster)).compute_s
 
 
 def test_a_gather_that_starts_early_is_hidden():

@@ -92,13 +92,13 @@ def communicates(program: Program, i: Instruction) -> bool:
     return any(exchange_of(program, i, backward=b) is not None for b in (False, True))
 
 
+@lru_cache(maxsize=4096)
 def _meeting(
     src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...]]:
     """The collective from ``src`` on the ranks ``held`` to ``dst`` on those ``wanted``, and who meets."""
     everyone = tuple(sorted({*held, *wanted}))
-    missing = [r for r in wanted if r not in held]
-    leaving = [r for r in held if r not in wanted]
+    missing, leaving = set(wanted) - set(held), set(held) - set(wanted)
     match src, dst:
         case Shard(), Replicate():
             return "all_gather", everyone
