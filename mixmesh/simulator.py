@@ -260,7 +260,7 @@ class _Backward(_Order):
                 )
                 coming.add(gather.result)
             if i is not None and sheet.flows[n] and n in sheet.work_of:
-                for name in [name for name in i.inputs if name in coming and keeps(program, i, name)]:
+                for name in [n for n in dict.fromkeys(i.inputs) if n in coming and keeps(program, i, n)]:
                     coming.remove(name)
                     self.close(awaited=repeated_name(name))
                 self._factors(n, i)
