@@ -32,7 +32,9 @@ class Plan:
     """A program, what it is predicted to cost, and where it comes from.
 
     ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and
-    ``graph_fingerprint`` tie the plan to the devices and the model that it was made for.
+    ``graph_fingerprint`` tie the plan to the devices and the model that it was made for. ``timings_s``: the
+    steps of planning. ``gap``: by how much, as a share, the program may be dearer than the cheapest under
+    the search's own cost; None where that is not known.
     """
 
     program: Program
@@ -46,6 +48,8 @@ class Plan:
     feasible: bool = True
     planning_s: float = 0.0
     states_expanded: int = 0
+    gap: float | None = None
+    timings_s: dict[str, float] = field(default_factory=dict)
     cost_source: str = ""
     candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -118,6 +122,11 @@ def _header(plan: Plan) -> str:
         value = getattr(plan, key)
         lines.append(f"{key} = {_toml(value)}")
     lines.append(f"predicted_peak_memory_bytes = {list(plan.predicted_peak_memory_bytes)}")
+    if plan.gap is not None:
+        lines.append(f"gap = {_toml(plan.gap)}")
+    if plan.timings_s:
+        steps = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in plan.timings_s.items())
+        lines.append(f"timings_s = {{ {steps} }}")
     if plan.warnings:
         lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
     for c in plan.candidates:
@@ -146,6 +155,8 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
             program=program,
             predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
             candidates=candidates,
+            gap=None if header.get("gap") is None else float(header["gap"]),
+            timings_s={str(k): float(v) for k, v in header.get("timings_s", {}).items()},
             warnings=tuple(header.get("warnings", ())),
             **values,
         )

@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -24,16 +25,16 @@ from .baselines import (
     proportional_ratio,
     tensor_parallel,
 )
-from .buckets import with_buckets
+from .buckets import bucketed
 from .cluster import Cluster
 from .cost import CostModel, Profile
 from .cost.gaps import gaps
-from .cost.placed import exchange_of, held_share, is_computation, op_time, work_type
+from .cost.placed import Sheet, exchange_of, is_computation
 from .errors import Infeasible, InputError
 from .ir import Graph, Program, Ratio, even_ratio, local_bytes, local_shape, make_ratio, shard_sizes, support
 from .plan_file import Candidate, Plan
 from .ratios import optimal_ratio, usable_bytes, with_ratio
-from .rules import RULES, shard_units
+from .rules import RULES
 from .simulator import Simulation, Timeline
 from .synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from .units import size_text
@@ -60,6 +61,7 @@ class Proposal:
     timeline: Timeline
     feasible: bool
     simulation: Simulation = field(compare=False, repr=False)
+    gap: float | None = None  # how much dearer than the cheapest the search may have left it
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -124,10 +126,12 @@ def make_plan(
         output_has_loss=False if isinstance(traced, Graph) else traced.output_has_loss,
         planning_s=time.perf_counter() - started,
         states_expanded=task.states_expanded,
+        timings_s=dict(task.timings_s),
+        gap=chosen.gap,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(*warnings_of(graph, program), *gaps(program, task.costs)),
-        notes=notes_of(program, task.costs),
+        notes=notes_of(program, chosen.simulation.sheet),
     )
 
 
@@ -148,11 +152,27 @@ class Task:
     def __init__(self, graph: Graph, costs: CostModel, optimizer_states: int, progress) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress = progress
-        self.units = shard_units(graph, RULES)
-        self.choices = Choices(graph, costs, RULES, self.units)
+        self.timings_s: dict[str, float] = {}
+        self._inner_s: list[float] = []
+        with self.timed("search"):
+            self.choices = Choices(graph, costs, RULES)
+        self.units = self.choices.units
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
         self._data_parallel: dict[Ratio, Program] = {}
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a step of planning, less those of steps inside it."""
+        started = time.perf_counter()
+        self._inner_s.append(0.0)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.timings_s[step] = self.timings_s.get(step, 0.0) + spent - self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += spent
 
     @cached_property
     def proportional(self) -> Ratio:
@@ -193,13 +213,17 @@ class Task:
 
     def data_parallel(self, ratio: Ratio) -> Program:
         if ratio not in self._data_parallel:
-            made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices)
+            with self.timed("search"):
+                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices)
             self._data_parallel[ratio] = made
         return self._data_parallel[ratio]
 
-    def judge(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
-        simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
-        timeline = simulation.run(program)
+    def judge(
+        self, planner: str, program: Program, simulation: Simulation | None = None, step: str = "simulate"
+    ) -> Proposal:
+        simulation = simulation or self.simulation(program)
+        with self.timed(step):
+            timeline = simulation.run(program)
         fits = all(
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
@@ -207,9 +231,14 @@ class Task:
         return Proposal(planner, program, timeline, fits, simulation)
 
     def best_buckets(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
-        simulation = simulation or Simulation(program, self.costs, self.optimizer_states)
-        made = [self.judge(planner, with_buckets(program, size), simulation) for size in BUCKET_BYTES]
-        return min(made, key=lambda p: p.key)
+        simulation = simulation or self.simulation(program)
+        with self.timed("simulate"):
+            variants = bucketed(program, BUCKET_BYTES)
+        return min((self.judge(planner, v, simulation) for v in variants), key=lambda p: p.key)
+
+    def simulation(self, program: Program) -> Simulation:
+        with self.timed("simulate"):
+            return Simulation(program, self.costs, self.optimizer_states)
 
     def synthesised(self) -> Iterator[Proposal]:
         """HAP: program and ratio in turn, for several prices and sets of devices."""
@@ -237,26 +266,29 @@ class Task:
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
-    def find(self, ratio: Ratio, price: float | None, seen: set[int]) -> tuple[Program | None, int]:
-        """The cheapest program under a ratio, with a number that tells it from others; no program if it
-        is one of ``seen``. Without a price for gradients it is that of data parallelism."""
+    def find(
+        self, ratio: Ratio, price: float | None, seen: set[int]
+    ) -> tuple[Program | None, int, float | None]:
+        """The cheapest program under a ratio, with a number that tells it from others and its gap; no
+        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism."""
         if price is None:
-            return self.data_parallel(ratio) if 0 not in seen else None, 0
-        problem = Problem(
-            self.graph,
-            self.costs,
-            ratio,
-            prices=Prices(gradient_sync=price),
-            optimizer_states=self.optimizer_states,
-            choices=self.choices,
-        )
-        try:
-            found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
-        except NoProgram:
-            return None, 0
-        self.states_expanded += found.states_expanded
-        number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
-        return emit(problem, found) if number not in seen else None, number
+            return self.data_parallel(ratio) if 0 not in seen else None, 0, None
+        with self.timed("search"):
+            problem = Problem(
+                self.graph,
+                self.costs,
+                ratio,
+                prices=Prices(gradient_sync=price),
+                optimizer_states=self.optimizer_states,
+                choices=self.choices,
+            )
+            try:
+                found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
+            except NoProgram:
+                return None, 0, None
+            self.states_expanded += found.states_expanded
+            number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
+            return emit(problem, found) if number not in seen else None, number, found.gap
 
     def alternate(
         self, ranks: tuple[int, ...], price: float | None, seen: set[int], by_price: dict[float, int]
@@ -268,15 +300,16 @@ class Task:
         ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number = self.find(ratio, price, seen)
+            program, number, gap = self.find(ratio, price, seen)
             if turn == 0 and price is not None:
                 by_price[price] = number
             if program is None:
                 break  # another price or ratio led to the same program
             seen.add(number)
-            simulation = Simulation(program, self.costs, self.optimizer_states)
-            better = self.ratio(program, ranks)
+            simulation = self.simulation(program)
+            better = self.ratio(simulation, program, ranks)
             made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
+            made = replace(made, gap=gap)
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)
             if best is None or made.key < best.key:
@@ -289,14 +322,22 @@ class Task:
         if best is not None:
             yield self.polish(best)
 
-    def ratio(self, program: Program, ranks: tuple[int, ...], headroom: float = HEADROOM) -> Ratio | None:
-        """The best shares of ``ranks`` for a program; None if they cannot all fit."""
+    def ratio(
+        self, simulation: Simulation, program: Program, ranks: tuple[int, ...], headroom: float = HEADROOM
+    ) -> Ratio | None:
+        """The best shares of ``ranks`` for a program and its simulation; None if they cannot all fit."""
         if len(ranks) == 1:
             return program.ratio_of["r0"]
         try:
-            ratio = optimal_ratio(
-                program, self.costs, ranks, optimizer_states=self.optimizer_states, headroom=headroom
-            )
+            with self.timed("ratios"):
+                ratio = optimal_ratio(
+                    program,
+                    self.costs,
+                    ranks,
+                    optimizer_states=self.optimizer_states,
+                    headroom=headroom,
+                    sheet=simulation.sheet,
+                )
         except Infeasible:
             return None
         if support(ratio) != ranks:
@@ -313,9 +354,9 @@ class Task:
         if len(ranks) == 1:
             return
         sharded = fully_sharded(program)
-        simulation = Simulation(sharded, self.costs, self.optimizer_states)
+        simulation = self.simulation(sharded)
         for spare in SPARE:
-            ratio = self.ratio(sharded, ranks, HEADROOM + spare)
+            ratio = self.ratio(simulation, sharded, ranks, HEADROOM + spare)
             if ratio is None:
                 return
             made = self.judge("hap", with_ratio(sharded, "r0", ratio), simulation)
@@ -332,7 +373,8 @@ class Task:
 
         def judge(counts) -> Proposal:
             program = with_ratio(proposal.program, "r0", make_ratio(counts))
-            return self.judge(proposal.planner, program, simulation)
+            made = self.judge(proposal.planner, program, simulation, step="polish")
+            return replace(made, gap=proposal.gap)
 
         counts = list(whole_counts(proposal.program.ratio_of["r0"], self.batch))
         best = judge(counts)
@@ -435,9 +477,10 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
         yield f"ranks {idle} take no part: the step is faster without them"
 
 
-def notes_of(program: Program, costs: CostModel) -> dict[int, str]:
+def notes_of(program: Program, sheet: Sheet) -> dict[int, str]:
     """Comments for the printed program: local sizes of inputs, times of operators and collectives."""
-    notes: dict[int, str] = {}
+    costs, notes = sheet.costs, {}
+    slowest: dict[int, float] = {}  # by work
     for n, i in enumerate(program.instructions):
         if i.op == "input":
             shapes = [
@@ -446,16 +489,18 @@ def notes_of(program: Program, costs: CostModel) -> dict[int, str]:
             ]
             notes[n] = "local " + " ".join(str(s[0]) if s else "-" for s in shapes)
         elif is_computation(i):
-            t = work_type(program, i)
-            slowest = max(
-                (
-                    op_time(program, i, costs, costs.class_of[r]).forward.at(held_share(program, t, r))
-                    for r in program.participants(t)
-                ),
-                default=0.0,
-            )
-            if slowest >= 5e-6:
-                notes[n] = f"{slowest * 1e3:8.3f} ms"
+            work = sheet.works[sheet.work_of[n]]
+            if sheet.work_of[n] not in slowest:
+                shares = {
+                    (costs.class_of[r], share)
+                    for r, share in enumerate(sheet.shares(work.cut, program))
+                    if share
+                }
+                slowest[sheet.work_of[n]] = max(
+                    (work.times[c].forward.at(share) for c, share in shares), default=0.0
+                )
+            if slowest[sheet.work_of[n]] >= 5e-6:
+                notes[n] = f"{slowest[sheet.work_of[n]] * 1e3:8.3f} ms"
         else:
             exchange = exchange_of(program, i)
             if exchange is not None:

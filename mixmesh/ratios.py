@@ -1,12 +1,15 @@
 """Sharding ratios by linear programming (HAP, EuroSys'24, section 5), with memory rows.
 
 For a fixed program the step is a sum of stages; within a stage every rank computes and the slowest
-decides. With shares ``r_j``, stage times ``T_s`` and costs affine in the share,
+decides. Equal devices get equal shares (the problem is convex: the mean of two solutions that differ by
+their order is one), so that ``j`` counts classes of ``n_j`` equal ranks; and stages that cost alike, as
+those of repeated blocks, are one stage that counts ``w_s`` times. With the share ``r_j`` of a rank, stage
+times ``T_s`` and costs affine in the share,
 
-    minimise    sum_s T_s
-    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, rank j     [stage_rows]
-                m_j + d_j r_j <= M_j                      for every rank j              [memory_rows]
-                sum_j r_j = 1                                                           [balance_row]
+    minimise    sum_s w_s T_s
+    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, class j    [stage_rows]
+                m_j + d_j r_j <= M_j                      for every class j             [memory_rows]
+                sum_j n_j r_j = 1                                                       [balance_row]
                 r_j >= 0, T_s >= 0
 
 ``a_ij`` is the fixed cost of instruction i on rank j (launches, replicated work, the optimizer step over
@@ -16,6 +19,7 @@ sharded bytes. Communication does not depend on the shares here and is left out.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import highspy
@@ -57,13 +61,15 @@ class Stage:
     slope: np.ndarray
 
 
-def stages(program: Program, costs: CostModel, ranks: tuple[int, ...]) -> tuple[Stage, ...]:
+def stages(
+    program: Program, costs: CostModel, ranks: tuple[int, ...], sheet: Sheet | None = None
+) -> tuple[Stage, ...]:
     """The stages of the steady-state step: optimizer and forward to the first collective, …, backward.
 
     The backward stages are those between the collectives of the backward pass. Where neither pass has a
     collective, optimizer, forward and backward are one stage, as no rank waits in between.
     """
-    sheet = Sheet(program, costs)
+    sheet = sheet or Sheet(program, costs)
     classes = [costs.class_of[rank] for rank in ranks]
     forward, backward = _lines(sheet, classes)
     done: list[Stage] = []
@@ -100,16 +106,28 @@ def _lines(sheet: Sheet, classes: list[int]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ratio_program(
-    program: Program, costs: CostModel, ranks: tuple[int, ...], *, optimizer_states: int, headroom: float
+    program: Program,
+    costs: CostModel,
+    ranks: tuple[int, ...],
+    *,
+    optimizer_states: int,
+    headroom: float,
+    sheet: Sheet | None = None,
 ) -> LinearProgram:
-    """The LP above; variables are the shares of ``ranks``, then the stage times."""
-    parts = stages(program, costs, ranks)
-    n, s = len(ranks), len(parts)
+    """The LP above; variables are the share of a rank of each class, then the stage times. Rows are named
+    after the first rank of their class."""
+    classes = equal_ranks(costs, ranks)
+    firsts = tuple(equal[0] for equal in classes)
+    every = stages(program, costs, firsts, sheet)
+    alike = {(p.fixed.tobytes(), p.slope.tobytes()): p for p in every}
+    weights = Counter((p.fixed.tobytes(), p.slope.tobytes()) for p in every)
+    parts = list(alike.values())
+    n, s = len(classes), len(parts)
     rows: list[tuple[np.ndarray, float, float, str]] = []
 
     def stage_rows():
         for k, part in enumerate(parts):
-            for column, rank in enumerate(ranks):
+            for column, rank in enumerate(firsts):
                 row = np.zeros(n + s)
                 row[n + k], row[column] = 1.0, -part.slope[column]
                 rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
@@ -118,7 +136,7 @@ def ratio_program(
         held = held_by_cut(program, optimizer_states)
         slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
         fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
-        for column, rank in enumerate(ranks):
+        for column, rank in enumerate(firsts):
             row = np.zeros(n + s)
             row[column] = slope / 2**30
             room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
@@ -126,15 +144,23 @@ def ratio_program(
 
     def balance_row():
         row = np.zeros(n + s)
-        row[:n] = 1.0
+        row[:n] = [len(equal) for equal in classes]
         rows.append((row, 1.0, 1.0, "shares sum to 1"))
 
     stage_rows()
     memory_rows()
     balance_row()
-    c = np.concatenate([np.zeros(n), np.ones(s)])
+    c = np.concatenate([np.zeros(n), [weights[key] for key in alike]])
     matrix, lower, upper, names = zip(*rows)
     return LinearProgram(c, np.array(matrix), np.array(lower), np.array(upper), names)
+
+
+def equal_ranks(costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """``ranks`` by class of equal devices."""
+    classes: dict[int, list[int]] = {}
+    for rank in ranks:
+        classes.setdefault(costs.class_of[rank], []).append(rank)
+    return tuple(map(tuple, classes.values()))
 
 
 def usable_bytes(costs: CostModel, rank: int, headroom: float) -> float:
@@ -171,13 +197,18 @@ def optimal_ratio(
     *,
     optimizer_states: int = 2,
     headroom: float = 0.05,
+    sheet: Sheet | None = None,
 ) -> Ratio:
-    """The shares of the LP, zero for ranks that are not in ``ranks``. Raises Infeasible."""
-    lp = ratio_program(program, costs, ranks, optimizer_states=optimizer_states, headroom=headroom)
-    shares = np.maximum(solve(lp).x[: len(ranks)], 0.0)
+    """The shares of the LP, zero for ranks that are not in ``ranks``. ``sheet`` spares making it again.
+    Raises Infeasible."""
+    lp = ratio_program(
+        program, costs, ranks, optimizer_states=optimizer_states, headroom=headroom, sheet=sheet
+    )
+    found = solve(lp).x
     out = [0.0] * program.world_size
-    for rank, share in zip(ranks, shares):
-        out[rank] = float(share)
+    for equal, share in zip(equal_ranks(costs, ranks), found):
+        for rank in equal:
+            out[rank] = max(float(share), 0.0)
     return make_ratio(out)
 
 

@@ -84,6 +84,8 @@ def plan_object(plan: Plan) -> dict[str, Any]:
             for c in plan.candidates
         ],
         "states_expanded": plan.states_expanded,
+        "timings_s": plan.timings_s,
+        "gap": plan.gap,
         "cost_source": plan.cost_source,
         "warnings": list(plan.warnings),
     }
@@ -95,6 +97,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"{plan.program.name} on {plan.cluster_name or 'a cluster'}: planned by {plan.planner} "
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}",
+        *([effort(plan)] if plan.timings_s else []),
     ]
     if plan.candidates:
         rows = [
@@ -106,6 +109,13 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     lines += ["", ranks(plan, cluster)]
     lines += [f"warning: {text}" for text in plan.warnings]
     return "\n".join(lines)
+
+
+def effort(plan: Plan) -> str:
+    """Where the time of planning went, and what the search left open."""
+    steps = ", ".join(f"{name} {seconds(spent)}" for name, spent in plan.timings_s.items())
+    gap = "" if plan.gap is None else f"; at most {plan.gap:.1%} above the cheapest by the search's own cost"
+    return f"{plan.states_expanded} states expanded; {steps}{gap}"
 
 
 def ranks(plan: Plan, cluster: Cluster | None) -> str:

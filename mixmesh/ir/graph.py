@@ -54,7 +54,7 @@ def map_refs(args: Arg, fn) -> Arg:
     return args
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what it reads is worked out once
 class Node:
     """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), or an ``update`` of a buffer.
 
@@ -70,7 +70,7 @@ class Node:
     location: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values used, in order of appearance, repeated uses included."""
         return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))

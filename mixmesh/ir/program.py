@@ -40,7 +40,7 @@ def redistribution(src: Placement, dst: Placement) -> str:
     raise ValueError(f"nothing turns {src} into {dst}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: what it reads is worked out once
 class Instruction:
     """One step of a program. As ``Node``, with placed types and attributes.
 
@@ -58,7 +58,7 @@ class Instruction:
     location: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
 
-    @property
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         names = []
         for arg in (*self.args, *[v for _, v in self.kwargs]):

@@ -30,6 +30,7 @@ class Builder:
         self.graph = graph
         self.ratio_name = ratio_name
         self.ratios: dict[str, Ratio] = {ratio_name: ratio}
+        self._everyone: dict[str, bool] = {}
         self.instructions: list[Instruction] = []
         self.types: dict[str, TensorType] = {}
         self.held: dict[str, dict[Placement, str]] = {}  # logical value -> placement -> value that holds it
@@ -37,9 +38,14 @@ class Builder:
     def type(self, name: str, placement: Placement, ratio_name: str | None = None) -> TensorType:
         """The type of a logical value held as ``placement``; a ratio is named only where it matters."""
         ratio_name = ratio_name or self.ratio_name
-        everyone = all(share > 0 for share in self.ratios[ratio_name])
-        named = isinstance(placement, Shard) or not everyone
+        named = isinstance(placement, Shard) or not self.everyone(ratio_name)
         return TensorType(self.graph.types[name], (placement,), ratio_name if named else None)
+
+    def everyone(self, ratio_name: str) -> bool:
+        """Whether every rank takes part under a ratio."""
+        if ratio_name not in self._everyone:
+            self._everyone[ratio_name] = all(share > 0 for share in self.ratios[ratio_name])
+        return self._everyone[ratio_name]
 
     def append(self, instruction: Instruction) -> None:
         self.instructions.append(instruction)
@@ -92,8 +98,7 @@ class Builder:
                 self.held[name] = {placement: name}
                 types.append(self.type(name, placement))
             else:
-                everyone = all(self.ratios[self.ratio_name])
-                named = isinstance(placement, Shard) or not everyone
+                named = isinstance(placement, Shard) or not self.everyone(self.ratio_name)
                 types.append(TensorType(value, (placement,), self.ratio_name if named else None))
         self.append(Instruction(node.results, tuple(types), node.op, args, kwargs, location=node.location))
 
