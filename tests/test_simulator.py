@@ -16,6 +16,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.cost.placed import exchange_of, held_share, is_computation, op_time, work_type
+from mixmesh.cost.resources import link_s_per_byte
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.ir import even_ratio, make_ratio, parse_program
 from mixmesh.ratios import with_ratio
@@ -392,34 +393,126 @@ def test_events_tell_the_same_story(body):
             assert all(a.end_s <= b.start_s + 1e-12 for a, b in zip(mine, mine[1:]))
 
 
-@settings(deadline=None, max_examples=30)
-@given(bodies(), st.integers(0, 2), st.sampled_from(["device", "memory", "nic", "network", "link"]))
-def test_nothing_that_gets_faster_makes_a_step_longer(body, which, what):
-    base = cluster(THREE, 10)
-    machine, place = divmod(which, 2)
+GROUPS = {
+    "all": "0.4, 0.3, 0.2, 0.1",
+    "one": "0.6, 0, 0.4, 0",
+    "two": "0, 0.5, 0, 0.5",
+    "machine": "0.3, 0.7, 0, 0",
+}
+
+
+@st.composite
+def layers_on_groups(draw) -> str:
+    """Layers that each run on one of several groups of ranks, with parameters that are replicated, stored in
+    shards, or whose gradients come from gathered factors, some of them shared between layers."""
+    lines = [f"  ratio {name} = [{shares}]" for name, shares in GROUPS.items()]
+    at = draw(st.sampled_from(sorted(GROUPS)))
+    lines.append(f'  %x0 = input("x") : f32[512, 256] S(0)@{at}')
+    whole: list[str] = []  # weights that every rank holds
+    count = draw(st.integers(2, 6))
+    for n in range(count):
+        here, attrs = draw(st.sampled_from(sorted(GROUPS))), ""
+        if here != at:
+            lines.append(f"  %m{n} = move(%x{n}) : f32[512, 256] S(0)@{here}")
+        source, weight = f"m{n}" if here != at else f"x{n}", f"w{n}"
+        kind = draw(st.sampled_from(["replicated", "everywhere", "stored", "again", "sfb", "tied"]))
+        if kind in ("stored", "again"):
+            reshard = "{reshard=true} " if kind == "again" else ""
+            lines.append(f'  %s{n} = param("w{n}") : f32[256, 256] S(0)@all')
+            lines.append(f"  %w{n} = all_gather(%s{n}) {reshard}: f32[256, 256] R@{here}")
+        elif kind == "tied" and whole:
+            weight = draw(st.sampled_from(whole))
+        else:
+            held = "R" if kind in ("everywhere", "tied") else f"R@{here}"
+            attrs = "{sfb=true} " if kind == "sfb" else ""
+            number = draw(st.sampled_from(["", "{bucket=0} ", "{bucket=1} "]))
+            lines.append(f'  %w{n} = param("w{n}") {number}: f32[256, 256] {held}')
+            whole += [weight] * (held == "R")
+        lines.append(f"  %x{n + 1} = aten.linear(%{source}, %{weight}) {attrs}: f32[512, 256] S(0)@{here}")
+        at = here
+    lines += [f"  %loss = aten.mean(%x{count}) : f32[] P(sum)@{at}", "  return %loss"]
+    return "program groups world=4 {\n" + "\n".join(lines) + "\n}\n"
+
+
+BETTER = ("device", "memory", "nic", "network", "link", "latency", "link latency", "slowdown", "host")
+
+
+def better(costs: Busy, what: str, rank: int) -> Busy:
+    """Twice a bandwidth or a speed, half a latency, of one rank, its machine or the network."""
+    base = costs.cluster
+    rank %= base.world_size
+    number = base.machine_index_of(rank)
+    machine, place = base.machines[number], base.ranks_of(number).index(rank)
+    d = machine.devices[place]
+    slowdown, s_per_byte = costs._slowdown, costs._s_per_byte
+    network, latency = base.bandwidth_bytes_per_s, base.latency_s
+    match what:
+        case "device":
+            d = replace(d, flop_per_s=2 * d.flop_per_s, half_flop_per_s=2 * d.half_flop_per_s)
+        case "memory":
+            d = replace(d, memory_bytes_per_s=2 * d.memory_bytes_per_s)
+        case "nic":
+            machine = replace(machine, nic_bytes_per_s=2 * machine.nic_bytes_per_s)
+        case "link":
+            machine = replace(machine, link_bytes_per_s=2 * machine.link_bytes_per_s)
+        case "link latency":
+            machine = replace(machine, link_latency_s=machine.link_latency_s / 2)
+        case "network":
+            network *= 2
+        case "latency":
+            latency /= 2
+        case "slowdown":
+            slowdown /= 2
+        case "host":
+            s_per_byte /= 2
+    devices = (*machine.devices[:place], d, *machine.devices[place + 1 :])
     machines = list(base.machines)
-    chosen = machines[machine]
-    network = base.bandwidth_bytes_per_s
-    if what in ("device", "memory"):
-        devices = list(chosen.devices)
-        d = devices[place]
-        better = (
-            replace(d, flop_per_s=2 * d.flop_per_s, half_flop_per_s=2 * d.half_flop_per_s)
-            if what == "device"
-            else replace(d, memory_bytes_per_s=2 * d.memory_bytes_per_s)
-        )
-        devices[place] = better
-        machines[machine] = replace(chosen, devices=tuple(devices))
-    elif what == "nic":
-        machines[machine] = replace(chosen, nic_bytes_per_s=2 * chosen.nic_bytes_per_s)
-    elif what == "link":
-        machines[machine] = replace(chosen, link_bytes_per_s=2 * chosen.link_bytes_per_s)
-    else:
-        network *= 2
-    faster = CostModel(Cluster(base.name, tuple(machines), network, base.latency_s))
+    machines[number] = replace(machine, devices=devices)
+    return Busy(Cluster(base.name, tuple(machines), network, latency), slowdown, s_per_byte)
+
+
+def does_not_grow(program, costs, what, rank):
+    before, after = simulate(program, costs).step_s, simulate(program, better(costs, what, rank)).step_s
+    assert after <= before * (1 + 1e-9), (what, rank)
+
+
+busy = st.sampled_from([(0.0, 0.0), (0.4, 0.0), (0.0, 1e-9), (0.8, 1e-9)])
+
+
+@settings(deadline=None, max_examples=20)
+@given(bodies(), st.sampled_from(BETTER), st.integers(0, 2), busy)
+def test_nothing_that_gets_faster_makes_a_step_longer(body, what, rank, how):
     for program, costs in kinds(body, THREE, (0.5, 0.2, 0.3)):
-        before, after = simulate(program, costs).step_s, simulate(program, faster).step_s
-        assert after <= before * (1 + 1e-9)
+        does_not_grow(program, Busy(costs.cluster, *how), what, rank)
+
+
+@settings(deadline=None, max_examples=120)
+@given(layers_on_groups(), st.sampled_from(BETTER), st.integers(0, 3), busy, st.sampled_from([1, 10, 100]))
+def test_nor_with_several_groups(text, what, rank, how, link):
+    base = Cluster.parse(PAIRS.replace("LINK", str(link)).replace("NIC", "10"))
+    slow = replace(base.devices[3], name="slow", flop_per_s=5e11, memory_bytes_per_s=5e10)
+    mixed = replace(base.machines[1], devices=(base.devices[2], slow))
+    costs = Busy(replace(base, machines=(base.machines[0], mixed)), *how)
+    does_not_grow(parse_program(text), costs, what, rank)
+
+
+@settings(deadline=None, max_examples=60)
+@given(layers_on_groups(), busy)
+def test_links_carry_no_more_than_they_can(text, how):
+    """What crosses a link takes at least as long as its bytes at the link's rate, from the first start on."""
+    costs = Busy(Cluster.parse(PAIRS.replace("LINK", "10").replace("NIC", "10")), *how)
+    timeline = simulate(parse_program(text), costs, events=True)
+    met: dict[tuple, list[int]] = {}
+    for e in timeline.events:
+        if e.stream == "communication":
+            met.setdefault((e.name, e.op, e.size_bytes, e.start_s), []).append(e.rank)
+    starts, carried = {}, Counter()
+    for (_, op, size, start), ranks in met.items():
+        for link, s in link_s_per_byte(costs.cluster, op, tuple(sorted(ranks))).items():
+            carried[link] += s * size
+            starts[link] = min(starts.get(link, start), start)
+    for link, seconds in carried.items():
+        assert timeline.step_s >= (starts[link] + seconds) * (1 - 1e-9)
 
 
 @settings(deadline=None, max_examples=15)
