@@ -157,9 +157,9 @@ def reason_of(error: Exception) -> str:
     if not isinstance(error, MixmeshError):
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         return f"{type(error).__name__}: {first.strip()[:160]}"
-    got = f" ({error.got[:160]})" if error.got else ""
-    where = f" at {error.where}" if error.where else ""
-    return f"{error.message}{where}{got}"
+    where = f" at `{error.where}`" if error.where else ""
+    got = error.got if len(error.got) <= 120 else error.got[:117] + "..."
+    return f"{error.message}{where}" + (f"; {got}" if got else "")
 
 
 # --- the report ----------------------------------------------------------------------------------------

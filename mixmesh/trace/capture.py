@@ -186,6 +186,13 @@ HINTS = (
 )
 
 
+# PyTorch's name of an error -> what it means in the model
+MEANINGS = {
+    "GuardOnDataDependentSymNode": "a branch or a loop that depends on a tensor's values",
+    "DynamicOutputShapeException": "a result whose shape depends on values",
+}
+
+
 def explain(error: Exception) -> TraceError:
     """``error`` as a TraceError: the reason in a line or two, the user's line, and a way out."""
     place = place_of_error(error)
@@ -199,7 +206,7 @@ def explain(error: Exception) -> TraceError:
     message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
     return TraceError(
         message,
-        got=_clip(f"{kind}: {' '.join(lines[:2])}" if lines else kind),
+        got=_clip(f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind),
         where=str(place),
         hint=tuple(hints)[:1] or ("call the model once on this batch without mixmesh",),
     )
