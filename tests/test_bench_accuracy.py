@@ -70,7 +70,7 @@ def test_settings_by_name():
 
 def test_one_plan_under_all_its_names():
     cluster = cluster_of(Setting("mlp", "pair"))
-    found = distinct_plans(Setting("mlp", "pair"), cluster, ("single", "ddp-even", "auto"), Profile({}, {}))
+    found = distinct_plans(Setting("mlp", "pair"), cluster, ("single", "ddp-even", "auto"), Profile({}, ()))
     assert sorted(n for names in found for n in names) == ["auto", "ddp-even", "single"]
     assert len({str(plan.program) for plan in found.values()}) == len(found)
 
