@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +14,7 @@ import typer
 
 from ..cluster import Cluster
 from ..errors import InputError
+from .output import Json, print_json
 from .plan import JobName
 from .testbed import CLUSTER_VARIABLE
 
@@ -23,6 +28,7 @@ def profile(
     budget: Annotated[
         float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for so long.")
     ] = 60,
+    as_json: Json = False,
 ) -> None:
     """Measure a job's operators on every device, and the links: under torchrun or inside the testbed."""
     given = cluster or os.environ.get(CLUSTER_VARIABLE)
@@ -40,18 +46,51 @@ def profile(
 
     loaded = load_job(job)
     graph = trace(loaded.model, loaded.batch).graph
-    found = measure(graph, loaded, described, budget_s=budget, on_start=enter_device)
+    with telling(rank) as say:
+        found = measure(graph, loaded, described, budget_s=budget, on_start=enter_device, progress=say)
     if rank == 0:
         found.save(out)
     leave()
-    if rank == 0:
-        skipped = found.provenance.get("skipped", [])
-        print(
-            f"{len(found.devices)} kinds of device and {len(found.collectives)} curves of collectives "
-            f"({found.provenance['backend']}) measured, written to {out}"
-        )
-        if skipped:
-            print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
+    if rank:
+        return
+    skipped = found.provenance.get("skipped", [])
+    if as_json:
+        devices = {
+            name: {"operators": len(d.ops), "step_scale": d.step_scale, "slowdown": d.slowdown}
+            for name, d in found.devices.items()
+        }
+        curves = len(found.collectives)
+        print_json({"out": str(out), "devices": devices, "collectives": curves, **found.provenance})
+        return
+    print(
+        f"{len(found.devices)} kinds of device and {len(found.collectives)} curves of collectives "
+        f"({found.provenance['backend']}) measured, written to {out}"
+    )
+    if skipped:
+        print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
+
+
+@contextmanager
+def telling(rank: int) -> Iterator[Callable[[str], None]]:
+    """Says on the first rank's stderr what is measured: a line that changes on a terminal, one line per
+    stage elsewhere."""
+    if rank:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("profiling") as status:
+            yield status.update
+    else:
+        stage = [""]
+
+        def say(text: str) -> None:
+            name = re.sub(r" \d.*", "", text.split(":")[0])
+            if name != stage[0]:
+                stage[0] = name
+                print(f"profiling: {name}", file=sys.stderr, flush=True)
+
+        yield say
 
 
 def check_launch(job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
