@@ -3,6 +3,7 @@
 What a person edits is checked before anything runs. Invariants of a valid program:
 
 - a value is defined once, before it is used;
+- the owners of a replicated parameter (ZeRO-1/2) hold it;
 - a parameter, buffer or input is held as R or S, a constant as R;
 - an operator's placements are a strategy of its rule; without a rule all are R;
 - the values of one operator are held by the same ranks, its shards cut by the same shares;

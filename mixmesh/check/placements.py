@@ -16,7 +16,10 @@ from ..ir import (
     Shard,
     TensorType,
     redistribution,
+    stage_of,
+    support,
 )
+from ..ir.ownership import STAGES
 from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strategies
 from .failure import invalid
 
@@ -54,6 +57,7 @@ def check_placements(program: Program, where: str = "") -> None:
         fail = partial(invalid, program, i, where)
         if i.is_leaf:
             _check_leaf(i, fail)
+            _check_owners(program, i, fail)
         elif i.op == "update":
             _check_update(program, i, fail)
         elif i.is_redistribution:
@@ -104,6 +108,27 @@ def _check_leaf(i: Instruction, fail) -> None:
         raise fail("a constant is held whole by everyone", "R", str(p), "hold it as R and add a local_slice")
 
 
+def _check_owners(program: Program, i: Instruction, fail) -> None:
+    ratio = i.attr("owned")
+    if ratio is None:
+        return
+    if i.op != "param" or not isinstance(i.type.placement, Replicate) or not i.type.value.shape:
+        raise fail("only a replicated parameter with dims has owners", 'a param held as R, or no "owned"')
+    if ratio not in program.ratio_of:
+        known = ", ".join(f'"{name}"' for name in program.ratio_of)
+        raise fail(f"unknown ratio {ratio!r}", known or "a ratio line", f"owned={ratio!r}")
+    if isinstance(stage_of(i), bool) or stage_of(i) not in STAGES:
+        raise fail(
+            "there is no such stage of owned parameters", "stage=1 or stage=2", f"stage={stage_of(i)!r}"
+        )
+    outside = sorted({*support(program.ratio_of[ratio])} - {*program.participants(i.type)})
+    if outside:
+        got = f"rank {outside[0]} owns rows by {ratio}"
+        raise fail("an owner does not hold the parameter", f"owners among {_ranks(program, i.type)}", got)
+    if i.result in program.factored:
+        raise fail("a gradient out of factors (sfb) is not summed, and has no owner", "one of owned and sfb")
+
+
 def _check_update(program: Program, i: Instruction, fail) -> None:
     if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or len(i.inputs) != 1:
         raise fail("this is no update", 'update("buffer", %value)')
@@ -133,7 +158,9 @@ def _check_redistribution(program: Program, i: Instruction, fail) -> None:
     if isinstance(src.placement, Partial) and isinstance(dst.placement, Partial):
         raise fail("a partial sum stays where it is", "R or S(dim) as the result", change)
     if not same_ranks or len(set(cuts)) > 1:
-        if i.op != "move":
+        # pieces may be gathered by ranks that own none of them
+        gathered = isinstance(src.placement, Shard) and isinstance(dst.placement, Replicate)
+        if i.op != "move" and not (i.op == "all_gather" and gathered):
             raise fail(f"{i.op} does not change the ratio", "move", change)
         return
     try:

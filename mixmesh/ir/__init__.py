@@ -1,6 +1,7 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
 from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, refs
+from .ownership import owned_type, stage_of
 from .placement import (
     PARTIAL,
     REPLICATE,
@@ -25,7 +26,7 @@ __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
     "Replicate", "Shard", "TensorType", "ValueType",
-    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "parse_program",
-    "participants", "print_instruction", "print_program", "redistribution", "refs", "shard_offsets",
-    "shard_sizes", "support",
+    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "owned_type",
+    "parse_program", "participants", "print_instruction", "print_program", "redistribution", "refs",
+    "shard_offsets", "shard_sizes", "stage_of", "support",
 ]  # fmt: skip

@@ -1,0 +1,34 @@
+"""Owned parameters: replicated in use, their gradients and optimizer state cut between owners (ZeRO-1/2).
+
+A ``param`` with the attributes ``owned="z"`` (a ratio of the program, zeros allowed) and ``stage`` is held
+whole by all ranks of its type. Its summed gradient and what the optimizer keeps of it are ``S(0)@z``: rank
+j owns ``shard_sizes(shape[0], z)[j]`` rows. Rows are not divided, so a parameter with fewer rows than
+owners belongs to those with the largest shares; one without dims cannot be owned and stays replicated.
+"""
+
+from __future__ import annotations
+
+from .placement import Replicate, Shard
+from .program import Instruction, Program
+from .types import TensorType
+
+STAGES = (1, 2)
+
+
+def owned_type(program: Program, param: Instruction) -> TensorType | None:
+    """How the gradient and the optimizer state of a parameter are held, if not as the parameter is.
+
+    None for a parameter that is not owned, or that needs no owner: it gets no gradient, or one rank alone
+    holds it.
+    """
+    ratio = param.attr("owned") if param.attrs else None
+    if ratio is None or param.result not in program.requires_grad:
+        return None
+    if not isinstance(param.type.placement, Replicate) or len(program.participants(param.type)) < 2:
+        return None
+    return TensorType(param.type.value, (Shard(0),), ratio)
+
+
+def stage_of(param: Instruction) -> int:
+    """1: the whole gradient is kept until the step's last backward pass. 2: it is summed in every one."""
+    return param.attr("stage", 2)

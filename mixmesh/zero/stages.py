@@ -1,0 +1,124 @@
+"""A data-parallel program in the stages of ZeRO (Rajbhandari et al., SC'20), with shares by memory.
+
+    0    everything is replicated
+    1    gradients and optimizer state belong to owners; gradients are summed to them once per step
+    2    as 1, and gradients are summed to them in every backward pass
+    3    parameters are stored by their owners, gathered for use and let go of between the passes
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import InputError, PlanError
+from ..ir import (
+    REPLICATE,
+    Instruction,
+    Program,
+    Ratio,
+    Ref,
+    Shard,
+    TensorType,
+    make_ratio,
+    print_instruction,
+    support,
+)
+
+STAGES = (0, 1, 2, 3)
+
+
+def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
+    """``program`` in a stage of ZeRO: what its replicated parameters become.
+
+    ``owners`` has one share per rank, zeros allowed; of the gradient and optimizer state in stages 1 and 2,
+    of the parameter too in stage 3. Rows are dealt out whole. What stays replicated: parameters without
+    dims, without a gradient, of one rank only, or whose gradient comes out of factors (``sfb``). Raises
+    InputError for a bad stage or ratio, PlanError if an owner in stages 1 and 2 does not hold a parameter.
+    """
+    if isinstance(stage, bool) or stage not in STAGES:
+        raise InputError("there is no such ZeRO stage", expected="0, 1, 2 or 3", got=f"stage={stage!r}")
+    try:
+        shares = make_ratio(owners)
+    except (TypeError, ValueError) as err:
+        raise InputError("the owners' shares are no ratio", got=str(err)) from None
+    if len(shares) != program.world_size:
+        raise InputError(
+            "the owners' shares are for another number of ranks",
+            expected=f"{program.world_size} shares",
+            got=f"{len(shares)} shares",
+        )
+    program = replace(program, instructions=tuple(map(_plain, program.instructions)))
+    candidates = [i for i in program.params if _is_candidate(program, i)]
+    if stage == 0 or not candidates:
+        return program
+    program, ratio = _with_ratio(program, shares)
+    if stage == 3:
+        return _stored(program, {i.result for i in candidates}, ratio)
+    for i in candidates:
+        outside = sorted({*support(shares)} - {*program.participants(i.type)})
+        if outside:
+            raise PlanError(
+                f"rank {outside[0]} cannot own rows of a parameter that it does not hold",
+                where=print_instruction(i),
+                expected=f"owners among the ranks {', '.join(map(str, program.participants(i.type)))}",
+                got=f"shares {list(shares)}",
+                hint="give it a share of 0, or take stage 3",
+            )
+    owned = {i.result for i in candidates}
+    attrs = (("owned", ratio), ("stage", stage))
+    return replace(
+        program,
+        instructions=tuple(
+            replace(i, attrs=i.attrs + attrs) if i.op == "param" and i.result in owned else i
+            for i in program.instructions
+        ),
+    )
+
+
+def _plain(i: Instruction) -> Instruction:
+    if i.op != "param" or i.attr("owned") is None:
+        return i
+    return replace(i, attrs=tuple((k, v) for k, v in i.attrs if k not in ("owned", "stage")))
+
+
+def _is_candidate(program: Program, i: Instruction) -> bool:
+    return (
+        i.type.placement == REPLICATE
+        and bool(i.type.value.shape)
+        and i.result in program.requires_grad
+        and i.result not in program.factored
+        and len(program.participants(i.type)) > 1
+    )
+
+
+def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
+    """The program with these shares under a name of their own."""
+    name, n = "z", 0
+    while name in program.ratio_of and program.ratio_of[name] != shares:
+        n += 1
+        name = f"z{n}"
+    if name in program.ratio_of:
+        return program, name
+    return replace(program, ratios=(*program.ratios, (name, shares))), name
+
+
+def _stored(program: Program, names: set[str], ratio: str) -> Program:
+    """Every parameter stored S(0), gathered one parameter-using operator ahead of its first use."""
+    out: list[Instruction] = []
+    waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
+    ahead = 0  # where the next gathers go: before the operator that used the last ones
+    for i in program.instructions:
+        if i.op == "param" and i.result in names:
+            name = f"{i.result}.shard"
+            held = TensorType(i.type.value, (Shard(0),), ratio)
+            attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
+            waiting.append(replace(i, results=(name,), types=(held,), attrs=attrs))
+            reshard = (("reshard", True),)
+            waiting.append(Instruction((i.result,), (i.type,), "all_gather", (Ref(name),), attrs=reshard))
+            continue
+        if waiting and any(name in names for name in i.inputs):
+            out[ahead:ahead] = waiting
+            ahead = len(out)
+            waiting = []
+        out.append(i)
+    return replace(program, instructions=(*out, *waiting))
