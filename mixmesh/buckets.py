@@ -48,8 +48,7 @@ def _numbers(gradients: list[tuple[str, int, tuple]], capacity_bytes: float) -> 
 
 
 def _numbered(program: Program, numbers: dict[str, int]) -> Program:
-    return replace(
-        program,
+    return program.changed(
         instructions=tuple(
             replace(
                 i, attrs=tuple((k, v) for k, v in i.attrs if k != "bucket") + (("bucket", numbers[i.result]),)

@@ -20,7 +20,7 @@ sharded bytes. Communication does not depend on the shares here and is left out.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import highspy
 import numpy as np
@@ -214,4 +214,4 @@ def optimal_ratio(
 
 def with_ratio(program: Program, name: str, ratio: Ratio) -> Program:
     """``program`` with another value for one ratio; the ranks that take part must stay the same."""
-    return replace(program, ratios=tuple((n, ratio if n == name else r) for n, r in program.ratios))
+    return program.changed(ratios=tuple((n, ratio if n == name else r) for n, r in program.ratios))

@@ -5,7 +5,7 @@ It is the forward program; the backward pass follows from the placements (see ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, refs
@@ -131,6 +131,15 @@ class Program:
         """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
         return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
+
+    def changed(self, **fields) -> Program:
+        """A copy with other ratios, or other attributes of instructions. What follows from names and types
+        alone is handed on, as planning makes many such copies."""
+        made = replace(self, **fields)
+        for known in ("types", "requires_grad"):
+            if known in self.__dict__:
+                made.__dict__[known] = self.__dict__[known]
+        return made
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
         """What ``rank`` holds of value ``name``; None if it takes no part."""
