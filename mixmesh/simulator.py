@@ -47,7 +47,7 @@ from .cost.placed import (
     synchronised,
 )
 from .cost.resources import Link, link_s_per_byte, links_of
-from .cost.sums import gradient_sums
+from .cost.sums import GradientSum, gradient_sums
 from .ir import LEAVES, Instruction, Program
 from .rules import RULES
 from .timeline import (
@@ -76,7 +76,8 @@ class _Call:
     exchange: Exchange
     channel: int
     seconds: float
-    links: tuple[tuple[Link, float], ...]  # seconds for which it occupies each
+    links: tuple[tuple[int, float], ...]  # by number, seconds for which it occupies each
+    longest: float  # of these
     yields: bool  # a gradient sum, which nobody waits for soon
     host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
 
@@ -104,9 +105,12 @@ class Simulation:
         self.memory = held_by_cut(program, optimizer_states)
         self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
         self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.rivals: list[list[tuple[int, frozenset[Link]]]] = []  # per channel: others, and what they share
+        self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
+        self.crossed: list[frozenset[int]] = []  # per channel: links, by number
+        self.links: dict[Link, int] = {}
         self._calls: dict[tuple[str, Exchange], _Call] = {}
         self._s_per_byte: dict[tuple[str, tuple[int, ...]], dict[Link, float]] = {}
+        self._sums: dict[tuple, _Sums] = {}
         self.loss = self._loss(program)
         self.first_use = {name: uses[0] for name, uses in self.sheet.uses.items()}
         self.points = _ready_points(program, self.sheet)
@@ -154,24 +158,40 @@ class Simulation:
             self._s_per_byte[kind] = link_s_per_byte(self.costs.cluster, *kind)
         seconds, size_bytes = exchange.seconds(self.costs), exchange.size_bytes
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
-        links = tuple((link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items())
+        links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, size_bytes) / 2 for r in exchange.ranks)
         channel = self._channel(purpose, exchange.ranks)
-        return _Call(exchange, channel, seconds, links, purpose == "gradient", host if any(host) else ())
+        return _Call(
+            exchange,
+            channel,
+            seconds,
+            tuple((self.links[link], s) for link, s in links),
+            max((s for _, s in links), default=0.0),
+            purpose == "gradient",
+            host if any(host) else (),
+        )
 
     def _channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
         """The number of a process group. All are known before the first step is simulated."""
         key = (purpose, ranks)
         if key not in self.channels:
             number = self.channels[key] = len(self.channels)
-            mine = links_of(self.costs.cluster, ranks)
+            crossed = links_of(self.costs.cluster, ranks)
+            mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
             self.rivals.append([])
-            for (_, others), other in self.channels.items():
-                shared = mine & links_of(self.costs.cluster, others)
-                if other != number and shared:
-                    self.rivals[number].append((other, shared))
-                    self.rivals[other].append((number, shared))
+            for other, theirs in enumerate(self.crossed):
+                if mine & theirs:
+                    self.rivals[number].append((other, mine & theirs))
+                    self.rivals[other].append((number, mine & theirs))
+            self.crossed.append(mine)
         return self.channels[key]
+
+    def sums(self, program: Program) -> _Sums:
+        """The sums of gradients under the buckets of ``program``."""
+        key = tuple(p.attr("bucket") if p.attrs else None for p in program.params)
+        if key not in self._sums:
+            self._sums[key] = _sums(self, gradient_sums(program, first_use=self.first_use))
+        return self._sums[key]
 
     def _loss(self, program: Program) -> _Call | None:
         """The sum of the loss over all ranks, for the user to see: in no instruction, but in every step."""
@@ -370,13 +390,40 @@ def _ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     return out
 
 
+AT_THE_END = -2  # a point below all others
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Sums of gradients: what they are, and at which point which ranks issue their part of which."""
+
+    names: tuple[str, ...]
+    calls: tuple[_Call, ...]
+    issues: dict[int, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
+
+
+def _sums(simulation: Simulation, sums: tuple[GradientSum, ...]) -> _Sums:
+    """A rank starts its buckets in their order, each when it is complete."""
+    issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    passed: dict[int, int] = {}  # by rank: where it started its last one
+    for k, s in enumerate(sums):
+        by_point: dict[int, list[int]] = {}
+        complete = [{r: point for point, who in simulation.points[p.result] for r in who} for p in s.params]
+        for r in s.ranks:
+            last = [at.get(r, AT_THE_END) for at in complete]
+            passed[r] = min(*last, passed.get(r, last[0]))
+            by_point.setdefault(passed[r], []).append(r)
+        for point, ranks in by_point.items():
+            issues.setdefault(point, []).append((k, tuple(ranks)))
+    calls = [simulation.call(Exchange("all_reduce", s.size_bytes, s.ranks), "gradient") for s in sums]
+    return _Sums(tuple(bucket_name([p.result for p in s.params]) for s in sums), tuple(calls), issues)
+
+
 def shown(i: Instruction) -> str:
     return next((r for r in i.results if r is not None), i.op)
 
 
 # --- one step ---------------------------------------------------------------------------------------------
-
-AT_THE_END = -2  # a point below all others
 
 
 class _Run:
@@ -391,41 +438,15 @@ class _Run:
         self.slowed = [(r, s) for r, s in enumerate(simulation.slowdown) if s > 0]
         self.free = [0.0] * len(simulation.channels)  # when each channel is
         self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
-        self.served: dict[Link, float] = {}  # when a link has carried all that it was given
+        self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
         self.ready: dict[str, tuple[float, _Call]] = {}  # results that nobody has waited for yet
         self.arriving: list[tuple[float, _Call, int, str]] = []  # gradients to be taken in at the end
         self.communication = 0.0
         self.events: list[Event] = []
-        self._plan_sums()
-
-    def _plan_sums(self) -> None:
-        """Who issues which gradient sum at which point: a rank starts its buckets in their order."""
-        simulation = self.simulation
-        self.sums = gradient_sums(self.program, first_use=simulation.first_use)
-        self.sum_calls = [
-            simulation.call(Exchange("all_reduce", s.size_bytes, s.ranks), "gradient") for s in self.sums
-        ]
-        self.left = [len(s.ranks) for s in self.sums]
-        self.issued = [0.0] * len(self.sums)
-        self.sum_end = [0.0] * len(self.sums)
-        self.issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}  # by point: (sum, ranks)
-        passed = [2 * len(self.program.instructions)] * self.world_size
-        for k, s in enumerate(self.sums):
-            groups = [simulation.points[p.result] for p in s.params]
-            if all(len(g) == 1 and g[0][1] == s.ranks for g in groups):
-                lowest = min(g[0][0] for g in groups)
-                for r in s.ranks:
-                    passed[r] = min(passed[r], lowest)
-            else:
-                for points in groups:
-                    at = {r: point for point, ranks in points for r in ranks}
-                    for r in s.ranks:
-                        passed[r] = min(passed[r], at.get(r, AT_THE_END))
-            by_point: dict[int, list[int]] = {}
-            for r in s.ranks:
-                by_point.setdefault(passed[r], []).append(r)
-            for point, ranks in by_point.items():
-                self.issues.setdefault(point, []).append((k, tuple(ranks)))
+        self.sums = simulation.sums(program)
+        self.left = [len(call.exchange.ranks) for call in self.sums.calls]
+        self.issued = [0.0] * len(self.left)
+        self.sum_end = [0.0] * len(self.left)
 
     def optimizer(self) -> None:
         for rank, seconds in enumerate(self.simulation.sheet.optimizer_s(self.program)):
@@ -467,19 +488,17 @@ class _Run:
         """A collective that the last rank has issued; returns its end."""
         channel, exchange = call.channel, call.exchange
         start = max(issued, self.free[channel])
-        carrying = start
-        active = [
-            (self.carrying[other] - start, links)
-            for other, links in self.simulation.rivals[channel]
-            if self.carrying[other] > start
-        ]
+        carrying = start + call.longest
         served = self.served
         for link, seconds in call.links:
-            shared = sum([min(seconds, rest) for rest, links in active if link in links])
-            carrying = max(carrying, start + seconds + shared)
-            served[link] = max(served.get(link, 0.0), start) + seconds
-            if call.yields:
-                carrying = max(carrying, served[link])
+            before = served[link]
+            served[link] = (before if before > start else start) + seconds
+            if call.yields and served[link] > carrying:
+                carrying = served[link]
+        for other, _ in self.simulation.rivals[channel]:
+            if self.carrying[other] > start:
+                carrying = max(carrying, self.shared(call, start))
+                break
         end = max(start + call.seconds, carrying)
         self.free[channel], self.carrying[channel] = end, carrying
         self.communication += call.seconds
@@ -490,6 +509,21 @@ class _Run:
             what = (name, start, end, exchange.name, exchange.size_bytes)
             self.events += [Event(r, "communication", *what) for r in exchange.ranks]
         return end
+
+    def shared(self, call: _Call, start: float) -> float:
+        """Until when a collective occupies links that others are using."""
+        rivals = [
+            (self.carrying[other] - start, links)
+            for other, links in self.simulation.rivals[call.channel]
+            if self.carrying[other] > start
+        ]
+        return max(
+            [
+                start + seconds + sum(min(seconds, rest) for rest, links in rivals if link in links)
+                for link, seconds in call.links
+            ],
+            default=start,
+        )
 
     def wait(self, end: float, call: _Call) -> None:
         for r in call.exchange.ranks:
@@ -512,7 +546,7 @@ class _Run:
                 if step.taken_in is not None:
                     self.arriving.append((end, step.call, *step.taken_in))
             elif step.point is not None:
-                for k, ranks in self.issues.get(step.point, ()):
+                for k, ranks in self.sums.issues.get(step.point, ()):
                     self.issue(k, ranks)
 
     def work(self, step: _Step, seconds: list[float], work_s: list[tuple[float, ...]]) -> None:
@@ -532,29 +566,27 @@ class _Run:
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """These ranks' part in a gradient sum is there."""
-        call = self.sum_calls[k]
+        call = self.sums.calls[k]
         self.occupy(call, ranks)
         self.issued[k] = max(self.issued[k], max([self.clock[r] for r in ranks]))
         self.left[k] -= len(ranks)
         if not self.left[k]:
-            name = bucket_name([p.result for p in self.sums[k].params]) if self.keep_events else ""
-            self.sum_end[k] = self.communicate(call, name, self.issued[k])
+            self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
 
     def end_of_backward(self, work_s: list[tuple[float, ...]]) -> None:
         """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
-        for k, ranks in self.issues.get(AT_THE_END, ()):
+        for k, ranks in self.sums.issues.get(AT_THE_END, ()):
             self.issue(k, ranks)
         for end, call, work, name in self.arriving:
             self.wait(end, call)
             if work >= 0:
                 for r in call.exchange.ranks:
                     self.compute(r, name, work_s[work][r], "aten.mm")
-        for end, call in zip(self.sum_end, self.sum_calls):
+        for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
         for (_, ranks), channel in self.simulation.channels.items():
             end = self.free[channel]
             if end > 0:
-                crossed = links_of(self.simulation.costs.cluster, ranks)
-                end = max([end, *(self.served.get(link, 0.0) for link in crossed)])
+                end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
             for r in ranks:
                 self.clock[r] = max(self.clock[r], end)
