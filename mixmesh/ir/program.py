@@ -147,7 +147,13 @@ class Program:
         return local_shape(t.value, t.placement, self.ratio(t.ratio), rank)
 
     def participants(self, t: TensorType) -> tuple[int, ...]:
-        return participants(self.ratio(t.ratio), self.world_size)
+        return self._taking_part[t.ratio]
+
+    @cached_property
+    def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
+        """Per ratio, the ranks that take part; by None, everyone."""
+        named = {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
+        return {None: participants(None, self.world_size), **named}
 
     @cached_property
     def graph(self) -> Graph:
