@@ -1,6 +1,6 @@
 """mixmesh bench NAME: a module per command."""
 
-from . import accuracy, coverage, papers, planning
+from . import accuracy, coverage, papers, planning, training
 from .common import app
 
-__all__ = ["accuracy", "app", "coverage", "papers", "planning"]
+__all__ = ["accuracy", "app", "coverage", "papers", "planning", "training"]

@@ -1,0 +1,172 @@
+"""Our plans against the data parallelism of PyTorch, in the testbed: every step is real.
+
+For every case: profile its job on the emulated cluster, plan it by ``auto``, and let the plan take turns
+with the baselines, all in one run. Losses of all are held against the single device's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ..cost import Profile
+from ..errors import InputError
+from ..plan_file import Plan
+from ..planner import make_plan
+from ..runtime.train import endless
+from ..trace import trace
+from . import jobs
+from .measure import call
+from .training_cases import (
+    CASES,
+    CLUSTERS,
+    FULL,
+    Case,
+    Effort,
+    Race,
+    Sweep,
+    cluster_of,
+    padded,
+)
+from .training_results import OURS, PADDED, Measured, RaceResult, Result, SweepResult
+
+WORKER = (sys.executable, "-m", "mixmesh.bench.training_worker")
+Progress = Callable[[str], None]
+
+
+def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
+    """The cases of these names (``vgg``, ``transformer@pair``), jobs or clusters; all without a name."""
+    if not names:
+        return tuple(among)
+    out: list[Case] = []
+    for name in names:
+        found = [c for c in among if name in (str(c), c.name, c.job, c.cluster)]
+        if not found:
+            raise InputError(
+                f"no such case: {name!r}",
+                expected=", ".join(map(str, among)),
+                got=name,
+                hint=f"--only {among[0].name}",
+            )
+        out += found
+    return tuple(dict.fromkeys(out))
+
+
+def run(
+    chosen: Sequence[Case],
+    effort: Effort = FULL,
+    progress: Progress = lambda _: None,
+    keep: Path | None = None,
+) -> Iterator[Result]:
+    """The result of each case as soon as it is measured. Profiles and plans stay in ``keep``."""
+    for case in chosen:
+        with TemporaryDirectory(prefix="mixmesh-training-") as temporary:
+            folder = Path(temporary) if keep is None else keep / str(case)
+            folder.mkdir(parents=True, exist_ok=True)
+
+            def say(text: str, case: Case = case) -> None:
+                progress(f"{case}: {text}")
+
+            measured = race if isinstance(case, Race) else sweep
+            yield measured(case, effort, folder, say)
+
+
+def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
+    found, plans = measure(case, {OURS: case.job}, case.job, effort, folder, say)
+    plan = plans[OURS]
+    return RaceResult(
+        case,
+        found.timing(OURS),
+        tuple(found.timing(name) for name in found.step_s if name != OURS),
+        plan.planner,
+        plan.predicted_step_s,
+        plan.planning_s,
+        plan.program.ratios[0][1],
+        found,
+    )
+
+
+def sweep(case: Sweep, effort: Effort, folder: Path, say: Progress) -> SweepResult:
+    world_size = cluster_of(case).world_size
+    variants = {}
+    for count in case.counts:
+        variants[str(count)] = f"{case.job}:{count}"
+        if padded(count, world_size) != count:
+            variants[f"{count}{PADDED}"] = f"{case.job}:{count}:{padded(count, world_size)}"
+    found, plans = measure(case, variants, "", effort, folder, say)
+    return SweepResult(
+        case,
+        tuple(found.timing(name) for name in variants),
+        {name: plan.predicted_step_s for name, plan in plans.items()},
+        found,
+    )
+
+
+def measure(
+    case: Case,
+    variants: dict[str, str],
+    baselines_of: str,
+    effort: Effort,
+    folder: Path,
+    say: Progress,
+) -> tuple[Measured, dict[str, Plan]]:
+    """Profiles one job, plans one per variant, and times them all beside the baselines of one."""
+    cluster = cluster_of(case)
+    cluster_path = folder / "cluster.toml"
+    cluster_path.write_text(CLUSTERS[case.cluster])
+    profile_path = folder / "profile.json"
+    say(f"profiling {case.profiled}")
+    words = (case.profiled, str(cluster_path), str(profile_path), str(effort.profile_s))
+    call(WORKER, cluster, "profile", *words)
+    profile = Profile.load(profile_path)
+    plans = {}
+    saved = {}
+    for name, job in variants.items():
+        say(f"planning {job}")
+        made = jobs.make(job)
+        plans[name] = make_plan(trace(made.model, made.batch), cluster, profile=profile)
+        path = folder / f"{job.replace(':', '-')}.plan"
+        plans[name].save(path)
+        saved[name] = (job, str(path))
+    turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
+    words = (json.dumps(saved), baselines_of, json.dumps(turns))
+    printed, emulation = call(WORKER, cluster, "times", *words, say=say)
+    found = json.loads(printed)
+    say("the losses of a single device")
+    job_of = {name: variants.get(name, baselines_of) for name in found["losses"]}
+    reference = {job: single_losses(job, effort.checked_steps) for job in dict.fromkeys(job_of.values())}
+    errors = {
+        name: loss_error(losses[: effort.checked_steps], reference[job_of[name]])
+        for name, losses in found["losses"].items()
+    }
+    measured = Measured(
+        {name: tuple(s) for name, s in found["step_s"].items()},
+        errors,
+        min(effort.checked_steps, *map(len, found["losses"].values())),
+        tuple(found.get("samples_per_s", ())),
+        tuple(found.get("proportional", ())),
+        emulation,
+    )
+    return measured, plans
+
+
+def single_losses(job: str, steps: int) -> list[float]:
+    """Of the job's model in this process."""
+    made = jobs.make(job)
+    optimizer = made.optimizer(made.model.parameters())
+    losses = []
+    for _, batch in zip(range(steps), endless(made.data, made.batch)):
+        loss = made.model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest, relative to the reference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))

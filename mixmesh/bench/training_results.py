@@ -1,0 +1,201 @@
+"""What ``mixmesh bench training`` measured, and which of its targets that meets. Seconds are per step."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from .training_cases import AS_FAST, Race, Sweep
+
+OURS = "auto"
+PADDED = " padded"
+LOSS_TOLERANCE = 1e-4  # relative, in float32
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``setting`` of a baseline; seconds of a step on the slowest rank, in each round."""
+
+    name: str
+    setting: str
+    rounds_s: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.rounds_s)
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Taken within each round, so that what slows the machine for a while slows both."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, ours: Timing, other: Timing) -> Speedup:
+        each = [b / a for a, b in zip(ours.rounds_s, other.rounds_s)]
+        return cls(statistics.median(each), min(each), max(each))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of all variants of a case. ``loss_errors`` are relative to the single device, over ``checked_steps``;
+    speeds are samples per second of each rank's forward and backward pass, ``proportional`` the batches that
+    follow from them."""
+
+    step_s: dict[str, tuple[float, ...]]
+    loss_errors: dict[str, float]
+    checked_steps: int
+    samples_per_s: tuple[float, ...]
+    proportional: tuple[int, ...]
+    emulation: str
+
+    def timing(self, variant: str) -> Timing:
+        name, _, setting = variant.partition(", ")
+        return Timing(name, setting, self.step_s[variant])
+
+    @property
+    def losses_agree(self) -> bool:
+        return max(self.loss_errors.values()) <= LOSS_TOLERANCE
+
+    @property
+    def ideal_s(self) -> float:
+        """All devices at their own speed, without communication and optimizer."""
+        return sum(self.proportional) / sum(self.samples_per_s)
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    case: Race
+    ours: Timing
+    baselines: tuple[Timing, ...]  # every setting
+    planner: str
+    predicted_s: float
+    planning_s: float
+    shares: tuple[float, ...]
+    measured: Measured
+
+    @property
+    def better(self) -> tuple[Timing, ...]:
+        """Each baseline with the better of its settings."""
+        names = dict.fromkeys(t.name for t in self.baselines)
+        return tuple(min((t for t in self.baselines if t.name == n), key=lambda t: t.median_s) for n in names)
+
+    @property
+    def best(self) -> Timing:
+        """The baseline that counts."""
+        return min((t for t in self.better if t.name in self.case.against), key=lambda t: t.median_s)
+
+    @property
+    def speedup(self) -> Speedup:
+        return Speedup.of(self.ours, self.best)
+
+    @property
+    def targets(self) -> dict[str, bool]:
+        return {
+            f"{self.case.target:g}x the best baseline": self.speedup.median >= self.case.target,
+            "losses": self.measured.losses_agree,
+        }
+
+    def row(self) -> dict:
+        return {
+            "case": str(self.case),
+            "job": self.case.job,
+            "cluster": self.case.cluster,
+            "speedup": asdict(self.speedup),
+            "best": self.best.name,
+            "target": self.case.target,
+            "targets": self.targets,
+            "planner": self.planner,
+            "step_s": self.ours.median_s,
+            "predicted_s": self.predicted_s,
+            "planning_s": self.planning_s,
+            "ideal_s": self.measured.ideal_s,
+            "shares": self.shares,
+            "baselines": {
+                t.name: {
+                    "setting": t.setting,
+                    "step_s": t.median_s,
+                    "speedup": asdict(Speedup.of(self.ours, t)),
+                    "settings": {o.setting: o.median_s for o in self.baselines if o.name == t.name},
+                }
+                for t in self.better
+            },
+            "measured": asdict(self.measured),
+        }
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    case: Sweep
+    timings: tuple[Timing, ...]
+    predicted_s: dict[str, float]
+    measured: Measured
+
+    @property
+    def ours_s(self) -> dict[int, float]:
+        return {int(t.name): t.median_s for t in self.timings if not t.name.endswith(PADDED)}
+
+    @property
+    def gains(self) -> dict[int, Speedup]:
+        """Over the padded plan, where padding adds anything."""
+        by_name = {t.name: t for t in self.timings}
+        return {
+            int(name): Speedup.of(timing, by_name[name + PADDED])
+            for name, timing in by_name.items()
+            if name + PADDED in by_name
+        }
+
+    @property
+    def largest_bump(self) -> float:
+        """How far a time lies above the mean of its neighbours', as a fraction of that; 0 with fewer than
+        three."""
+        return bump(list(self.ours_s.values()))
+
+    @property
+    def targets(self) -> dict[str, bool]:
+        each = [g.median for g in self.gains.values()]
+        return {
+            f"no bump above {self.case.bump:.0%}": self.largest_bump <= self.case.bump,
+            "never slower than padded": min(each) >= AS_FAST,
+            f"{self.case.gain:g}x the padded plan at best": max(each) >= self.case.gain,
+            "losses": self.measured.losses_agree,
+        }
+
+    def row(self) -> dict:
+        return {
+            "case": str(self.case),
+            "job": self.case.job,
+            "cluster": self.case.cluster,
+            "step_s": self.ours_s,
+            "speedup": {count: asdict(gain) for count, gain in self.gains.items()},
+            "largest_bump": self.largest_bump,
+            "targets": self.targets,
+            "predicted_s": self.predicted_s,
+            "measured": asdict(self.measured),
+        }
+
+
+Result = RaceResult | SweepResult
+
+
+def bump(times_s: Sequence[float]) -> float:
+    above = [b / ((a + c) / 2) - 1 for a, b, c in zip(times_s, times_s[1:], times_s[2:])]
+    return max(0.0, *above) if above else 0.0
+
+
+def report(results: Sequence[Result], command: str) -> dict:
+    """What ``--json`` prints and the file holds."""
+    targets = [met for r in results for met in r.targets.values()]
+    return {
+        "bench": "training",
+        "command": command,
+        "emulation": sorted({r.measured.emulation for r in results}),
+        "losses_agree": all(r.measured.losses_agree for r in results),
+        "targets_met": sum(targets),
+        "targets": len(targets),
+        "cases": [r.row() for r in results],
+    }

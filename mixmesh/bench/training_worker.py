@@ -1,0 +1,101 @@
+"""One rank of ``mixmesh bench training``: profiles a job, or has plans and PyTorch's baselines take turns.
+
+All take turns in one process, so that the comparison holds while the speed of a shared machine drifts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from functools import partial
+
+import torch.distributed as dist
+
+from mixmesh.bench import jobs
+from mixmesh.bench.measure import (
+    COLLECTIVE_TIMEOUT_S,
+    measure_profile,
+    plan_step,
+    print_from_rank_0,
+    slowest,
+)
+from mixmesh.bench.torch_baselines import (
+    BASELINES,
+    Step,
+    batch_size,
+    measured_speeds,
+    parallel_step,
+    single_step,
+)
+from mixmesh.ir import even_ratio
+from mixmesh.plan_file import Plan
+from mixmesh.planner import whole_counts
+from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.testbed import enter_device, leave_device
+
+WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
+
+
+def measure_times(plans: str, baselines_of: str, effort: str) -> None:
+    """``plans`` maps names to a job and the path of its plan; ``baselines_of`` is a job, or empty."""
+    initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)
+    steps: dict[str, Step] = {}
+    about: dict[str, object] = {}
+    if baselines_of:
+        found, about = baseline_steps(baselines_of)
+        steps.update(found)
+    for name, (job, path) in json.loads(plans).items():
+        steps[name] = plan_step(job, Plan.load(path))
+    enter_device()  # all process groups are there, and their threads outside
+    step_s, losses = take_turns(steps, **json.loads(effort))
+    print_from_rank_0({"step_s": step_s, "losses": losses, **about})
+
+
+def baseline_steps(job: str) -> tuple[dict[str, Step], dict[str, object]]:
+    """The steps of every setting of every baseline; what they rest on, for the report."""
+    enter_device()
+    proportional, speeds = measured_speeds(jobs.make(job))
+    leave_device()
+    even = whole_counts(even_ratio(dist.get_world_size()), batch_size(jobs.make(job)))
+    fastest = max(range(len(speeds)), key=speeds.__getitem__)
+    steps = {"single, the fastest device": single_step(jobs.make(job), fastest)}
+    for b in BASELINES:
+        steps[str(b)] = parallel_step(jobs.make(job), b.wrap, proportional if b.proportional else even)
+    return steps, {"samples_per_s": speeds, "proportional": proportional}
+
+
+def take_turns(
+    steps: Mapping[str, Step], rounds: int, turn_s: float, max_steps: int
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Per variant, the seconds of a step in each round, and the losses of all its steps. Collective."""
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+
+    def run(name: str, count: int) -> float:
+        dist.barrier()
+        seconds, made = slowest(steps[name], count)
+        losses[name] += [loss() for loss in made]
+        return seconds
+
+    count = {}
+    for name in steps:
+        say(f"warming up {name}")
+        run(name, WARMUP_STEPS)
+        count[name] = max(1, min(max_steps, round(turn_s / run(name, 1))))
+    step_s: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        for name in steps:
+            if count[name] > 1:
+                run(name, 1)  # what the last variant left in the caches
+            step_s[name].append(run(name, count[name]))
+    return step_s, losses
+
+
+say = partial(print, file=sys.stderr, flush=True)
+
+if __name__ == "__main__":
+    {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,102 @@
+"""mixmesh bench training"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..output import Json, print_json, seconds, table
+from .common import app, command_line, progress_bar, write_rows
+
+if TYPE_CHECKING:
+    from ...bench.training_results import RaceResult, Result, Speedup, SweepResult
+
+
+@app.command()
+def training(
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="NAME", help="Only this case, job or cluster; repeat."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="A case of each kind, and few steps.")] = False,
+    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the results here.")] = Path(
+        "out/bench/training.json"
+    ),
+    keep: Annotated[
+        Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep profiles and plans here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Training steps of our plans against PyTorch's DDP and FSDP on mixed clusters, in the testbed."""
+    from ...bench.training import cases, run
+    from ...bench.training_cases import CASES, FULL, QUICK, SHORT
+    from ...bench.training_results import RaceResult, report
+
+    chosen = cases(only or (), QUICK if quick else CASES)
+    results: list[Result] = []
+    with progress_bar(len(chosen)) as (say, advance):
+        for result in run(chosen, SHORT if quick else FULL, say, keep):
+            results.append(result)
+            advance()
+            if not as_json:
+                print(shown_race(result) if isinstance(result, RaceResult) else shown_sweep(result), "\n")
+                sys.stdout.flush()
+            write_rows(report(results, command_line()), out)  # what there is, if a later case fails
+    made = report(results, command_line())
+    if as_json:
+        print_json(made)
+    else:
+        print(f"{made['targets_met']} of {made['targets']} targets met; written to {out}")
+        if made["emulation"] != ["quota"]:
+            print("warning: without CPU quotas and network limits these times say nothing of a mixed cluster")
+    if not made["losses_agree"]:
+        raise typer.Exit(1)
+
+
+def shown_race(result: RaceResult) -> str:
+    from ...bench.training_results import Speedup
+
+    rows = [
+        (t.name, t.setting, seconds(t.median_s), _speedup(Speedup.of(result.ours, t)))
+        for t in (*result.better, result.ours)
+    ]
+    lines = [
+        f"{result.case}: {result.speedup.median:.2f}x the best baseline ({result.best.name})",
+        table(("", "setting", "a step", "ours is faster by"), rows),
+        f"ours is of planner {result.planner}, predicted {seconds(result.predicted_s)}; "
+        f"all devices without communication {seconds(result.measured.ideal_s)}",
+    ]
+    return "\n".join(lines + _targets(result))
+
+
+def shown_sweep(result: SweepResult) -> str:
+    padded = {t.name: t for t in result.timings}
+    rows = []
+    for count, time_s in result.ours_s.items():
+        gain = result.gains.get(count)
+        other = padded.get(f"{count} padded")
+        rows.append(
+            (str(count), seconds(time_s), seconds(other.median_s) if other else "-", _speedup(gain))
+            if gain and other
+            else (str(count), seconds(time_s), "-", "-")
+        )
+    lines = [
+        f"{result.case}: {result.case.job}, bump of at most {result.largest_bump:.0%}",
+        table((result.case.job, "a step", "padded", "ours is faster by"), rows),
+    ]
+    return "\n".join(lines + _targets(result))
+
+
+def _speedup(value: Speedup) -> str:
+    return f"{value.median:.2f} ({value.least:.2f} - {value.most:.2f})"
+
+
+def _targets(result: Result) -> list[str]:
+    lines = [f"  {'met   ' if met else 'MISSED'}  {target}" for target, met in result.targets.items()]
+    if not result.measured.losses_agree:
+        worst = max(result.measured.loss_errors, key=result.measured.loss_errors.__getitem__)
+        lines.append(f"  the losses of {worst} are off by {result.measured.loss_errors[worst]:.1e}")
+    return lines
