@@ -1,4 +1,4 @@
-"""Baselines as programs of the same language: one device, DDP even and proportional, FSDP, tensor parallel."""
+"""Baselines in the same language: one device, DDP even and proportional, FSDP, tensor parallel."""
 
 from __future__ import annotations
 

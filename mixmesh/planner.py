@@ -31,6 +31,7 @@ from .cost import CostModel, Profile
 from .cost.gaps import gaps
 from .cost.placed import Sheet, exchange_of, is_computation
 from .errors import Infeasible, InputError
+from .factors import best_factors
 from .ir import Graph, Program, Ratio, even_ratio, local_bytes, local_shape, make_ratio, shard_sizes, support
 from .plan_file import Candidate, Plan
 from .ratios import optimal_ratio, usable_bytes, with_ratio
@@ -320,7 +321,22 @@ class Task:
                 break
             ratio = better
         if best is not None:
-            yield self.polish(best)
+            yield self.polish(self.factored(best, ranks))
+
+    def factored(self, proposal: Proposal, ranks: tuple[int, ...]) -> Proposal:
+        """The proposal with those weight gradients computed from gathered factors that are faster so."""
+
+        def judge(program: Program) -> tuple[bool, float]:
+            return self.best_buckets(proposal.planner, program).key
+
+        made = best_factors(proposal.program, self.costs, judge)
+        if made is None:
+            return proposal
+        simulation = self.simulation(made)
+        better = self.ratio(simulation, made, ranks) or proposal.program.ratio_of["r0"]
+        with_better = self.best_buckets(proposal.planner, with_ratio(made, "r0", better), simulation)
+        candidates = (proposal, self.best_buckets(proposal.planner, made, simulation), with_better)
+        return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
 
     def ratio(
         self, simulation: Simulation, program: Program, ranks: tuple[int, ...], headroom: float = HEADROOM

@@ -87,6 +87,8 @@ def stages(
             i = program.instructions[n]
             if n in sheet.work_of and (order == 1 or sheet.flows[n]):
                 open_stage += lines[sheet.work_of[n]]
+                if order == -1 and n in sheet.factor_work_of:
+                    open_stage += lines[sheet.factor_work_of[n]]
             elif i.is_redistribution and sheet.flows[n] and exchange_of(program, i) is not None:
                 close()
     close()

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     (
         {"buckets"},
         {"algorithms"},
+        {"factors"},
         {"ratios"},
         {"synthesis"},
         {"placement"},
