@@ -34,6 +34,8 @@ class Bound:
         self._below: list[list[tuple[Option, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._held: dict[tuple[int, int, int], Vector] = {}
+        self._remaining: list[dict[int, Vector]] = [{} for _ in range(steps.count + 1)]
+        self._ahead: dict[int, list[tuple[int, int, int]]] = {}
         rest = lift(problem.nothing)
         self.roots: list[Vector] = [rest] * (steps.count + 1)
         for step in reversed(range(steps.count)):
@@ -103,15 +105,25 @@ class Bound:
         return self._one[key]
 
     def remaining(self, step: int, packed: int) -> Vector:
-        total = self.roots[step]
-        for n, value in enumerate(self.steps.live[step]):
-            steps = self.children.get(value)
-            if steps:
+        known = self._remaining[step]
+        if packed not in known:
+            total = self.roots[step]
+            for shift, value, children in self._to_come(step):
+                total = _add(total, self.held(value, children, packed >> shift & FULL))
+            known[packed] = total
+        return known[packed]
+
+    def _to_come(self, step: int) -> list[tuple[int, int, int]]:
+        """Live values with how many of the steps whose parent they are come at ``step`` or later; first,
+        where their masks are."""
+        if step not in self._ahead:
+            self._ahead[step] = [
+                (BITS * n, value, children)
+                for n, value in enumerate(self.steps.live[step])
                 # the last ones come first in the list: those before ``step`` are done
-                children = sum(1 for s in steps if s >= step)
-                if children:
-                    total = _add(total, self.held(value, children, packed >> (BITS * n) & FULL))
-        return total
+                if (children := sum(1 for s in self.children.get(value, ()) if s >= step))
+            ]
+        return self._ahead[step]
 
 
 def lift(vector: Vector) -> Vector:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-from .bound import Bound, lift
+from .bound import Bound
 from .problem import Problem, Vector
 from .steps import Move, Steps, Transition, single_code
 
@@ -142,7 +142,8 @@ def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
 def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
     """Cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
     rest = ahead.remaining(state.step, state.masks)
-    done = lift(tuple(map(float.__add__, state.forward, state.backward)))
+    done = list(map(float.__add__, state.forward, state.backward))
+    done.append(sum(done) / len(done))
     return max([t + weight * r for t, r in zip(done, rest)])
 
 
@@ -170,22 +171,33 @@ def successors(steps: Steps, state: State):
 def _keep(kept: dict[int, list[State]], state: State) -> bool:
     """Registers a state unless another holds as much and is not worse for any class."""
     masks = state.masks
+    covered = []  # rivals that hold no more
     for other, rivals in kept.items():
-        if other | masks == other and any(_not_worse(r, state) for r in rivals):
-            return False
-    for other, rivals in kept.items():
-        if other | masks == masks and rivals:
-            beaten = [r for r in rivals if _not_worse(state, r)]
-            for r in beaten:
-                r.dropped = True
-            if beaten:
-                rivals[:] = [r for r in rivals if not r.dropped]
+        union = other | masks
+        if union == other:
+            for r in rivals:
+                if _not_worse(r, state):
+                    return False
+        if union == masks and rivals:
+            covered.append(rivals)
+    for rivals in covered:
+        beaten = [r for r in rivals if _not_worse(state, r)]
+        for r in beaten:
+            r.dropped = True
+        if beaten:
+            rivals[:] = [r for r in rivals if not r.dropped]
     kept.setdefault(masks, []).append(state)
     return True
 
 
 def _not_worse(a: State, b: State) -> bool:
-    return all(map(float.__le__, a.forward, b.forward)) and all(map(float.__le__, a.backward, b.backward))
+    for x, y in zip(a.forward, b.forward):
+        if x > y:
+            return False
+    for x, y in zip(a.backward, b.backward):
+        if x > y:
+            return False
+    return True
 
 
 def cost_s(state: State) -> float:
