@@ -155,6 +155,6 @@ def test_the_head_holds_most_parameters_of_vgg():
 
 @pytest.mark.parametrize("count", range(3, 10))
 def test_padding_keeps_the_capacity(count):
-    alone, more = (jobs.make(t).model.layers[1] for t in (f"experts:{count}", f"experts:{count}:12"))
+    alone, more = (jobs.make(t).model.layers[0] for t in (f"experts:{count}", f"experts:{count}:12"))
     assert (alone.experts, more.experts) == (count, 12) and alone.capacity == more.capacity
     assert padded(count, 4) - 4 < count <= padded(count, 4)

@@ -100,15 +100,15 @@ def bert() -> Job:
 
 
 def experts(count: int, padded: int = 0) -> Job:
-    """A layer of 192 and one of ``count`` experts, two per token; 48 sequences of 48. ``padded`` experts
-    instead, of the same capacity each: what a system does that deals out equally many to every device."""
+    """A layer of 192 with ``count`` experts, two per token; 48 sequences of 48. ``padded`` experts instead,
+    of the same capacity each: what a system does that deals out equally many to every device."""
     torch.manual_seed(0)
     made = padded or count
     seq = 48
     capacity = math.ceil(seq / count * 2.5)
     # half a slot less, which rounding up restores
     mixture = MoeLayer(192, 4, 768, experts=made, seq=seq, factor=(capacity - 0.5) * made / seq)
-    model = LanguageModel([Layer(192, 4, 768), mixture], words=256, seq=seq, width=192)
+    model = LanguageModel([mixture], words=256, seq=seq, width=192)
     return _language(model, samples=48, seq=seq, batches=DATA_BATCHES)
 
 
