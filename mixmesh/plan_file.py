@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import PlanError
-from .ir import Program, parse_program, print_program
+from .ir import Program, Samples, parse_program, print_program, samples_of
 
 FORMAT = 1
 
@@ -28,13 +28,29 @@ class Candidate:
 
 
 @dataclass(frozen=True)
+class MicroBatch:
+    """How one rank takes its share of the batch: ``steps - 1`` times ``micro_batch`` samples, then ``last``.
+    All three are 0 for a rank without samples."""
+
+    micro_batch: int
+    steps: int
+    last: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Samples of every micro-step."""
+        return (self.micro_batch,) * (self.steps - 1) + (self.last,) if self.steps else ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """A program, what it is predicted to cost, and where it comes from.
 
     ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and
     ``graph_fingerprint`` tie the plan to the devices and the model that it was made for. ``timings_s``: the
     steps of planning. ``gap``: by how much, as a share, the program may be dearer than the cheapest under
-    the search's own cost; None where that is not known.
+    the search's own cost; None where that is not known. ``micro_batches``: per rank, how it accumulates
+    gradients within a step; None where everyone takes its share at once.
     """
 
     program: Program
@@ -53,6 +69,7 @@ class Plan:
     cost_source: str = ""
     candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
+    micro_batches: tuple[MicroBatch, ...] | None = None
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -127,6 +144,9 @@ def _header(plan: Plan) -> str:
     if plan.timings_s:
         steps = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in plan.timings_s.items())
         lines.append(f"timings_s = {{ {steps} }}")
+    if plan.micro_batches is not None:
+        rows = ", ".join(f"[{m.micro_batch}, {m.steps}, {m.last}]" for m in plan.micro_batches)
+        lines.append(f"micro_batches = [{rows}]  # per rank: samples, steps, samples of the last step")
     if plan.warnings:
         lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
     for c in plan.candidates:
@@ -158,9 +178,47 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
             gap=None if header.get("gap") is None else float(header["gap"]),
             timings_s={str(k): float(v) for k, v in header.get("timings_s", {}).items()},
             warnings=tuple(header.get("warnings", ())),
+            micro_batches=_micro_batches(header.get("micro_batches")),
             **values,
         )
     except (KeyError, TypeError, ValueError) as err:
         raise PlanError(
             f"the plan's header lacks or spoils {err}", where=where, expected=", ".join(_KEYS)
         ) from None
+
+
+def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
+    if rows is None:
+        return None
+    if any(len(row) != 3 or any(type(n) is not int for n in row) for row in rows):
+        raise ValueError("micro_batches (three whole numbers per rank)")
+    return tuple(MicroBatch(*row) for row in rows)
+
+
+def accumulation(plan: Plan) -> Samples | None:
+    """What the micro-steps of a plan go by; None if nobody takes more than one.
+
+    Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-steps.
+    """
+    if plan.micro_batches is None or all(m.steps <= 1 for m in plan.micro_batches):
+        return None
+    samples = samples_of(plan.program)
+    got = tuple(sum(m.sizes) for m in plan.micro_batches)
+    sound = all(0 <= m.last <= m.micro_batch and m.steps >= 0 for m in plan.micro_batches)
+    if got != samples.counts or not sound:
+        raise PlanError(
+            "the micro-batches are not the ranks' shares of the batch",
+            expected=f"{', '.join(map(str, samples.counts))} samples, none more in the last step",
+            got=", ".join(
+                f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in plan.micro_batches
+            ),
+        )
+    counts = {m.steps for m in plan.micro_batches if m.steps}
+    if samples.meets and len(counts) > 1:
+        raise PlanError(
+            "the ranks meet in every micro-step of this program, so all take as many",
+            expected="one number of steps, of all ranks that take part",
+            got=", ".join(str(m.steps) for m in plan.micro_batches),
+            hint="a number of steps of one's own needs ZeRO stage 0, 1 or 2",
+        )
+    return samples

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..cluster import Cluster
 from ..errors import PlanError
 from ..ir import Graph
-from ..plan_file import Plan
+from ..plan_file import Plan, accumulation
 
 SHOWN = 4
 
@@ -15,7 +15,9 @@ SHOWN = 4
 def check_plan(
     plan: Plan, cluster: Cluster | None = None, graph: Graph | None = None, where: str = ""
 ) -> None:
-    """Raises PlanError, with what differs, if the plan was made for another cluster or another model."""
+    """Raises PlanError, with what differs, if the plan was made for another cluster or another model, or if
+    its micro-batches do not fit its program."""
+    accumulation(plan)
     if cluster is not None:
         _check_cluster(plan, cluster, where)
     if graph is not None:

@@ -12,6 +12,9 @@ from ..ir import Instruction, Program
 from .placed import first_uses, synchronised
 
 BUCKET_CAP_BYTES = 4 * 2**20
+# what is on its way to the ranks that own it, or comes back from them, holds its buffer: the runtime has no
+# more than this under way beside the newest
+IN_FLIGHT_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,15 @@ from .placement import (
 )
 from .printing import print_instruction, print_program
 from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
+from .samples import Samples, micro_step_program, once_program, samples_of
 from .text import parse_program
 from .types import DTYPE_BYTES, TensorType, ValueType, local_bytes, local_shape, participants
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
-    "Replicate", "Shard", "TensorType", "ValueType",
-    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "owned_type",
-    "parse_program", "participants", "print_instruction", "print_program", "redistribution", "refs",
-    "shard_offsets", "shard_sizes", "stage_of", "support",
+    "Replicate", "Samples", "Shard", "TensorType", "ValueType",
+    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "micro_step_program",
+    "once_program", "owned_type", "parse_program", "participants", "print_instruction", "print_program",
+    "redistribution", "refs", "samples_of", "shard_offsets", "shard_sizes", "stage_of", "support",
 ]  # fmt: skip

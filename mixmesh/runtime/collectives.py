@@ -192,9 +192,10 @@ def reduce_scatter(
     dim: int = 0,
     *,
     algorithm: str | None = None,
+    in_place: bool = False,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. Leaves ``x`` as it is."""
+    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. ``in_place`` may overwrite ``x``."""
     mine = _resize(x.shape, dim, sizes[channel.me])
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
@@ -204,7 +205,7 @@ def reduce_scatter(
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
         flat = moved.reshape(-1)
-        flat = flat.clone() if flat.data_ptr() == x.data_ptr() else flat
+        flat = flat.clone() if flat.data_ptr() == x.data_ptr() and not in_place else flat
     else:
         flat = torch.cat([piece.reshape(-1) for piece in moved.split(list(sizes), dim)])
     works, piece = run(channel, flat, counts)

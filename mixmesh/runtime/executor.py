@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import Instruction, Program, Replicate, Shard, print_instruction
+from ..ir import Instruction, Program, Replicate, Shard, owned_type, print_instruction
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .layout import Layout, layout
@@ -25,6 +25,7 @@ from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
 from .sfb import is_sfb, sfb_op, wait_now
+from .window import Window, local_move
 
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
 
@@ -41,8 +42,9 @@ class RankProgram:
     def run(
         self, params: dict[str, Tensor], buffers: dict[str, Tensor], inputs: dict[str, Tensor]
     ) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
-        """Local tensors in; this rank's addend of the loss (None if it has none), new values of buffers,
-        and the tokens that must go into the loss (see ``redistribute``) out."""
+        """Local tensors in, for an owned parameter what awaits it (see ``owned``). Out come this rank's
+        addend of the loss (None if it has none), new values of buffers, and the tokens that must go into
+        the loss (see ``redistribute``)."""
         updated: dict[str, Tensor] = {}
         tokens: list[Tensor] = []
         keep = Keeper()
@@ -81,13 +83,15 @@ def compile_program(
     training: bool = True,
     sink: Sink | None = None,
     recorder: Recorder | None = None,
+    window: Window | None = None,
 ) -> RankProgram:
     """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
 
     ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
-    one the backward pass waits for each. With a ``recorder`` every instruction is measured.
+    one the backward pass waits for each. With a ``recorder`` every instruction is measured. With a
+    ``window`` it runs on that many samples.
     """
-    writer = _Writer(program, rank, comm, device, random, training, sink, recorder)
+    writer = _Writer(program, rank, comm, device, random, training, sink, recorder, window)
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
@@ -100,9 +104,9 @@ def compile_program(
 class _Writer:
     """Writes the source; ``bound`` are the objects that it names."""
 
-    def __init__(self, program, rank, comm, device, random, training, sink, recorder) -> None:
+    def __init__(self, program, rank, comm, device, random, training, sink, recorder, window) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
-        self.training, self.sink, self.recorder = training, sink, recorder
+        self.training, self.sink, self.recorder, self.window = training, sink, recorder, window
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
@@ -170,7 +174,10 @@ class _Writer:
         else:
             where = {"input": "inputs", "param": "params", "buffer": "buffers"}[i.op]
             value = f"{where}[{i.args[0]!r}]"
-        self._line(f"{self._name(i.result)} = {value}", i)
+        if i.op == "param" and owned_type(self.program, i) is not None:
+            self.pending[i.result] = f"{value}.wait()"
+        else:
+            self._line(f"{self._name(i.result)} = {value}", i)
         self.held.add(i.result)
 
     def _constant(self, i: Instruction) -> Tensor:
@@ -189,7 +196,7 @@ class _Writer:
         elif is_sfb(i):
             self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now)
         else:
-            self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random)
+            self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
         used = [(r is not None) for r in i.results]
         if self.recorder is not None and any(used):
             self.bound[f"op{n}"] = self.recorder.timed(i, self.bound[f"op{n}"])
@@ -204,6 +211,14 @@ class _Writer:
         if not how.takes_part:
             return
         (source,) = i.inputs
+        if self.window is not None and source in self.held:
+            move = local_move(self.program, i, self.rank, self.window)
+            if move is not None:
+                if self._takes_part(i):
+                    self.bound[f"move{n}"] = move
+                    self._line(f"{self._name(i.result)}, = move{n}({self._name(source)})", i)
+                    self.held.add(i.result)
+                return
         self.bound[f"move{n}"] = how
         argument = self._name(source) if source in self.held else "None"
         result = self._name(i.result)
@@ -251,11 +266,9 @@ _PASS = {1: lambda x: (x,), 2: lambda x: (x, None)}
 
 def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
     """What ``rank`` holds of a whole tensor: a view, empty if it holds nothing."""
-    if rank not in held.ranks:
-        return whole.new_empty(0)
     if isinstance(held.placement, Shard):
         return whole.narrow(held.dim, *held.piece(rank))
-    return whole
+    return whole if rank in held.ranks else whole.new_empty(0)
 
 
 def _detached(argument: str) -> str:

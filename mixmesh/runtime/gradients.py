@@ -10,92 +10,105 @@ summed already is R; before more is added to it, all ranks but the first drop th
 again. And a rank whose part of the step gave a parameter no gradient contributes zeros.
 
 Gradients that a redistribution brings (the reduce_scatter of a gathered parameter) are handed over as
-handles, and added to their parameters as they arrive.
+handles, and added to their parameters as they arrive. So are those of owned parameters (``owned``): their
+bucket is reduce_scattered to the owners, and the whole gradient is let go of when it leaves.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from ..ir import Program, Replicate
-from .collectives import Handle, all_reduce
+from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
+from ..ir import Program, stage_of
+from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
+from .owned import Group, Owned, counts, cut, pack
 from .sfb import summed_by_sfb
-
-BUCKET_CAP_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters by name whose gradients travel together, between ``ranks``."""
+    """Parameters by name whose gradients travel together, between ``ranks``; to their owners, if those of
+    the bucket are ``owned`` (the name of a ratio)."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
+    owned: str | None = None
+    stage: int = 0
 
 
 def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of a program, in the order in which the backward pass completes them.
+    """The buckets of a program, in the order in which the backward pass completes them (``cost.sums``), one
+    with several kinds of owners or stages divided.
 
-    A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
-    first, up to ``cap_bytes`` each. A bucket holds one dtype and one set of ranks.
+    Raises MixmeshError for a parameter that is used with ``sfb`` and without.
     """
-    first_use: dict[str, int] = {}
-    for n, i in enumerate(program.instructions):
-        for name in i.inputs:
-            first_use.setdefault(name, n)
-    summed = [
-        p
-        for p in program.params
-        if isinstance(p.type.placement, Replicate)
-        and p.result in program.requires_grad
-        and len(program.participants(p.type)) > 1
-        and not summed_by_sfb(program, p.result)
-    ]
-    summed.sort(key=lambda p: -first_use[p.result])
-    groups: dict[tuple, list] = {}
-    filled: dict[tuple, tuple[int, int]] = {}  # per dtype and ranks: (open bucket, bytes in it)
-    for p in summed:
-        kind = (p.type.value.dtype, program.participants(p.type))
-        size = p.type.value.size_bytes
-        number = p.attr("bucket")
-        if number is None:
-            index, held = filled.get(kind, (0, 0))
-            if held and held + size > cap_bytes:
-                index, held = index + 1, 0
-            filled[kind] = (index, held + size)
-            number = -1 - index  # apart from the numbers that the program gives
-        groups.setdefault((number, *kind), []).append(p)
+    for param in program.factored:
+        summed_by_sfb(program, param)
+    found = []
+    for s in gradient_sums(program, cap_bytes):
+        kinds: dict[tuple, list[str]] = {}
+        for p in s.params:
+            owned = p.attr("owned")
+            kinds.setdefault((owned, stage_of(p) if owned else 0), []).append(p.args[0])
+        found += [Bucket(tuple(names), s.ranks, *kind) for kind, names in kinds.items()]
+    return tuple(found)
 
-    def ready(item):
-        # numbered ones in the order of their numbers; the others by when their last gradient is ready
-        (number, *_), members = item
-        return (0, number) if number >= 0 else (1, -min(first_use[p.result] for p in members))
 
-    ordered = sorted(groups.items(), key=ready)
-    return tuple(Bucket(tuple(p.args[0] for p in members), key[2]) for key, members in ordered)
+class Sums(Enum):
+    """What a backward pass sums over ranks."""
+
+    ALL = "all buckets"
+    EVERY_PASS = "those of ZeRO stage 2, which never keeps a whole gradient"
+    NONE = "none: gradients stay addends"
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Gradients taken away from their parameters, and which of them are sums over ranks."""
+
+    gradients: list[tuple[Tensor, Tensor]]
+    summed: set[int]
 
 
 @dataclass
 class _Progress:
-    """Of one backward pass: what is missing per bucket, how far the fixed order has got."""
+    """Of one backward pass: what is missing per bucket, how far the fixed order has got. None stands for a
+    bucket that this pass does not sum."""
 
-    missing: list[set[int]] = field(default_factory=list)  # empty in a pass that sums nothing
+    missing: list[set[int] | None] = field(default_factory=list)
     next: int = 0
     handles: list[Handle] = field(default_factory=list)
-    arriving: deque[tuple[Tensor | None, Handle]] = field(default_factory=deque)
+    arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
 
 
 class GradientReducer:
-    """Hooks on the parameters of this rank that sum their gradients."""
+    """Hooks on the parameters of this rank that sum their gradients.
 
-    def __init__(self, comm: Comm, buckets: Sequence[Bucket], params: dict[str, Tensor]) -> None:
-        self.enabled = True
+    ``params`` are those that are used, by name; of those in ``owned`` the gradients go to owners.
+    ``on_sum`` is called in every pass that sums all."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        buckets: Sequence[Bucket],
+        params: Mapping[str, Tensor],
+        owned: Mapping[str, Owned] | None = None,
+        on_sum: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.sums = Sums.ALL
+        self._rank, self._on_sum = comm.rank, on_sum
+        self._all = list(
+            {id(p): p for p in (*params.values(), *(o.piece for o in (owned or {}).values()))}.values()
+        )
+        self._groups: dict[int, Group] = {}  # by index of the bucket
         self._task = -1
         self._progress = _Progress()
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
@@ -108,7 +121,11 @@ class GradientReducer:
             members = [p for p in members if p.requires_grad and id(p) not in self._first]
             if comm.rank not in bucket.ranks or not members:
                 continue
-            text = f"all_reduce of gradients, bucket {n} ({bucket.names[0]} ...)"
+            if bucket.owned is not None:
+                by_whole = {id(o.whole): o for o in (owned or {}).values()}
+                self._groups[len(self._buckets)] = [by_whole[id(p)] for p in members]
+            kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
+            text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
             self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
             for p in members:
                 self._first[id(p)] = comm.rank == bucket.ranks[0]
@@ -128,13 +145,28 @@ class GradientReducer:
             self._channels = before
 
     @contextmanager
-    def paused(self):
-        """Gradients stay addends: the next backward pass outside sums what has accumulated."""
-        before, self.enabled = self.enabled, False
+    def summing(self, sums: Sums):
+        """Backward passes within it sum no more than that; the next one outside sums what has accumulated."""
+        before = self.sums
+        self.sums = before if before is Sums.NONE else sums
         try:
             yield
         finally:
-            self.enabled = before
+            self.sums = before
+
+    def take(self) -> Taken:
+        """The gradients of this rank, whose parameters have none afterwards."""
+        taken = Taken([(p, p.grad) for p in self._all if p.grad is not None], self._summed)
+        self._summed = set()
+        for p, _ in taken.gradients:
+            p.grad = None
+        return taken
+
+    def put_back(self, taken: Taken) -> None:
+        """The reverse, where nothing has accumulated since."""
+        for p, gradient in taken.gradients:
+            p.grad = gradient
+        self._summed = taken.summed
 
     def begin(self) -> None:
         """Called inside a backward pass, before any gradient of it is ready."""
@@ -146,22 +178,31 @@ class GradientReducer:
             if id(p) in self._summed and p.grad is not None and not self._first[id(p)]:
                 p.grad.zero_()
         self._summed.clear()
-        missing = [{id(p) for p in members} for members in self._buckets]
-        self._progress = _Progress(missing if self.enabled else [])
+        pairs = zip(self._buckets, self._own)
+        self._progress = _Progress([{id(p) for p in m} if self._is_summed(b) else None for m, b in pairs])
+        if self.sums is Sums.ALL:
+            self._on_sum()
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
-    def sink(self, p: Tensor | None, handle: Handle) -> None:
-        """Takes a gradient that is on its way. Those that have arrived meanwhile are added."""
-        arriving = self._progress.arriving
-        arriving.append((p, handle))
-        while arriving and arriving[0][1].is_ready():
-            self._add(*arriving.popleft())
+    def _is_summed(self, bucket: Bucket) -> bool:
+        return self.sums is Sums.ALL or (self.sums is Sums.EVERY_PASS and bucket.stage == 2)
 
-    @staticmethod
-    def _add(p: Tensor | None, handle: Handle) -> None:
-        gradient = handle.wait()
-        if p is not None and gradient is not None:
-            p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+    def sink(self, p: Tensor | None, handle: Handle, size_bytes: int) -> None:
+        """Takes a gradient that is on its way in buffers of ``size_bytes``. Those that have arrived
+        meanwhile are added; where the backward pass is faster than the network, it waits."""
+        self._take(lambda gradient: add(p, gradient), handle, size_bytes)
+
+    def _take(self, deliver: Callable[[Tensor], None], handle: Handle, size_bytes: int) -> None:
+        arriving = self._progress.arriving
+        under_way = sum(size for _, _, size in arriving)
+        arriving.append((deliver, handle, size_bytes))
+        while arriving and (under_way > IN_FLIGHT_BYTES or arriving[0][1].is_ready()):
+            under_way -= arriving[0][2]
+            self._land()
+
+    def _land(self) -> None:
+        deliver, handle, _ = self._progress.arriving.popleft()
+        deliver(handle.wait())
 
     def _members(self) -> Iterable[Tensor]:
         for members in self._buckets:
@@ -171,19 +212,30 @@ class GradientReducer:
         key = id(p)
 
         def ready(_: Tensor) -> None:
-            progress = self._progress
-            if not progress.missing:
-                return
-            progress.missing[index].discard(key)
-            while progress.next < len(progress.missing) and not progress.missing[progress.next]:
-                self._start(progress.next)
-                progress.next += 1
+            missing = self._progress.missing
+            if missing and missing[index]:
+                missing[index].discard(key)
+                self._start_ready()
 
         return ready
+
+    def _start_ready(self, *, all_of_them: bool = False) -> None:
+        """Starts buckets in their order, up to the first that still misses a gradient."""
+        progress = self._progress
+        while progress.next < len(progress.missing):
+            missing = progress.missing[progress.next]
+            if missing and not all_of_them:
+                return
+            if missing is not None:
+                self._start(progress.next)
+            progress.next += 1
 
     def _start(self, index: int) -> None:
         members = self._buckets[index]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        if index in self._groups:
+            self._scatter(index, grads)
+            return
         if len(grads) == 1 and grads[0].is_contiguous():
             flat = grads[0].view(-1)
         else:
@@ -194,14 +246,33 @@ class GradientReducer:
         handle = all_reduce(self._channels[index], flat, in_place=True, async_op=True)
         self._progress.handles.append(handle)
 
+    def _scatter(self, index: int, grads: list[Tensor]) -> None:
+        group, channel, rank = self._groups[index], self._channels[index], self._rank
+        flat = pack(group, grads, channel.ranks)
+        for o in group:
+            o.whole.grad = None
+        size_bytes = flat.nbytes
+        handle = reduce_scatter(channel, flat, counts(group, channel.ranks), in_place=True, async_op=True)
+
+        def deliver(mine: Tensor) -> None:
+            for o, rows in zip(group, cut(group, mine, rank)):
+                if rows.numel():
+                    add(o.piece, rows)
+
+        self._take(deliver, handle, size_bytes)
+
     def _finish(self) -> None:
         progress = self._progress
-        while progress.next < len(progress.missing):
-            self._start(progress.next)
-            progress.next += 1
+        self._start_ready(all_of_them=True)
         while progress.arriving:
-            self._add(*progress.arriving.popleft())
+            self._land()
         for handle in progress.handles:
             handle.wait()
         self._progress = _Progress()
         self._task = -1
+
+
+def add(p: Tensor | None, gradient: Tensor | None) -> None:
+    """Adds to the gradient of a parameter of this rank."""
+    if p is not None and gradient is not None:
+        p.grad = gradient if p.grad is None else p.grad.add_(gradient)

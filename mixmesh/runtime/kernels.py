@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Partial, Program, Shard, shard_offsets, shard_sizes
+from ..ir import Instruction, Partial, Program, Shard, TensorType, shard_offsets, shard_sizes
 from ..rules import LocalCall
 from .random import RandomPolicy
+from .window import Window
 
 LocalOp = Callable[..., tuple[Tensor | None, ...]]
 
@@ -30,10 +31,13 @@ class Site:
     random: RandomPolicy
     local: LocalCall
     plain: Callable[[], LocalOp]
+    window: Window | None = None
 
-    def span(self, name: str) -> tuple[int, int]:
-        """First element and number of elements of this rank's piece of a sharded value."""
-        t = self.program.types[name]
+    def span(self, t: TensorType) -> tuple[int, int]:
+        """First element and number of elements of this rank's piece of a sharded value. In a window, to be
+        asked when the operator runs."""
+        if self.window is not None and self.window.samples.hold(self.instruction):
+            return self.window.start(t), self.window.length(t)
         sizes = shard_sizes(t.value.shape[t.placement.dim], self.program.ratio_of[t.ratio], t.placement.unit)
         return shard_offsets(sizes)[self.rank], sizes[self.rank]
 
@@ -67,16 +71,12 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
     placement = site.local.out_placements[index]
     sharded = isinstance(placement, Shard)
     shape, full_shape = site.local.out_shapes[index], i.types[index].value.shape
-    if sharded:
-        t = i.types[index]
-        sizes = shard_sizes(full_shape[placement.dim], site.program.ratio_of[t.ratio], placement.unit)
-        start, length = shard_offsets(sizes)[site.rank], sizes[site.rank]
 
     def make(draw):
         if sharded and not random.exact:
             return draw(shape, random.generator(operator, site.rank + 1, device))
         whole = draw(full_shape, random.generator(operator, 0, device))
-        return whole.narrow(placement.dim, start, length) if sharded else whole
+        return whole.narrow(placement.dim, *site.span(i.types[index])) if sharded else whole
 
     return make
 
@@ -163,9 +163,8 @@ def mean_loss_kernel(position: int):
 def arange_kernel(site: Site) -> LocalOp | None:
     if not isinstance(site.local.out_placements[0], Shard):
         return None
-    start, length = site.span(site.instruction.result)
     plain = site.plain()
-    return lambda: (plain()[0].narrow(0, start, length),)
+    return lambda: (plain()[0].narrow(0, *site.span(site.instruction.type)),)
 
 
 def squeeze_kernel(site: Site) -> LocalOp:
@@ -177,11 +176,12 @@ def squeeze_kernel(site: Site) -> LocalOp:
 # --- masked look-ups -----------------------------------------------------------------------------------
 
 
-def cut_table(site: Site, dim: int) -> tuple[int, int] | None:
+def cut_table(site: Site, dim: int) -> Callable[[], tuple[int, int]] | None:
     """The span of a table that is cut along the dim looked up in."""
     placement = site.local.in_placements[0]
+    table = site.program.types[site.instruction.inputs[0]]
     if isinstance(placement, Shard) and placement.dim == dim:
-        return site.span(site.instruction.inputs[0])
+        return lambda: site.span(table)
     return None
 
 
@@ -199,7 +199,7 @@ def embedding_kernel(site: Site) -> LocalOp | None:
     padding_idx = site.local.call.arg(2, "padding_idx", -1)
 
     def run(table, ids):
-        local_ids, own = localize_ids(ids, *span)
+        local_ids, own = localize_ids(ids, *span())
         rows = torch.nn.functional.embedding(local_ids, table)
         if padding_idx >= 0:  # the pad row is looked up but takes no gradient
             rows = torch.where((ids == padding_idx).unsqueeze(-1), rows.detach(), rows)
@@ -215,7 +215,7 @@ def gather_kernel(site: Site) -> LocalOp | None:
         return None
 
     def run(table, ids):
-        local_ids, own = localize_ids(ids, *span)
+        local_ids, own = localize_ids(ids, *span())
         return (torch.where(own, table.gather(dim, local_ids), table.new_zeros(())),)
 
     return run
@@ -237,7 +237,7 @@ def index_kernel(site: Site) -> LocalOp | None:
     size, rank = call.inputs[0].shape[dim], len(call.inputs[0].shape)
 
     def run(table, ids):
-        local_ids, own = localize_ids(torch.where(ids < 0, ids + size, ids), *span)
+        local_ids, own = localize_ids(torch.where(ids < 0, ids + size, ids), *span())
         rows = table.index_select(dim, local_ids.reshape(-1))
         rows = torch.where(own.reshape(-1, *[1] * (rank - 1 - dim)), rows, rows.new_zeros(()))
         return (rows.reshape(site.local.out_shapes[0]),)

@@ -13,12 +13,13 @@ from functools import cache
 import torch
 
 from ..errors import UnsupportedOp
-from ..ir import Arg, DType, Instruction, Program, Ref, Shard, map_refs, shard_sizes
+from ..ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
 from ..rules import RULES, LocalCall, call_of
 from ..trace.dtypes import TORCH_DTYPE
 from .empty import empty_op, is_empty
 from .kernels import KERNELS, Site
 from .random import RandomPolicy
+from .window import Window
 
 LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
 
@@ -36,35 +37,45 @@ def aten_op(name: str) -> Callable:
         raise UnsupportedOp(f"this PyTorch has no operator {name}") from None
 
 
-def local_call(program: Program, i: Instruction, rank: int) -> LocalCall:
-    """The call of ``i`` as ``rank`` makes it."""
+def local_call(program: Program, i: Instruction, rank: int, window: Window | None = None) -> LocalCall:
+    """The call of ``i`` as ``rank`` makes it, on all of its samples or those of a window."""
     call = call_of(i, program.types)
     in_types = [program.types[name] for name in i.inputs]
+    holds_samples = window is not None and window.samples.hold(i)
 
-    def shape(value, placement, ratio_name) -> tuple[int, ...]:
+    def shape(t: TensorType) -> tuple[int, ...]:
+        value, placement = t.value, t.placement
         if not isinstance(placement, Shard):
             return value.shape
-        sizes = shard_sizes(value.shape[placement.dim], program.ratio_of[ratio_name], placement.unit)
-        return value.shape[: placement.dim] + (sizes[rank],) + value.shape[placement.dim + 1 :]
+        if holds_samples:
+            size = window.length(t)
+        else:
+            size = shard_sizes(value.shape[placement.dim], program.ratio_of[t.ratio], placement.unit)[rank]
+        return value.shape[: placement.dim] + (size,) + value.shape[placement.dim + 1 :]
 
     return LocalCall(
         call,
         tuple(t.placement for t in in_types),
         tuple(t.placement for t in i.types),
-        tuple(shape(t.value, t.placement, t.ratio) for t in in_types),
-        tuple(shape(t.value, t.placement, t.ratio) for t in i.types),
+        tuple(map(shape, in_types)),
+        tuple(map(shape, i.types)),
     )
 
 
 def local_op(
-    program: Program, i: Instruction, rank: int, device: torch.device, random: RandomPolicy
+    program: Program,
+    i: Instruction,
+    rank: int,
+    device: torch.device,
+    random: RandomPolicy,
+    window: Window | None = None,
 ) -> LocalOp:
     """A function of the local inputs (in the order of ``i.inputs``) that gives the local results."""
-    local = local_call(program, i, rank)
+    local = local_call(program, i, rank, window)
     if is_empty(local):
         return empty_op(local, [TORCH_DTYPE[t.dtype] for t in local.call.outputs], device)
     kernel = KERNELS.get(i.op)
-    site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device))
+    site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device), window)
     made = kernel(site) if kernel else None
     return made or plain_op(i, local, device)
 

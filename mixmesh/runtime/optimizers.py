@@ -62,6 +62,10 @@ def swap_params(
         optimizer.state[new] = {k: _cut(v, stored, rank, new.device) for k, v in state.items()}
 
 
+def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _cut(value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
     if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == stored.shape:
         return stored.piece(value, rank, device)

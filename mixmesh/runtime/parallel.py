@@ -7,27 +7,33 @@ loop runs unchanged under ``torchrun``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import MixmeshError, PlanError
-from ..ir import Program
-from ..timeline import bucket_name
+from ..errors import InputError, MixmeshError, PlanError
+from ..ir import REPLICATE, Program, owned_type, stage_of
+from ..timeline import BUCKET, bucket_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
 from .executor import RankProgram, compile_program
-from .gradients import GradientReducer, assign_buckets
+from .gradients import Bucket, GradientReducer, Sums, assign_buckets
+from .layout import Layout
+from .micro_steps import Earlier, MicroSteps, next_seed
+from .owned import Awaited, Owned, WholeParams
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
 from .shards import Stored, agree, stored_tensors
+from .window import Window
+
+PARAMETERS = "parameters of "  # in place of ``BUCKET``: the gather of what their owners stepped
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,17 @@ class Output:
         raise KeyError(key)
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
+    the tokens, the addend's value, and the gradients of earlier micro-steps."""
+
+    local: Tensor | None
+    tokens: list[Tensor]
+    value: Tensor
+    earlier: Earlier | None = None
+
+
 @dataclass
 class _Runtime:
     """Everything of a ParallelModel that is not a module: kept in one attribute, out of the way of the
@@ -52,8 +69,12 @@ class _Runtime:
     random: RandomPolicy
     stored: dict[str, Stored]  # by every name
     by_param: dict[Tensor, Stored]
-    compiled: dict[bool, RankProgram]  # by training
+    compiled: dict[tuple, RankProgram]  # by training, and the samples of a micro-step
     output_has_loss: bool
+    owned: dict[str, Owned]  # by every name
+    wholes: WholeParams
+    steps: MicroSteps | None  # None: one step
+    seed: Tensor  # of the loss's gradient: the last one
     reducer: GradientReducer | None = None
     recorder: Recorder | None = None
 
@@ -80,6 +101,7 @@ class ParallelModel(nn.Module):
             leaf = name.rpartition(".")[2]
             _owner(self, name).register_buffer(leaf, cut[id(whole)], persistent=name not in transient)
         self.train(model.training)
+        self.register_load_state_dict_post_hook(lambda *_: runtime.wholes.changed())
 
     @property
     def program(self) -> Program:
@@ -96,35 +118,71 @@ class ParallelModel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
         """The loss of the whole batch, on every rank. Inputs are whole batches or this rank's parts."""
-        local, tokens = self._run(args, kwargs)
-        value = self._total(local).wait()
-        loss = self._rooted(value, local, tokens)
+        done = self._run(args, kwargs)
+        loss = self._rooted(self._total(done.value).wait(), done)
         return Output(loss) if self._runtime.output_has_loss else loss
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
         the global loss. Does not wait for other ranks."""
-        local, tokens = self._run(args, kwargs)
-        handle = self._total(local)
-        value = self._zero() if local is None else local.detach().clone()
-        return self._rooted(value, local, tokens), handle
+        done = self._run(args, kwargs)
+        return self._rooted(done.value.clone(), done), self._total(done.value)
 
-    def _run(self, args, kwargs) -> tuple[Tensor | None, list[Tensor]]:
+    def _run(self, args, kwargs) -> _Forward:
         run = self._runtime
+        _check_autocast(run.comm.device)
         tensors = named_tensors(run.program, args, kwargs)
         inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
-        params = dict(self.named_parameters(remove_duplicate=False))
+        params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
+        params.update({name: Awaited(run.wholes, o.name, o.whole) for name, o in run.owned.items()})
         buffers = dict(self.named_buffers(remove_duplicate=False))
         run.random.step += 1
-        local, updated, tokens = self._compiled().run(params, buffers, inputs)
+        run.wholes.start()
+        if run.steps is None:
+            local, updated, tokens = self._compiled().run(params, buffers, inputs)
+            done = _Forward(local, tokens, self._zero() if local is None else local.detach())
+        else:
+            done, updated = self._accumulate(run.steps, params, buffers, inputs)
+        run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
                 buffers[name].copy_(value)
-        return local, tokens
+        return done
 
-    def _compiled(self) -> RankProgram:
+    def _accumulate(self, steps: MicroSteps, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
+        """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
         run = self._runtime
-        if self.training not in run.compiled:
+        if steps.once is not None:
+            with torch.no_grad():
+                _, given, _ = self._compiled(once=True).run(params, buffers, inputs)
+            inputs = {**inputs, **given}
+        learns = torch.is_grad_enabled()
+        before = run.reducer.take() if learns else None
+        value, start = self._zero(), 0
+        for number, size in enumerate(steps.sizes):
+            run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
+            part = steps.cut(inputs, start, size)
+            local, updated, tokens = self._compiled(size).run(params, buffers, part)
+            own = self._zero() if local is None else local.detach()
+            value = value + own
+            start += size
+            if learns and number + 1 < len(steps.sizes):
+                with run.reducer.summing(steps.sums):
+                    self._rooted(own, _Forward(local, tokens, own)).backward(run.seed)
+            del part
+        run.random.micro_step = 0
+        earlier = None
+        if learns:
+            earlier = Earlier(run.reducer.take(), run.seed)
+            run.reducer.put_back(before)
+        return _Forward(local, tokens, value, earlier), updated
+
+    def _compiled(self, size: int | None = None, *, once: bool = False) -> RankProgram:
+        run, steps = self._runtime, self._runtime.steps
+        if steps is not None and size is None and not once:
+            size = steps.sizes[0]
+        key = (self.training, size, once)
+        if key not in run.compiled:
             updates = [i for i in run.program.instructions if i.op == "update"]
             if not self.training and updates:
                 raise MixmeshError(
@@ -132,8 +190,9 @@ class ParallelModel(nn.Module):
                     got=f"an update of {updates[0].args[0]}, and model.training = False",
                     hint="load model.full_state_dict() into the original model and evaluate that",
                 )
-            run.compiled[self.training] = compile_program(
-                run.program,
+            program = run.program if steps is None else steps.once if once else steps.program
+            run.compiled[key] = compile_program(
+                program,
                 run.comm.rank,
                 run.comm,
                 run.comm.device,
@@ -141,30 +200,30 @@ class ParallelModel(nn.Module):
                 training=self.training,
                 sink=run.reducer.sink,
                 recorder=run.recorder,
+                window=None if size is None else Window(steps.samples, size, run.random),
             )
-        return run.compiled[self.training]
+        return run.compiled[key]
 
     def _zero(self) -> Tensor:
         dtype = TORCH_DTYPE[self.program.types[self.program.loss].value.dtype]
         return torch.zeros((), dtype=dtype, device=self.comm.device)
 
-    def _total(self, local: Tensor | None) -> Handle:
-        value = self._zero() if local is None else local.detach()
+    def _total(self, value: Tensor) -> Handle:
         wide = value if value.dtype == torch.float64 else value.float()
         channel = self.comm.channel(self.comm.everyone, "all_reduce of the loss")
         handle = all_reduce(channel, wide, async_op=True)
         return then(lambda total: total.to(value.dtype), handle)
 
-    def _rooted(self, value: Tensor, local: Tensor | None, tokens: list[Tensor]) -> Tensor:
+    def _rooted(self, value: Tensor, done: _Forward) -> Tensor:
         if not torch.is_grad_enabled():
             return value
         anchor = torch.empty(0, device=self.comm.device, requires_grad=True)
-        return _Loss.apply(self._runtime.reducer, value, anchor, local, *tokens)
+        return _Loss.apply(self._runtime, done.earlier, value, anchor, done.local, *done.tokens)
 
     def no_sync(self):
         """Within it, backward passes leave the gradients of replicated parameters unsummed, to be summed
         with those of the next pass outside: for gradient accumulation."""
-        return self._runtime.reducer.paused()
+        return self._runtime.reducer.summing(Sums.NONE)
 
     @contextmanager
     def recorded(self, recorder: Recorder) -> Iterator[None]:
@@ -172,16 +231,22 @@ class ParallelModel(nn.Module):
         run = self._runtime
         before = run.comm, run.compiled, run.recorder
         run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
-        self._compiled()  # not in the first step that is measured
+        for size in set(run.steps.sizes) if run.steps else (None,):
+            self._compiled(size)  # not in the first step that is measured
 
         result_of = {p.args[0]: p.result for p in self.program.params}
 
         def channel_of(channel, bucket, size_bytes):
             name = bucket_name([result_of[param] for param in bucket.names])
-            return recorded(channel, recorder, name, "all_reduce", size_bytes)
+            op = "all_reduce" if bucket.owned is None else "reduce_scatter"
+            return recorded(channel, recorder, name, op, size_bytes)
+
+        def gather_of(channel, group):
+            name = bucket_name([result_of[o.name] for o in group]).replace(BUCKET, PARAMETERS)
+            return recorded(channel, recorder, name, "all_gather", sum(o.whole.nbytes for o in group))
 
         try:
-            with run.reducer.through(channel_of):
+            with run.reducer.through(channel_of), run.wholes.through(gather_of):
                 yield
         finally:
             run.comm, run.compiled, run.recorder = before
@@ -239,20 +304,33 @@ class ParallelModel(nn.Module):
             )
         for name, mine in own.items():
             mine.copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))
+        self._runtime.wholes.changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also of what ``no_sync`` has left of owned parameters, which the optimizer's own
+        ``zero_grad`` does not see."""
+        super().zero_grad(set_to_none)
+        for o in self._runtime.owned.values():
+            o.whole.grad = None
 
 
 class _Loss(torch.autograd.Function):
     """Forward: the value given. Backward: a gradient for this rank's addend, which for a sum is its own."""
 
     @staticmethod
-    def forward(ctx, reducer, value, anchor, local, *tokens):
-        ctx.reducer, ctx.has_local, ctx.num_tokens = reducer, local is not None, len(tokens)
+    def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
+        ctx.runtime, ctx.earlier = runtime, earlier
+        ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
         return value.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.reducer.begin()
-        return None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens
+        runtime = ctx.runtime
+        runtime.reducer.begin()
+        if ctx.earlier is not None:
+            ctx.earlier.deliver(gradient)
+            runtime.seed = next_seed(gradient, runtime.seed)
+        return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens
 
 
 def parallelize(
@@ -264,13 +342,15 @@ def parallelize(
     timeout_s: float = 300.0,
     seed: int = 0,
     random_exact: bool = False,
+    consume: bool = False,
 ) -> tuple[ParallelModel, torch.optim.Optimizer | None]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
     The optimizer object stays the same, its parameters become the shards. All ranks start from rank 0's
     values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are those of the
-    single device. Raises PlanError if the model or the number of processes is not the plan's, InputError
-    for an optimizer that cannot work on shards.
+    single device. With ``consume`` the parameters of ``model`` are emptied as they are cut, so that the
+    whole model is never held beside all the shards. Raises PlanError if the model or the number of
+    processes is not the plan's, InputError for an optimizer that cannot work on shards.
     """
     program = plan if isinstance(plan, Program) else plan.program
     output_has_loss = False if isinstance(plan, Program) else getattr(plan, "output_has_loss", False)
@@ -278,22 +358,74 @@ def parallelize(
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
     comm = Comm.create(program, device=device, timeout_s=timeout_s)
+    steps = MicroSteps.of(plan, comm.rank)
     agree([*model.parameters(), *model.buffers()], comm)
     swapped: dict[Tensor, tuple[Tensor, Stored]] = {}
     params: dict[str, nn.Parameter] = {}
+    owners = _owners(program, model)
+    owned: dict[str, Owned] = {}
     for name, whole in model.named_parameters(remove_duplicate=False):
         if whole not in swapped:
-            piece = stored[name].piece(whole, comm.rank, comm.device)
-            swapped[whole] = (nn.Parameter(piece, requires_grad=whole.requires_grad), stored[name])
+            used_as, stage = owners.get(whole, (stored[name].held, 0))
+            piece = replace(stored[name], held=used_as).piece(whole, comm.rank, comm.device)
+            mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
+            if stage and comm.rank in used_as.ranks:
+                owned[name] = Owned.of(name, mine, stored[name].held, used_as.ranks, comm.rank, stage)
+                mine = owned[name].piece
+            swapped[whole] = (mine, stored[name])
+            if consume:
+                whole.data = whole.new_empty(0)
         params[name] = swapped[whole][0]
+    shown = {id(o.piece): o for o in owned.values()}
+    owned = {name: shown[id(p)] for name, p in params.items() if id(p) in shown}
     by_param = dict(swapped.values())
     random = RandomPolicy(seed, exact=random_exact)
-    runtime = _Runtime(program, comm, random, stored, by_param, {}, output_has_loss)
+    buckets = assign_buckets(program)
+    wholes = WholeParams(comm, _groups(buckets, owned))
+    dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
+    seed_ = torch.ones((), dtype=dtype, device=comm.device)
+    runtime = _Runtime(
+        program, comm, random, stored, by_param, {}, output_has_loss, owned, wholes, steps, seed_
+    )
     parallel = ParallelModel(runtime, model, params)
-    runtime.reducer = GradientReducer(comm, assign_buckets(program), params)
+    used = {name: owned[name].whole if name in owned else p for name, p in params.items()}
+    runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed)
     if optimizer is not None:
         optimizers.swap_params(optimizer, swapped, comm.rank)
+        if owned:
+            optimizer.register_step_post_hook(lambda o, *_: wholes.start(optimizers.params_of(o)))
     return parallel, optimizer
+
+
+def _check_autocast(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "the model runs under autocast, which the program knows nothing of",
+            expected="the casts within the model, where they are traced and planned",
+            got=f"torch.autocast({device.type!r}) around the call of the model",
+            hint=f"in the model's forward: with torch.autocast({device.type!r}, torch.bfloat16): ...",
+        )
+
+
+def _owners(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, int]]:
+    """Of owned parameters: who uses them, and the stage."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        params[i.args[0]]: (Layout(REPLICATE, program.participants(i.type)), stage_of(i))
+        for i in program.params
+        if owned_type(program, i) is not None
+    }
+
+
+def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> list[list[Owned]]:
+    """What is gathered together, in the order of first use: the buckets of owned parameters, from the last
+    that the backward pass completes."""
+    groups = []
+    for bucket in reversed(buckets):
+        members = list({id(owned[n]): owned[n] for n in bucket.names if n in owned}.values())
+        if members:
+            groups.append(members)
+    return groups
 
 
 def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

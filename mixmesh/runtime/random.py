@@ -4,6 +4,9 @@ A replicated tensor draws the same numbers on all ranks. A sharded one draws its
 rank j's shard is seeded with the shard's position, so no two ranks repeat each other. In ``exact`` mode
 a shard instead draws the numbers of the whole tensor and keeps its piece, which makes a sharded run
 equal to the single device number for number, at the cost of drawing everything everywhere.
+
+Micro-steps draw as so many smaller shards: each from a generator of its own, or in exact mode its piece of
+the numbers of the whole step. What is replicated is the same in all micro-steps of a step.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ import torch
 
 
 class RandomPolicy:
-    """Seeds for the random operators of one program: a function of (seed, step, operator, shard)."""
+    """Seeds for the random operators of one program: a function of (seed, step, operator, shard) and of the
+    micro-step, whose first sample of the batch is ``first_sample``."""
 
     def __init__(self, seed: int = 0, *, exact: bool = False) -> None:
         self.seed = seed
         self.exact = exact
         self.step = 0
+        self.micro_step = 0
+        self.first_sample = 0
 
     def generator(self, operator: int, shard: int, device: torch.device) -> torch.Generator:
         """The generator of the ``operator``-th random op at this step; ``shard`` is 0 if replicated."""
         mixed = self.seed
-        for part in (self.step, operator, shard):
+        # the first micro-step draws as a step without further ones
+        later = (self.micro_step,) if shard and self.micro_step else ()
+        for part in (self.step, operator, shard, *later):
             # splitmix64's finaliser: neighbouring counters give unrelated seeds
             mixed = (mixed ^ part) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
             mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF

@@ -17,6 +17,7 @@ parameter when it has arrived.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -146,8 +147,9 @@ class Redistribution:
         raise AssertionError(step.kind)
 
 
-# adds a gradient to a parameter once the handle has it; the parameter is None on a rank without a share
-Sink = Callable[[Tensor | None, Handle], None]
+# adds a gradient to a parameter once the handle has it, whose buffers have so many bytes; the parameter is
+# None on a rank without a share
+Sink = Callable[[Tensor | None, Handle, int], None]
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class _Redistribute(torch.autograd.Function):
         handle = ctx.how.backward(gradient)
         if ctx.sink is None:
             return None, handle.wait(), None, None, None
-        ctx.sink(ctx.parameter, handle)
+        ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
         return None, None, None, None, None
 
 

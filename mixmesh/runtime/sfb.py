@@ -88,9 +88,10 @@ class _Sfb(torch.autograd.Function):
         whole_gy = all_gather(ctx.channel, gy, sizes, ctx.held.dim, async_op=True)
         if weight.requires_grad:
             whole_x = all_gather(ctx.channel, x, sizes, ctx.held.dim, async_op=True)
-            ctx.sink(weight, then(_weight_gradient, whole_gy, whole_x))
+            gathered = sum(sizes) * (gy.nbytes + x.nbytes) // max(ctx.held.sizes[ctx.channel.comm.rank], 1)
+            ctx.sink(weight, then(_weight_gradient, whole_gy, whole_x), gathered)
         if bias is not None and bias.requires_grad:
-            ctx.sink(bias, then(lambda g: g.flatten(0, -2).sum(0), whole_gy))
+            ctx.sink(bias, then(lambda g: g.flatten(0, -2).sum(0), whole_gy), 0)
         gx = gy @ weight.detach() if ctx.needs_input_grad[1] else None
         return None, gx, None, None, None, None
 
@@ -99,7 +100,7 @@ def _weight_gradient(gy: Tensor, x: Tensor) -> Tensor:
     return gy.flatten(0, -2).T @ x.flatten(0, -2)
 
 
-def wait_now(p: Tensor | None, handle: Handle) -> None:
+def wait_now(p: Tensor | None, handle: Handle, size_bytes: int = 0) -> None:
     """A sink for callers without a reducer."""
     gradient = handle.wait()
     if p is not None and gradient is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..ir import REPLICATE, Instruction, Program, Shard
+from ..ir import REPLICATE, Instruction, Program, Shard, owned_type
 from ..trace.dtypes import DTYPE_NAME
 from .collectives import broadcast
 from .comm import Comm
@@ -59,13 +59,17 @@ class Stored:
 
 
 def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
-    """Every parameter and buffer of a model by every name it has. What the program does not use is whole
-    everywhere. Raises PlanError, naming the first differences, if the model is not the program's."""
+    """Every parameter and buffer of a model by every name it has. An owned parameter is stored as its owners
+    hold it, what the program does not use is whole everywhere.
+
+    Raises PlanError, naming the first differences, if the model is not the program's."""
     params = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
     check_model(program, params, buffers)
     by_tensor = {
-        id((params if i.op == "param" else buffers)[i.args[0]]): layout(program, i.type)
+        id((params if i.op == "param" else buffers)[i.args[0]]): layout(
+            program, owned_type(program, i) or i.type
+        )
         for i in program.instructions
         if i.op in ("param", "buffer")
     }
@@ -109,7 +113,9 @@ def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]
                 f"requires_grad={tensor.requires_grad}",
             )
         other = seen.setdefault(id(tensor), i)
-        if other.type.placements != i.type.placements or other.type.ratio != i.type.ratio:
+        if (other.type.placements, other.type.ratio, other.attr("owned")) != (
+            i.type.placements, i.type.ratio, i.attr("owned")
+        ):  # fmt: skip
             yield (
                 f"{name} apart from {other.args[0]}",
                 f"one tensor under both names, {other.type} and {i.type}",

@@ -1,0 +1,185 @@
+"""Which values of a program hold samples, so that a rank can run it on a few of its samples at a time.
+
+A program is traced at the shape of the whole batch, and its constants (the divisor of a mean) are right for
+that. On some of a rank's samples it gives some of the rank's addends of the loss, and the addends of all
+micro-steps add up to the rank's own. Three things have to be seen to:
+
+- what is summed over the samples of all ranks and depends on inputs only (how many labels count) is worked
+  out once per step and *given* to every micro-step;
+- what a replicated value adds to a sum (a penalty on the parameters) counts in the first micro-step only;
+- what is summed over samples and depends on parameters (the statistics of batch norm) does not exist
+  before all samples are through: such a program cannot run in micro-steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..errors import PlanError
+from .graph import Ref
+from .placement import Partial, Replicate, Shard, shard_sizes
+from .printing import print_instruction
+from .program import Instruction, Program
+
+LOCAL = ("local_slice", "as_partial", "pad_partial")
+RANDOM = (
+    "dropout",
+    "bernoulli",
+    "rand",
+    "multinomial",
+    "normal",
+    "uniform",
+    "exponential",
+    "rrelu_with_noise",
+)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """``values`` hold samples: shards cut between them, and addends of sums over them. ``given`` are computed
+    once per step. ``meets``: a micro-step has collectives, so all ranks go through as many.
+
+    ``counts`` is samples per rank.
+    """
+
+    batch_size: int
+    counts: tuple[int, ...]
+    values: frozenset[str]
+    given: tuple[str, ...]
+    meets: bool
+
+    def hold(self, i: Instruction) -> bool:
+        """Whether what an instruction cuts is cut between samples: an operator cuts along one factor."""
+        return any(name in self.values for name in (*i.inputs, *i.results))
+
+
+def samples_of(program: Program) -> Samples:
+    """Raises PlanError, with the instruction and the user's line, for a program that cannot run in
+    micro-steps."""
+    fixed = _decided_by_inputs(program)
+    seeds, values = _cut_between_samples(program, fixed)
+    if not seeds:
+        raise PlanError(
+            "no input is cut between ranks, so there are no samples to take in micro-steps",
+            expected="an input held as S(0)",
+            hint="plan without accumulation",
+        )
+    first = min(seeds, key=lambda name: program.types[name].value.shape[0])
+    batch_size = program.types[first].value.shape[0]
+    counts = shard_sizes(batch_size, program.ratio(program.types[first].ratio))
+    given: list[str] = []
+    meets = False
+    for i in program.instructions:
+        if i.attrs and i.attr("sfb", False):
+            raise _refusal(i, "gathers the factors of all ranks' samples (sfb)")
+        if i.is_redistribution:
+            (source,) = i.inputs
+            local = _is_local(program, i)
+            if source in values and not local:
+                if i.result not in fixed:
+                    raise _refusal(i, "needs the samples of all micro-steps, and depends on parameters")
+                given.append(i.result)
+            elif source in values:
+                values.add(i.result)
+            else:
+                meets = meets or not local
+        elif any(name in values for name in i.inputs):
+            cut = (r for r, t in zip(i.results, i.types) if not isinstance(t.placement, Replicate))
+            values.update(r for r in cut if r is not None)
+        _check_cut(program, i, values, batch_size, counts)
+    if program.loss not in values:
+        raise _refusal(program.producers[program.loss], "is a loss that is no sum over samples")
+    return Samples(batch_size, counts, frozenset(values), tuple(given), meets)
+
+
+def micro_step_program(program: Program, samples: Samples) -> Program:
+    """What runs in every micro-step: what is given is an input of the name ``%value``."""
+    instructions = [
+        Instruction(i.results, i.types, "input", (f"%{i.result}",), location=i.location)
+        if any(r in samples.given for r in i.results)
+        else i
+        for i in program.instructions
+    ]
+    return replace(program, instructions=_needed(instructions, {program.loss}, updates=True))
+
+
+def once_program(program: Program, samples: Samples) -> Program | None:
+    """What runs once per step: it updates ``%value`` to what is given. None if nothing is."""
+    if not samples.given:
+        return None
+    instructions = _needed(program.instructions, set(samples.given), updates=False)
+    updates = tuple(Instruction((), (), "update", (f"%{name}", Ref(name))) for name in samples.given)
+    return replace(program, instructions=instructions + updates, loss=samples.given[-1])
+
+
+def _needed(instructions, wanted: set[str], *, updates: bool) -> tuple[Instruction, ...]:
+    kept = []
+    for i in reversed(instructions):
+        if (i.op == "update" and updates) or any(r in wanted for r in i.results):
+            kept.append(i)
+            wanted.update(i.inputs)
+    return tuple(reversed(kept))
+
+
+def _decided_by_inputs(program: Program) -> frozenset[str]:
+    """Values that neither a parameter nor a random number has part in."""
+    open_: set[str] = set()
+    for i in program.instructions:
+        random = i.op.startswith("aten.") and any(word in i.op for word in RANDOM)
+        if i.op == "param" or random or any(name in open_ for name in i.inputs):
+            open_.update(r for r in i.results if r is not None)
+    return frozenset(program.types) - open_
+
+
+def _cut_between_samples(program: Program, fixed: frozenset[str]) -> tuple[list[str], set[str]]:
+    """Shards of inputs, and all shards that an operator ties to one, since it cuts along one factor."""
+    tied: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while tied.get(name, name) != name:
+            name = tied[name]
+        return name
+
+    def is_cut(name: str | None) -> bool:
+        return name is not None and isinstance(program.types[name].placement, Shard)
+
+    from_inputs: set[str] = set()
+    seeds: list[str] = []
+    for i in program.instructions:
+        if i.op == "input" or any(name in from_inputs for name in i.inputs):
+            from_inputs.update(r for r in i.results if r is not None)
+        cut = [name for name in (*i.inputs, *i.results) if is_cut(name)]
+        if i.op == "input" or i.is_redistribution:
+            if is_cut(i.result) and i.result in from_inputs and i.result in fixed:
+                seeds.append(i.result)
+        elif not i.is_leaf:
+            for name in cut[1:]:
+                tied[root(name)] = root(cut[0])
+    roots = {root(name) for name in seeds}
+    leading = [name for name in seeds if program.types[name].placement.dim == 0]
+    return leading, {name for name in program.types if is_cut(name) and root(name) in roots}
+
+
+def _is_local(program: Program, i: Instruction) -> bool:
+    held = program.participants(program.types[i.inputs[0]])
+    return i.op in LOCAL and set(program.participants(i.type)) <= set(held)
+
+
+def _check_cut(program: Program, i: Instruction, values: set[str], batch_size: int, counts) -> None:
+    for name, t in zip(i.results, i.types):
+        if name not in values or isinstance(t.placement, Partial):
+            continue
+        size = t.value.shape[t.placement.dim]
+        sizes = shard_sizes(size, program.ratio(t.ratio), t.placement.unit)
+        each = size // batch_size
+        if size % batch_size or sizes != tuple(n * each for n in counts):
+            raise _refusal(i, f"is not cut between samples: {', '.join(map(str, sizes))} of {size}")
+
+
+def _refusal(i: Instruction, why: str) -> PlanError:
+    return PlanError(
+        f"micro-steps cannot run this program: {i.op} {why}",
+        where=f"{print_instruction(i)}  {i.location}".rstrip(),
+        expected="data parallelism, and no value of the whole batch that depends on parameters",
+        hint="plan without accumulation; of batch norm, take group norm",
+    )

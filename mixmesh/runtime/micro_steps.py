@@ -1,0 +1,109 @@
+"""Accumulation within a step: a rank's samples in several micro-steps, one sum of gradients at the end.
+
+The forward call runs all micro-steps, and the backward passes of all but the last; ``backward`` of the loss
+that it returns runs that of the last one and sums the gradients, so the user's loop stays as it is. Since
+``backward`` may come with another gradient than 1 (a loss that is divided, or scaled against underflow),
+the earlier passes start from the gradient of the step before, and what they gave is scaled by the quotient.
+
+Ranks take as many micro-steps as each likes where only gradients of replicated parameters are summed. Where
+they meet in every micro-step (gathers of ZeRO stage 3) all take as many, those without samples too. Stage 2
+sums in every micro-step if all take as many, and otherwise once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import MixmeshError
+from ..ir import (
+    Program,
+    Samples,
+    Shard,
+    micro_step_program,
+    once_program,
+    owned_type,
+    shard_offsets,
+    stage_of,
+)
+from ..plan_file import Plan, accumulation
+from .gradients import Sums, Taken, add
+
+
+@dataclass(frozen=True)
+class MicroSteps:
+    """This rank's: ``sizes`` in samples, from ``first_sample`` of the batch on. ``once`` runs before them,
+    ``program`` in each. ``sums`` is what the passes before the last sum."""
+
+    samples: Samples
+    program: Program
+    once: Program | None
+    sizes: tuple[int, ...]
+    first_sample: int
+    sums: Sums
+
+    @classmethod
+    def of(cls, plan: Plan | Program, rank: int) -> MicroSteps | None:
+        """Raises PlanError as ``accumulation`` does."""
+        samples = None if isinstance(plan, Program) else accumulation(plan)
+        if samples is None:
+            return None
+        program = plan.program
+        taken = {m.steps for m in plan.micro_batches if m.steps}
+        scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
+        together = samples.meets or (scattered and len(taken) == 1)
+        sizes = plan.micro_batches[rank].sizes
+        if together:
+            sizes = sizes or (0,) * max(taken)
+        else:
+            sizes = tuple(n for n in sizes if n) or (0,)
+        return cls(
+            samples,
+            micro_step_program(program, samples),
+            once_program(program, samples),
+            sizes,
+            shard_offsets(samples.counts)[rank],
+            Sums.EVERY_PASS if together and scattered else Sums.NONE,
+        )
+
+    def cut(self, inputs: Mapping[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
+        """Of this rank's inputs the samples of one micro-step."""
+        out = dict(inputs)
+        for i in self.program.instructions:
+            if i.op == "input" and i.args[0] in out and isinstance(i.type.placement, Shard):
+                if i.result in self.samples.values:
+                    dim = i.type.placement.dim
+                    each = i.type.value.shape[dim] // self.samples.batch_size
+                    out[i.args[0]] = out[i.args[0]].narrow(dim, start * each, size * each)
+        return out
+
+
+class Earlier:
+    """The gradients of all micro-steps but the last, waiting for its backward pass."""
+
+    def __init__(self, taken: Taken, seed: Tensor) -> None:
+        self._taken: Taken | None = taken
+        self._seed = seed
+
+    @torch.no_grad()
+    def deliver(self, gradient: Tensor) -> None:
+        if self._taken is None:
+            raise MixmeshError(
+                "the loss of a step in micro-steps has one backward pass",
+                expected="no retain_graph=True and no second backward",
+                hint="call the model again, or plan without accumulation",
+            )
+        taken, self._taken = self._taken, None
+        factor = gradient / self._seed
+        scaled = factor.device.type != "cpu" or factor.item() != 1
+        for p, g in taken.gradients:
+            add(p, g.mul_(factor) if scaled else g)
+
+
+@torch.no_grad()
+def next_seed(gradient: Tensor, before: Tensor) -> Tensor:
+    """What the next step's earlier passes start from: this gradient, if one can divide by it."""
+    return torch.where(torch.isfinite(gradient) & (gradient != 0), gradient, before)

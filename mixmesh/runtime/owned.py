@@ -1,0 +1,161 @@
+"""Owned parameters (ZeRO-1/2): held whole for use, stepped and kept track of by their owners' rows only.
+
+The whole parameter is a working copy, and this rank's rows of it are the parameter that the model and the
+optimizer show: both are one memory. Gradients travel as one flat buffer per bucket, ordered by owner, so
+that one reduce_scatter brings every owner its rows of all members (``gradients``). After the optimizer's
+step one all_gather per bucket brings everybody's rows back, in the order of first use; it is awaited where
+the next forward pass uses one of its parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..cost.sums import IN_FLIGHT_BYTES
+from .collectives import Handle, all_gather
+from .comm import Channel, Comm
+from .layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """One parameter: ``piece`` is this rank's rows of ``whole``, in the same memory. ``held`` is how all
+    pieces are held, ``ranks`` are those with a working copy."""
+
+    name: str
+    whole: nn.Parameter
+    piece: nn.Parameter
+    held: Layout
+    ranks: tuple[int, ...]
+    stage: int
+
+    @classmethod
+    def of(cls, name: str, whole: nn.Parameter, held: Layout, ranks: tuple[int, ...], rank: int, stage: int):
+        rows = whole.detach().narrow(0, *held.piece(rank))
+        return cls(name, whole, nn.Parameter(rows), held, ranks, stage)
+
+    def count(self, rank: int) -> int:
+        """Elements that ``rank`` owns."""
+        return self.held.sizes[rank] * math.prod(self.whole.shape[1:])
+
+    def rows(self, x: Tensor, rank: int) -> Tensor:
+        """A rank's rows of a tensor of the whole shape: a view."""
+        return x.narrow(0, *self.held.piece(rank))
+
+
+Group = Sequence[Owned]
+
+
+def counts(group: Group, ranks: tuple[int, ...]) -> list[int]:
+    """Elements per rank in the buffer of a group."""
+    return [sum(o.count(rank) for o in group) for rank in ranks]
+
+
+def pack(group: Group, wholes: Sequence[Tensor], ranks: tuple[int, ...]) -> Tensor:
+    """Whole tensors of a group as one flat buffer, ordered by owner. May be a view of a single one."""
+    if len(group) == 1 and wholes[0].is_contiguous():
+        return wholes[0].view(-1)
+    return torch.cat([o.rows(x, rank).reshape(-1) for rank in ranks for o, x in zip(group, wholes)])
+
+
+def cut(group: Group, flat: Tensor, rank: int) -> list[Tensor]:
+    """A rank's part of that buffer as its rows of every member."""
+    pieces = flat.split([o.count(rank) for o in group])
+    return [p.view(o.held.shape(tuple(o.whole.shape), rank)) for o, p in zip(group, pieces)]
+
+
+class WholeParams:
+    """The working copies of this rank, and the gathers that keep them up to date.
+
+    Every rank starts the gathers in the same order, no more of them at a time than ``IN_FLIGHT_BYTES``.
+    """
+
+    def __init__(self, comm: Comm, groups: Sequence[Group]) -> None:
+        self._comm = comm
+        self._groups = list(groups)
+        self._index = {o.name: n for n, group in enumerate(self._groups) for o in group}
+        self._channels = [
+            comm.channel(group[0].ranks, f"all_gather of parameters ({group[0].name} ...)", "gradient")
+            for group in self._groups
+        ]
+        self._stale: deque[int] = deque()  # not started, in order
+        self._flying: dict[int, Handle] = {}
+
+    @contextmanager
+    def through(self, channel_of: Callable[[Channel, Group], Channel]):
+        """Within it, every gather goes through ``channel_of`` its channel and group."""
+        before = self._channels
+        self._channels = [channel_of(*of) for of in zip(before, self._groups)]
+        try:
+            yield
+        finally:
+            self._channels = before
+
+    def changed(self) -> None:
+        """Owners have changed their rows, or are about to: what others hold of them is out of date."""
+        self.finish()
+        self._stale.extend(range(len(self._groups)))
+
+    def start(self, stepped: Collection[Tensor] | None = None) -> None:
+        """Begins to gather what is out of date, if the optimizer that stepped had all of it."""
+        if stepped is not None:
+            known = {id(p) for p in stepped}
+            if not all(id(o.piece) in known for group in self._groups for o in group):
+                return
+        while self._stale and self._bytes_under_way() < IN_FLIGHT_BYTES:
+            self._start(self._stale.popleft())
+
+    def wait(self, name: str) -> None:
+        """The working copy of parameter ``name`` is up to date after this."""
+        index = self._index[name]
+        while index in self._stale:
+            if self._bytes_under_way() >= IN_FLIGHT_BYTES:
+                self._land(next(iter(self._flying)))
+            self._start(self._stale.popleft())
+        if index in self._flying:
+            self._land(index)
+            self.start()
+
+    def finish(self) -> None:
+        """All are up to date. A rank without samples uses none of them, but others wait for its rows."""
+        while self._stale or self._flying:
+            self.start()
+            self._land(next(iter(self._flying)))
+
+    def _bytes_under_way(self) -> int:
+        return sum(o.whole.nbytes for index in self._flying for o in self._groups[index])
+
+    @torch.no_grad()
+    def _start(self, index: int) -> None:
+        group, channel = self._groups[index], self._channels[index]
+        mine = torch.cat([o.piece.reshape(-1) for o in group])
+        self._flying[index] = all_gather(channel, mine, counts(group, channel.ranks), async_op=True)
+
+    @torch.no_grad()
+    def _land(self, index: int) -> None:
+        group, ranks = self._groups[index], self._channels[index].ranks
+        flat = self._flying.pop(index).wait()
+        for rank, part in zip(ranks, flat.split(counts(group, ranks))):
+            if rank != self._comm.rank:
+                for o, rows in zip(group, cut(group, part, rank)):
+                    o.rows(o.whole, rank).copy_(rows)
+
+
+@dataclass(frozen=True, eq=False)
+class Awaited:
+    """A working copy as the executor takes it: awaited at its first use."""
+
+    wholes: WholeParams
+    name: str
+    whole: nn.Parameter
+
+    def wait(self) -> Tensor:
+        self.wholes.wait(self.name)
+        return self.whole

@@ -1,0 +1,54 @@
+"""A micro-step's view of a program: the local sizes and offsets of what holds samples.
+
+A program is compiled once per number of samples; where in the batch they are is looked up when it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..ir import Instruction, Program, Samples, TensorType
+from .random import RandomPolicy
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """``size`` samples of a rank, of which ``place`` says at run time where they begin."""
+
+    samples: Samples
+    size: int
+    place: RandomPolicy
+
+    def length(self, t: TensorType) -> int:
+        """Elements along the dim that is cut."""
+        return t.value.shape[t.placement.dim] // self.samples.batch_size * self.size
+
+    def start(self, t: TensorType) -> int:
+        """The first of them in the whole tensor."""
+        return t.value.shape[t.placement.dim] // self.samples.batch_size * self.place.first_sample
+
+
+def local_move(program: Program, i: Instruction, rank: int, window: Window) -> Callable | None:
+    """A redistribution that moves nothing, as this window sees it; None for one that is as ever."""
+    source = program.types[i.inputs[0]]
+    if i.op == "local_slice" and i.result in window.samples.values:
+        dim = i.type.placement.dim
+        return lambda x: (x.narrow(dim, window.start(i.type), window.length(i.type)),)
+    if i.op == "pad_partial" and i.inputs[0] in window.samples.values:
+        dim, shape = source.placement.dim, source.value.shape
+
+        def pad(x: Tensor):
+            offset = window.start(source)
+            behind = shape[dim] - offset - window.length(source)
+            return (torch.nn.functional.pad(x, (0, 0) * (len(shape) - 1 - dim) + (offset, behind)),)
+
+        return pad
+    if i.op == "as_partial" and i.inputs[0] not in window.samples.values:
+        keeper = min({*program.participants(source)} & {*program.participants(i.type)})
+        # an addend of the step and not of a micro-step: it counts once
+        return lambda x: (x if rank == keeper and window.place.micro_step == 0 else torch.zeros_like(x),)
+    return None
