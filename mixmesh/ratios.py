@@ -8,12 +8,12 @@ times ``T_s`` and costs affine in the share,
 
     minimise    sum_s w_s T_s
     subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, class j    [stage_rows]
-                m_j + d_j r_j <= M_j                      for every class j             [memory_rows]
+                m_jt + d_jt r_j <= M_j                    for every class j, moment t   [memory_rows]
                 sum_j n_j r_j = 1                                                       [balance_row]
                 r_j >= 0, T_s >= 0
 
 ``a_ij`` is the fixed cost of instruction i on rank j (launches, replicated work, the optimizer step over
-replicated parameters), ``b_ij`` what its whole sharded work costs, ``m_j`` replicated bytes and ``d_j``
+replicated parameters), ``b_ij`` what its whole sharded work costs, ``m_jt`` replicated bytes and ``d_jt``
 sharded bytes. Communication does not depend on the shares here and is left out. HiGHS solves it.
 """
 
@@ -26,7 +26,7 @@ import highspy
 import numpy as np
 
 from .cost import CostModel
-from .cost.memory import held_by_cut
+from .cost.memory import held_moments
 from .cost.placed import Sheet, exchange_of
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
@@ -135,14 +135,16 @@ def ratio_program(
                 rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
 
     def memory_rows():
-        held = held_by_cut(program, optimizer_states)
-        slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
-        fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
-        for column, rank in enumerate(firsts):
-            row = np.zeros(n + s)
-            row[column] = slope / 2**30
-            room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
-            rows.append((row, -np.inf, room / 2**30, f"memory rank {rank}"))
+        kinds = [costs.cluster.devices[rank].kind for rank in firsts]
+        moments = {k: held_moments(program, optimizer_states, cuda=k == "gpu") for k in dict.fromkeys(kinds)}
+        for column, (rank, kind) in enumerate(zip(firsts, kinds)):
+            for number, held in enumerate(moments[kind]):
+                slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
+                fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
+                row = np.zeros(n + s)
+                row[column] = slope / 2**30
+                room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
+                rows.append((row, -np.inf, room / 2**30, f"memory rank {rank}" + f" {number}" * bool(number)))
 
     def balance_row():
         row = np.zeros(n + s)

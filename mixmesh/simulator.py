@@ -35,7 +35,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .cost import VIEWS, CostModel
-from .cost.memory import held_by_cut
+from .cost.memory import PeakMemory
 from .cost.placed import (
     Exchange,
     Sheet,
@@ -102,7 +102,7 @@ class Simulation:
     def __init__(self, program: Program, costs: CostModel, optimizer_states: int = 2) -> None:
         self.costs = costs
         self.sheet = Sheet(program, costs)
-        self.memory = held_by_cut(program, optimizer_states)
+        self.memory = PeakMemory(costs, optimizer_states)
         self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
         self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
         self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
@@ -143,8 +143,7 @@ class Simulation:
         )
 
     def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
-        held = self.sheet.held_bytes(self.memory, program)
-        return tuple(round(self.costs.memory_constant_bytes(r) + size) for r, size in enumerate(held))
+        return self.memory.peaks(program)
 
     def call(self, exchange: Exchange, purpose: str = "data") -> _Call:
         key = (purpose, exchange)

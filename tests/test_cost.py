@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded
+from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
-from mixmesh.cost.memory import peak_memory_bytes, saved
 from mixmesh.cost.placed import Sheet, held_share, is_computation, op_time, work_type
-from mixmesh.ir import even_ratio, make_ratio
+from mixmesh.ir import make_ratio
 from mixmesh.ratios import with_ratio
 
 points = st.lists(
@@ -102,38 +99,3 @@ def test_sheet_agrees_with_every_instruction(name):
         whole = sum(i.type.value.size_bytes for i in changed.params)
         expected = tuple(costs.optimizer_s(r, whole) for r in range(3))
         assert sheet.optimizer_s(changed) == pytest.approx(expected)
-
-
-def test_memory_of_a_hand_counted_program():
-    """MLP of scale 1: weights 24 + 6 + 24 floats, each with gradient, two moments and a bucket's copy."""
-    costs = CostModel(cluster(THREE))
-    program = data_parallel(graph(GRAPHS["mlp"]), costs, even_ratio(3))
-    # of the 8 rows rank 0 has 3, and so on: x 4 wide, relu's result 6 wide (kept), linear's 6 twice at most
-    params = 5 * 4 * (24 + 6 + 24)
-    for rank, rows in enumerate((3, 3, 2)):
-        used = peak_memory_bytes(program, costs)[rank] - costs.memory_constant_bytes(rank)
-        assert used == params + 4 * rows * (4 + 6 + 2 * 6)
-
-
-def test_resharded_parameters_are_not_kept():
-    """Of four equal weights, two are gathered at a time instead of all four."""
-    layers = [
-        line
-        for n in range(4)
-        for line in (f'%w{n} = param("w{n}") : f[4, 4]', f"%x{n + 1} = aten.linear(%x{n}, %w{n}) : f[8, 4]")
-    ]
-    body = "\n".join(['%x0 = input("x") : f[8, 4]', *layers, "%loss = aten.mean(%x4) : f[]", "return %loss"])
-    costs = CostModel(cluster(THREE))
-    sharded = fully_sharded(data_parallel(graph(body, 64), costs, even_ratio(3)))
-    kept = replace(sharded, instructions=tuple(replace(i, attrs=()) for i in sharded.instructions))
-    weights = {f"w{n}" for n in range(4)}
-    assert not weights & set(saved(sharded)) and weights <= set(saved(kept))
-    saving = 2 * 4 * 256 * 256
-    for with_reshard, without in zip(peak_memory_bytes(sharded, costs), peak_memory_bytes(kept, costs)):
-        assert without - with_reshard == saving
-
-
-def test_nothing_is_held_by_who_takes_no_part():
-    costs = CostModel(cluster(THREE))
-    program = data_parallel(graph(GRAPHS["mlp"], 64), costs, make_ratio([0.5, 0, 0.5]))
-    assert peak_memory_bytes(program, costs)[1] == costs.memory_constant_bytes(1)

@@ -30,20 +30,22 @@ def shard_batches(
     where = None if device is None else torch.device(device)
     inputs = program_inputs(program)
     by_name = {i.args[0]: i for i in inputs}
-    for batch in batches:
+
+    def cut(batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            yield {k: _share(program, by_name.get(str(k)), v, rank, where) for k, v in batch.items()}
-        elif isinstance(batch, tuple | list):
+            return {k: _share(program, by_name.get(str(k)), v, rank, where) for k, v in batch.items()}
+        if isinstance(batch, tuple | list):
             found = [by_name.get(str(n)) for n in range(len(batch))]
             if not any(found):
                 found = [*inputs, *[None] * (len(batch) - len(inputs))]
-            yield tuple(_share(program, i, v, rank, where) for i, v in zip(found, batch))
-        else:
-            raise InputError(
-                "a batch must say how the model is called",
-                expected="a dict or a tuple of tensors",
-                got=type(batch).__name__,
-            )
+            return tuple(_share(program, i, v, rank, where) for i, v in zip(found, batch))
+        raise InputError(
+            "a batch must say how the model is called",
+            expected="a dict or a tuple of tensors",
+            got=type(batch).__name__,
+        )
+
+    return map(cut, batches)  # no generator, whose frame would keep the whole batch
 
 
 def _share(program: Program, i, value: Any, rank: int, device: torch.device | None) -> Any:

@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ..ir import Program
 from ..timeline import Timeline
+from .allocator import steady_heap
 from .data import shard_batches
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
@@ -51,6 +54,25 @@ def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
     return itertools.chain.from_iterable(itertools.repeat(batches))
 
 
+def own_batches(job: Any, program: Program, rank: int) -> Iterator[Any]:
+    """This rank's share of the job's batches, none a view that would keep the whole batch alive."""
+    if job.data is not None:
+        return map(owned, shard_batches(endless(job.data, None), program, rank))
+    return itertools.repeat(owned(next(shard_batches([job.batch], program, rank))))
+
+
+def owned(batch: Any) -> Any:
+    """The batch with copies of what are pieces of larger tensors."""
+
+    def copied(t: Any) -> Any:
+        part = isinstance(t, torch.Tensor) and t.untyped_storage().nbytes() > t.nbytes
+        return t.clone(memory_format=torch.contiguous_format) if part else t
+
+    if isinstance(batch, dict):
+        return {k: copied(v) for k, v in batch.items()}
+    return tuple(map(copied, batch))
+
+
 def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
     """What a job without an optimizer gets."""
     return torch.optim.AdamW(params, lr=1e-3)
@@ -68,17 +90,21 @@ def train(
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
 ) -> RunReport:
-    """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective.
+    """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective. The job's model is empty afterwards.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
     measured in detail; it takes a step more than the warm-up.
     """
+    steady_heap()
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
-    parallel, optimizer = parallelize(model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed)
+    parallel, optimizer = parallelize(
+        model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed, consume=True
+    )
     comm = parallel.comm
-    batches = shard_batches(endless(job.data, job.batch), parallel.program, comm.rank)
+    batches = own_batches(job, parallel.program, comm.rank)
+    del job, model  # what this rank does not need of them is let go of
     on_start()
     dist.barrier()
     step_s: list[float] = []
@@ -94,6 +120,7 @@ def train(
         call = parallel.forward_local
         local, total = call(**batch) if isinstance(batch, dict) else call(*batch)
         local.backward()
+        del batch  # before the next one is loaded
         if recording is not None:
             span = recording.before_optimizer(number)
         with span("optimizer"):
@@ -163,5 +190,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """On a GPU what the allocator held at most; on a CPU the process's largest resident size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    try:
+        # Linux counts into ru_maxrss what the process held that started this one, before exec
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    except (OSError, IndexError):
+        pass
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,448 @@
+"""A walk over one step of a program that keeps account of what every rank holds.
+
+The executor's references and autograd's are counted as PyTorch counts them: a value goes with its last
+use, unless it is kept for the backward pass or a view of it lives on. In the backward pass a gradient
+goes when the operator that made its value has used it, with what that operator had kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...ir import Instruction, Partial, Program, Shard, TensorType
+from ...rules import Call, call_of
+from ..placed import Cut, cut_of, first_uses, is_computation, is_resharded, is_stored
+from ..sums import IN_FLIGHT_BYTES, gradient_sums
+from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
+from .views import contiguous, is_dense, reshaped, view_of
+
+Sizes = dict[Cut, float]
+LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
+BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Bytes in whole that are held at one time, by how they are cut."""
+
+    what: str
+    held: Sizes
+
+
+@dataclass(slots=True)
+class _Storage:
+    size_bytes: float
+    cut: Cut
+    references: int = 1
+
+
+@dataclass(slots=True)
+class _View:
+    storage: _Storage
+    strides: tuple[int, ...]
+
+
+@dataclass
+class _Ledger:
+    held: Sizes = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
+
+    def take(self, size_bytes: float, cut: Cut) -> _Storage:
+        self.held[cut] = self.held.get(cut, 0.0) + size_bytes
+        return _Storage(size_bytes, cut)
+
+    def drop(self, *storages: _Storage) -> None:
+        for s in storages:
+            s.references -= 1
+            if s.references == 0:
+                self.held[s.cut] -= s.size_bytes
+
+    def moment(self, what: str, *beside: tuple[float, Cut]) -> None:
+        held = dict(self.held)
+        for size_bytes, cut in beside:
+            held[cut] = held.get(cut, 0.0) + size_bytes
+        self.moments.append(Moment(what, held))
+
+
+def whole(t: TensorType) -> Cut:
+    """As ``t``, on the same ranks, but not cut."""
+    return 0, 1, t.ratio
+
+
+class Walk:
+    """The moments of one step; ``states`` is tensors of optimizer state per parameter."""
+
+    def __init__(self, program: Program, states: int, *, cuda: bool = False) -> None:
+        self.program, self.states, self.cuda = program, states, cuda
+        self.ledger = _Ledger()
+        self.values: dict[str, _View] = {}
+        self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
+        self.gradients: dict[str, _View] = {}
+        self.flying: list[_Storage] = []
+        self.uses: dict[str, list[int]] = {}
+        for n, i in enumerate(program.instructions):
+            for name in dict.fromkeys(i.inputs):
+                self.uses.setdefault(name, []).append(n)
+
+    def moments(self) -> list[Moment]:
+        self.set_up()
+        self.stored()
+        self.forward()
+        self.backward()
+        self.optimizer()
+        return self.ledger.moments
+
+    # --- before the first step ------------------------------------------------------------------------
+
+    def set_up(self) -> None:
+        """Every process makes the whole model and batch, takes rank 0's values in groups, and cuts."""
+        program, everywhere = self.program, (0, 1, None)
+        leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
+        model = sum(i.type.value.size_bytes for i in leaves)
+        batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
+        largest = max((i.type.value.size_bytes for i in leaves), default=0)
+        group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0
+        cut = max(leaves, key=lambda i: i.type.value.size_bytes, default=None)
+        if self.cuda:
+            held: Sizes = {everywhere: 2.0 * group}
+            for i in leaves:
+                held[cut_of(i.type)] = held.get(cut_of(i.type), 0.0) + i.type.value.size_bytes
+            self.ledger.moments.append(Moment("the initial values", held))
+            return
+        self.ledger.moments.append(
+            Moment("the initial values", {everywhere: model + batch + group + largest})
+        )
+        if cut is not None and isinstance(cut.type.placement, Shard):
+            held = {everywhere: float(model + batch), cut_of(cut.type): float(largest)}
+            self.ledger.moments.append(Moment("cutting the model", held))
+
+    def stored(self) -> None:
+        """What is held between steps, and the batch, which comes whole."""
+        for i in self.program.instructions:
+            if i.op in ("param", "buffer", "input", "const"):
+                trained = i.op == "param" and i.result in self.program.requires_grad
+                self.ledger.take(
+                    (1 + (self.states if trained else 0)) * i.type.value.size_bytes, cut_of(i.type)
+                )
+                shape = i.type.value.shape
+                storage = _Storage(0.0, cut_of(i.type), references=2)  # never let go of
+                self.values[i.result] = _View(storage, contiguous(shape))
+        inputs = [i.type for i in self.program.instructions if i.op == "input"]
+        if not self.cuda:
+            self.ledger.moment("the batch", *((float(t.value.size_bytes), (0, 1, None)) for t in inputs))
+
+    # --- forward --------------------------------------------------------------------------------------
+
+    def forward(self) -> None:
+        for n, i in enumerate(self.program.instructions):
+            for name in dict.fromkeys(i.inputs):
+                self._arrive(name, n)
+            if i.is_redistribution:
+                self._move(i)
+            elif is_computation(i):
+                self._compute(n, i)
+            for name in (*dict.fromkeys(i.inputs), *(r for r in i.results if r is not None)):
+                if name in self.values and max(self.uses.get(name, [n])) <= n and name != self.program.loss:
+                    self.ledger.drop(self.values[name].storage)
+
+    def _new(self, t: TensorType, strides: tuple[int, ...] | None = None) -> _View:
+        storage = self.ledger.take(t.value.size_bytes, cut_of(t))
+        return _View(storage, strides or contiguous(t.value.shape))
+
+    def _alias(self, view: _View, strides: tuple[int, ...]) -> _View:
+        view.storage.references += 1
+        return _View(view.storage, strides)
+
+    def _compute(self, n: int, i: Instruction) -> None:
+        call = call_of(i, self.program.types)
+        views = [self.values[name] for name in i.inputs]
+        made = self._results(call, i, views)
+        for name, view in zip(i.results, made):
+            if name is not None:
+                self.values[name] = view
+        kept_here: list[_Storage] = []
+        if any(r in self.program.requires_grad for r in i.results):
+            takes = tuple(name in self.program.requires_grad for name in i.inputs)
+            for what, position in kept(call, takes):
+                storage = (
+                    made[position].storage if what == "result" else self._factor(call, i, position, views)
+                )
+                if what == "result" or not self._resharded(i.inputs[position]):
+                    storage.references += 1
+                    kept_here.append(storage)
+            if extra_bytes(call):
+                kept_here.append(self.ledger.take(extra_bytes(call), self._work_cut(i)))
+            self.saved[n] = kept_here
+        self.ledger.moment(f"%{i.results[0] or i.op}", *self._beside(call, i, forward_bytes(call)))
+        for name, view in zip(i.results, made):
+            if name is None:
+                self.ledger.drop(view.storage)
+
+    def _results(self, call: Call, i: Instruction, views: list[_View]) -> list[_View]:
+        row = row_of(call)
+        if call.op == "aten.broadcast_tensors":
+            return [
+                self._alias(v, v.strides if t.value.shape == x.shape else (0,) * len(t.value.shape))
+                for v, t, x in zip(views, i.types, call.inputs)
+            ]
+        if row.passes and not row.strided and call.op not in ("aten.sum", "aten.sum.dim_IntList", "aten.cat"):
+            strides = view_of(call, views[0].strides)
+            if strides is not None:
+                return [self._alias(views[0], strides) for _ in i.types]
+        strides = None
+        if call.op == "aten.scaled_dot_product_attention":
+            b, h, s, d = call.outputs[0].shape if len(call.outputs[0].shape) == 4 else (0, 0, 0, 0)
+            strides = (s * h * d, d, h * d, 1) if b else None
+        elif row.strided:
+            for view, x in zip(views, call.inputs):
+                if x.shape == call.outputs[0].shape and is_dense(x.shape, view.strides):
+                    strides = view.strides
+                    break
+        return [self._new(t, strides if t.value.shape == i.types[0].value.shape else None) for t in i.types]
+
+    def _factor(self, call: Call, i: Instruction, position: int, views: list[_View]) -> _Storage:
+        """What is kept of an input: a product of many matrices keeps the copy that it had to make."""
+        view, shape = views[position], call.inputs[position].shape
+        if call.op == "aten.matmul" and len(shape) > 2 and len(call.outputs[0].shape) > 3:
+            flat = (-1, *shape[-2:])
+            batch = 1
+            for size in shape[:-2]:
+                batch *= size
+            if reshaped(shape, view.strides, (batch, *flat[1:])) is None:
+                storage = self._new(self.program.types[i.inputs[position]]).storage
+                storage.references -= 1  # kept by autograd alone
+                return storage
+        return view.storage
+
+    def _resharded(self, name: str) -> bool:
+        producer = self.program.producers[name]
+        return producer.is_redistribution and is_resharded(self.program, producer)
+
+    def _work_cut(self, i: Instruction) -> Cut:
+        types = [*i.types, *(self.program.types[name] for name in i.inputs)]
+        return cut_of(next((t for t in types if isinstance(t.placement, Shard)), types[0]))
+
+    def _beside(self, call: Call, i: Instruction, size_bytes: float) -> list[tuple[float, Cut]]:
+        """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
+        out = [(size_bytes, self._work_cut(i))]
+        if call.op in LOOKUPS and isinstance(i.type.placement, Partial):
+            out.append((float(i.type.value.size_bytes), whole(i.type)))
+        return out
+
+    # --- redistributions ------------------------------------------------------------------------------
+
+    def _move(self, i: Instruction) -> None:
+        """Starts a redistribution. Its source is held until it arrives at its first use."""
+        source = self.program.types[i.inputs[0]]
+        view = self.values[i.inputs[0]]
+        if i.op == "local_slice":
+            self.values[i.result] = self._alias(view, view.strides)
+            return
+        made = self._new(i.type)
+        self.values[i.result] = made
+        self.ledger.moment(f"%{i.result}", *staging(i.op, source, i.type, self.cuda))
+
+    def _arrive(self, name: str, n: int) -> None:
+        """At its first use a gathered value is put in order, if rank order is not memory order."""
+        i = self.program.producers[name]
+        if i.op == "all_gather" and self.uses[name][0] == n:
+            self.ledger.moment(f"%{name}", *ordering(self.program.types[i.inputs[0]], i.type, self.cuda))
+
+    # --- backward -------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        program = self.program
+        last = program.producers[program.loss]
+        if last.is_redistribution:  # nobody uses the loss
+            self._move_back(last)
+        again: dict[str, _Storage] = {}  # gathered once more
+        buckets = _Buckets(program)
+        for n in range(len(program.instructions) - 1, -1, -1):
+            i = program.instructions[n]
+            if not any(r in program.requires_grad for r in i.results):
+                self.ledger.drop(*self.saved.pop(n, ()))
+                continue
+            for name in dict.fromkeys(i.inputs):
+                if self._resharded(name) and name not in again:
+                    again[name] = self.ledger.take(
+                        program.types[name].value.size_bytes, whole(program.types[name])
+                    )
+                    moved = program.producers[name]
+                    beside = staging("all_gather", program.types[moved.inputs[0]], moved.type, self.cuda)
+                    self.ledger.moment(f"%{name} again", *beside)
+            if is_computation(i):
+                self._compute_back(n, i)
+            for name in dict.fromkeys(i.inputs):
+                if name in again and self.uses[name][0] == n:
+                    self.ledger.drop(again.pop(name))
+            # a redistribution that came in at its first use goes back after it
+            for name in reversed(dict.fromkeys(i.inputs)):
+                moved = program.producers[name]
+                if moved.is_redistribution and self.uses[name][0] == n:
+                    if name in program.requires_grad:
+                        self._move_back(moved)
+            buckets.flatten(self, n)
+
+    def _outgoing(self, i: Instruction) -> list[_View]:
+        """The gradients of an instruction's results, zeros for those that have none."""
+        out = []
+        for name, t in zip(i.results, i.types):
+            if name is not None and name in self.gradients:
+                out.append(self.gradients.pop(name))
+            elif name == self.program.loss:
+                out.append(self._new(t))
+        return out
+
+    def _compute_back(self, n: int, i: Instruction) -> None:
+        call = call_of(i, self.program.types)
+        row = row_of(call)
+        outgoing = self._outgoing(i)
+        arriving: list[tuple[str, _View]] = []
+        for position, name in enumerate(i.inputs):
+            t = self.program.types[name]
+            if name not in self.program.requires_grad:
+                continue
+            g = outgoing[0] if outgoing else None
+            if row.passes and g is not None and call.op != "aten.broadcast_tensors":
+                strides = self._passed(call, position, g)
+                if strides is not None and not (call.op == "aten.sub.Tensor" and position):
+                    arriving.append((name, self._alias(g, strides)))
+                    continue
+            strides = None
+            if row.strided and g is not None and t.value.shape == call.outputs[0].shape:
+                strides = g.strides if is_dense(t.value.shape, g.strides) else None
+            arriving.append((name, self._new(t, strides)))
+        beside = self._beside(call, i, backward_bytes(call))
+        if i.attr("sfb", False):  # the factors of all ranks
+            sizes = call.inputs[0].size_bytes + call.outputs[0].size_bytes
+            beside.append((float(sizes), whole(i.type)))
+        self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside)
+        self.ledger.drop(*(g.storage for g in outgoing), *self.saved.pop(n, ()))
+        for name, view in arriving:
+            self._accumulate(name, view)
+
+    def _passed(self, call: Call, position: int, g: _View) -> tuple[int, ...] | None:
+        """Strides of an input's gradient as a view of the result's, None if it is a new tensor."""
+        old, new = call.inputs[position].shape, call.outputs[0].shape
+        match call.op:
+            case "aten.sum" | "aten.sum.dim_IntList":
+                return (0,) * len(old)
+            case "aten.cat":
+                return g.strides
+            case "aten.expand" | "aten.slice.Tensor" | "aten.select.int" | "aten.unbind.int":
+                return None
+            case "aten.split.Tensor" | "aten.split_with_sizes" | "aten.chunk":
+                return None
+            case "aten.add.Tensor" | "aten.sub.Tensor" | "aten.add.Scalar" | "aten.sub.Scalar":
+                return g.strides if old == new else None
+            case "aten.rsub.Scalar":
+                return None
+            case "aten.transpose.int" | "aten.t":
+                return view_of(Call(call.op, call.args, call.kwargs, call.outputs, call.inputs), g.strides)
+            case "aten.permute":
+                inverse = sorted(range(len(old)), key=lambda d: call.args[1][d] % len(old))
+                return tuple(g.strides[d] for d in inverse)
+        return reshaped(new, g.strides, old)
+
+    def _accumulate(self, name: str, view: _View) -> None:
+        """Gradients of several uses are added as they come, in place where nobody else holds the sum."""
+        if name not in self.gradients:
+            self.gradients[name] = view
+            return
+        held = self.gradients[name]
+        t = self.program.types[name]
+        if held.storage.references > 1 or not is_dense(t.value.shape, held.strides):
+            added = self._new(t)
+            self.ledger.moment(f"gradient of %{name}")
+            self.ledger.drop(held.storage)
+            self.gradients[name] = added
+        else:
+            self.ledger.moment(f"gradient of %{name}")
+        self.ledger.drop(view.storage)
+
+    def _move_back(self, i: Instruction) -> None:
+        source = self.program.types[i.inputs[0]]
+        outgoing = self._outgoing(i)
+        if i.op == "pad_partial" and outgoing:
+            self._accumulate(i.inputs[0], self._alias(outgoing[0], outgoing[0].strides))
+            self.ledger.drop(outgoing[0].storage)
+            return
+        if is_stored(self.program, i):
+            flat = self.ledger.take(i.type.value.size_bytes, whole(i.type))
+            self.ledger.moment(f"gradient of %{i.result}")
+            self.ledger.drop(*(g.storage for g in outgoing))
+            self.flying.append(flat)
+            while sum(s.size_bytes for s in self.flying[:-1]) > IN_FLIGHT_BYTES:
+                self._land()
+            self._accumulate(i.inputs[0], self._new(source))
+            return
+        arriving = self._new(source)
+        back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(i.op, i.op)
+        beside = (*staging(back, i.type, source, self.cuda), *ordering(i.type, source, self.cuda, back))
+        self.ledger.moment(f"gradient of %{i.result}", *beside)
+        self.ledger.drop(*(g.storage for g in outgoing))
+        self._accumulate(i.inputs[0], arriving)
+
+    def _land(self) -> None:
+        self.ledger.drop(self.flying.pop(0))
+
+    # --- optimizer ------------------------------------------------------------------------------------
+
+    def optimizer(self) -> None:
+        """On a CPU parameter by parameter, on a GPU all at once. Adam makes the root of its second moment
+        and the quotient (torch.optim); the others one tensor at most, for the weight decay."""
+        while self.flying:
+            self._land()
+        trained = [i.type for i in self.program.params if i.result in self.program.requires_grad]
+        beside: Sizes = {}
+        for t in trained:
+            size, cut = float(t.value.size_bytes), cut_of(t)
+            beside[cut] = beside.get(cut, 0.0) + size if self.cuda else max(beside.get(cut, 0.0), size)
+        if self.cuda:
+            self.ledger.moment("the optimizer", *((size, cut) for cut, size in beside.items()))
+            return
+        for cut, size in beside.items():
+            self.ledger.moment("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
+
+
+class _Buckets:
+    """Gradients of replicated parameters, which are copied into one buffer when a bucket is complete."""
+
+    def __init__(self, program: Program) -> None:
+        first_use = first_uses(program)
+        self.complete_at: dict[int, list[tuple[float, Cut]]] = {}
+        for bucket in gradient_sums(program, first_use=first_use):
+            if len(bucket.params) > 1:
+                last = min(first_use.get(i.result, 0) for i in bucket.params)
+                copied = (float(bucket.size_bytes), whole(bucket.params[0].type))
+                self.complete_at.setdefault(last, []).append(copied)
+
+    def flatten(self, walk: Walk, n: int) -> None:
+        for copied in self.complete_at.get(n, ()):
+            walk.ledger.moment("a bucket of gradients", copied)
+
+
+def staging(op: str, source: TensorType, target: TensorType, cuda: bool) -> Iterable[tuple[float, Cut]]:
+    """What a collective holds beside its result while it is under way (``runtime.collectives``)."""
+    size = float(target.value.size_bytes)
+    match op:
+        case "reduce_scatter":
+            yield size, whole(source)
+        case "all_to_all" | "move":
+            yield size, cut_of(source)
+            yield size, cut_of(target)
+
+
+def ordering(
+    source: TensorType, target: TensorType, cuda: bool, op: str = "all_gather"
+) -> Iterable[tuple[float, Cut]]:
+    """The buffer in rank order, beside the same in memory order."""
+    placement = source.placement
+    if op != "all_gather" or not isinstance(placement, Shard):
+        return
+    before = 1
+    for size in target.value.shape[: placement.dim]:
+        before *= size
+    if before > 1 or cuda:
+        yield float(target.value.size_bytes), whole(target)

@@ -1,0 +1,61 @@
+"""What a process holds before any tensor of a job: the constant of the memory model."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from ..errors import MixmeshError
+
+# what ``mixmesh run`` imports, a process group, and every library once: the matrix products and convolutions
+# bring in their kernels with the first call
+PROGRAM = """
+import typer
+import torch
+import torch.distributed as dist
+import mixmesh.api, mixmesh.check, mixmesh.job, mixmesh.testbed
+from mixmesh.runtime.train import peak_memory_bytes
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+group = dist.new_group([0])
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
+    torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.GELU(), torch.nn.LayerNorm(64),
+    torch.nn.Linear(64, 64),
+)
+images, tokens = torch.randn(4, 3, 16, 16), torch.randn(4, 2, 8, 16)
+model(images)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(2):
+    x = model(images).view(4, 2, 2, 16)
+    x = torch.nn.functional.scaled_dot_product_attention(x, tokens, tokens)
+    loss = torch.nn.functional.cross_entropy(x.flatten(1), torch.zeros(4, dtype=torch.int64))
+    loss.backward()
+    dist.all_reduce(model[0].weight.grad, group=group)
+    optimizer.step()
+    optimizer.zero_grad()
+print(peak_memory_bytes(torch.device("cpu")))
+"""
+
+
+def warm_process_bytes(timeout_s: float = 120.0) -> int:
+    """The largest resident size, as ``runtime.train`` measures it, of a process that does all that a rank on
+    a CPU does, with tiny tensors.
+
+    A new process, because this one has traced a model and holds what that takes. Call it before
+    ``on_start``: it is several seconds of one core. Raises MixmeshError if the process fails.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env=environment, capture_output=True, text=True, timeout=timeout_s, check=True,
+        )  # fmt: skip
+        return int(done.stdout.split()[-1])
+    except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
+        raise MixmeshError(
+            "the memory of a process without tensors could not be measured",
+            got=str(getattr(error, "stderr", "") or error).strip()[-300:],
+            hint="python -c 'import torch, mixmesh.runtime.train' shows whether the libraries load",
+        ) from error

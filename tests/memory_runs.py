@@ -1,0 +1,150 @@
+"""Predicted and measured peak memory of real runs: ``python tests/memory_runs.py [CASE ...]``.
+
+A case is a job of ``memory_jobs``, a kind of plan and the shares of the ranks. Every rank is a plain
+process of its own, as under ``mixmesh run``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import memory_jobs
+import torch
+from gloo_world import free_port
+
+from mixmesh.baselines import data_parallel, fully_sharded
+from mixmesh.buckets import with_buckets
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.cost.memory import Memory
+from mixmesh.ir import Program, make_ratio, parse_program
+from mixmesh.job import load_job, optimizer_states
+from mixmesh.profiler.constants import warm_process_bytes
+from mixmesh.synthesis import Prices, Problem, emit, search
+from mixmesh.trace import trace
+
+STEPS = 3
+CLUSTER = """
+name = "cpus"
+[network]
+bandwidth_gbit_per_s = 10
+latency_us = 30
+[[machine]]
+name = "a"
+link_gbit_per_s = 20
+devices = [{devices}]
+"""
+DEVICE = '{ name = "cpu", tflop_per_s = 0.1, memory_gib = 16, memory_gbyte_per_s = 10, cpu_share = 1 }'
+
+CASES = {
+    f"{job}-{kind}-{'-'.join(map(str, shares))}": (job, kind, shares)
+    for job, kind, shares in (
+        ("mlp", "ddp", (50, 50)),
+        ("mlp", "fsdp", (70, 30)),
+        ("mlp", "tensor", (60, 40)),
+        ("mlp_sgd", "ddp", (80, 20)),
+        ("mlp_sgd", "fsdp", (60, 40)),
+        ("gpt", "ddp", (75, 25)),
+        ("gpt", "fsdp", (50, 50)),
+        ("gpt", "tensor", (60, 40)),
+        ("gpt", "hap", (85, 15)),
+        ("gpt_long", "ddp", (60, 40)),
+        ("gpt_long", "fsdp", (90, 10)),
+        ("bert_dropout", "ddp", (60, 40)),
+        ("bert_dropout", "tensor", (60, 40)),
+        ("moe", "ddp", (60, 40)),
+        ("moe", "hap", (60, 40)),
+        ("vgg", "ddp", (65, 35)),
+        ("vgg", "fsdp", (50, 50)),
+        ("vgg", "hap", (95, 5)),
+        ("resnet", "ddp", (70, 30)),
+        ("resnet", "fsdp", (50, 50)),
+        ("gpt", "fsdp", (60, 38, 2)),
+    )
+}
+
+
+def cpus(count: int) -> Cluster:
+    return Cluster.parse(CLUSTER.replace("{devices}", ", ".join([DEVICE] * count)))
+
+
+def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, int]:
+    """The program of a case, and tensors of optimizer state per parameter."""
+    with torch.device("meta"):
+        made = getattr(memory_jobs, job)()
+    graph = trace(made.model, made.batch).graph
+    costs, ratio = CostModel(cpus(len(shares))), make_ratio([float(s) for s in shares])
+    if kind in ("ddp", "fsdp"):
+        program = data_parallel(graph, costs, ratio)
+        program = fully_sharded(program) if kind == "fsdp" else with_buckets(program, 16e6)
+    else:
+        # a high price of gradients makes parameters be sharded and stay so
+        prices = Prices(gradient_sync=20.0) if kind == "tensor" else Prices()
+        problem = Problem(graph, costs, ratio, prices=prices)
+        program = emit(problem, search(problem, weight=1.05, max_states=2_000))
+    return replace(program, name=job), optimizer_states(made.optimizer)
+
+
+def measured(job: str, program: Program) -> list[int]:
+    """Bytes per rank of a run of a few steps."""
+    world_size, port = program.world_size, free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.txt")
+        path.write_text(str(program))
+        workers = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--worker", job, str(path)],
+                env={
+                    **os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size),
+                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+                },
+                stdout=subprocess.PIPE if rank == 0 else None,
+                text=True,
+            )
+            for rank in range(world_size)
+        ]  # fmt: skip
+        out, _ = workers[0].communicate()
+        assert not any([w.wait() for w in workers]), "a rank failed"
+    return json.loads(out.splitlines()[-1])
+
+
+def worker(job: str, path: str) -> None:
+    from mixmesh.runtime.train import train
+
+    torch.set_num_threads(1)
+    program = parse_program(Path(path).read_text())
+    report = train(load_job(f"{Path(__file__).with_name('memory_jobs.py')}:{job}"), program, steps=STEPS)
+    if os.environ["RANK"] == "0":
+        print(json.dumps(report.peak_memory_bytes), flush=True)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def compared(name: str) -> list[tuple[int, int]]:
+    """Per rank, predicted and measured bytes, with the constant that is measured here."""
+    job, kind, shares = CASES[name]
+    program, states = planned(job, kind, shares)
+    constant = warm_process_bytes()
+    tensors = Memory(program, states).peaks(program)
+    return [(round(constant + t), m) for t, m in zip(tensors, measured(job, program))]
+
+
+def main(names: list[str]) -> None:
+    for name in names or CASES:
+        for rank, (p, m) in enumerate(compared(name)):
+            print(
+                f"{name:28} {rank}  {p / 1e6:7.0f} {m / 1e6:7.0f} MB  {100 * (p / m - 1):+6.1f} %", flush=True
+            )
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        worker(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])
