@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 # its name here, and would hide the function (tests/test_exports.py).
 _EXPORTS = {
     "Cluster": "cluster",
+    "GradScaler": "runtime.scaler",
     "Job": "job",
     "Plan": "plan_file",
     "Profile": "cost",

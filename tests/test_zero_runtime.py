@@ -12,17 +12,20 @@ from programs import make_plan
 from torch import nn
 
 from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
+from mixmesh.check import check_plan, check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.errors import InputError, PlanError, VerificationError
-from mixmesh.ir import parse_program
-from mixmesh.plan_file import MicroBatch
+from mixmesh.errors import InputError, MixmeshError, PlanError, VerificationError
+from mixmesh.ir import parse_program, samples_of
+from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
     parallelize,
 )
+from mixmesh.runtime.random import RandomPolicy
+from mixmesh.runtime.scaler import GradScaler
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 
@@ -185,6 +188,24 @@ def check_held(_) -> None:
         assert sum(t.numel() for t in state) == 2 * expected  # and the scale's, without dims
 
 
+def check_held_between_micro_steps(_) -> None:
+    """Stage 2 sums in every micro-step if all take as many, and keeps no whole gradient between them."""
+    for stage, micro_batches in ((1, COMMON), (2, COMMON), (2, DIFFERENT)):
+        mine = model_of()
+        plan = accumulating(program_of(stage), micro_batches)
+        model, _ = parallelize(mine, None, plan, device="cpu", timeout_s=60)
+        rank, in_step = model.comm.rank, stage == 2 and micro_batches == COMMON
+        take, taken = model._runtime.reducer.take, []
+        model._runtime.reducer.take = lambda take=take, taken=taken: taken.append(take()) or taken[-1]
+        model(**batch(0))
+        _, earlier = taken
+        held = sum(g.numel() for _, g in earlier.gradients)
+        whole = sum(p.numel() for p in model_of().parameters())
+        own = sum(p.numel() for p in model.parameters())
+        micro_steps = plan.micro_batches[rank].steps
+        assert held == (own if in_step else whole if micro_steps > 1 else 0), (stage, rank)
+
+
 def check_pauses(_) -> None:
     """Gradients accumulated under no_sync, on top of sums, and of two losses at once."""
     for stage in (1, 2, 3):
@@ -260,6 +281,159 @@ def check_an_optimizer_made_later(_) -> None:
     close(model(**batch(9)), single(**batch(9)))
 
 
+class Awkward(nn.Module):
+    """Dropout, positions that are no input, a penalty on a parameter, a buffer that counts, a mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(6, 8, dtype=torch.float64)
+        self.places = nn.Embedding(TIME, 8, dtype=torch.float64)
+        self.fc2 = nn.Linear(8, 4, dtype=torch.float64)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, y):
+        self.steps += 1
+        places = torch.arange(TIME).expand(x.shape[0], TIME)
+        h = nn.functional.dropout(self.fc1(x) + self.places(places), 0.5)
+        return (self.fc2(h) - y).square().mean() + 0.01 * self.fc1.weight.square().sum()
+
+
+def awkward() -> tuple[Awkward, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    shapes = {"x": (BATCH, TIME, 6), "y": (BATCH, TIME, 4)}
+    return Awkward(), {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def check_awkward_models(_) -> None:
+    """Numbers drawn exactly are the single device's in every micro-step; what holds none counts once."""
+    single, inputs = awkward()
+    graph = trace(single, inputs).graph
+    program = data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), UNEVEN)
+    for stage, micro_batches in ((0, DIFFERENT), (2, COMMON), (3, COMMON)):
+        plan = accumulating(with_stage(program, stage, OWNERS), micro_batches)
+        mine, _ = awkward()
+        model, _ = parallelize(mine, None, plan, device="cpu", timeout_s=60, seed=3, random_exact=True)
+        for step in (1, 2):
+            random = RandomPolicy(3, exact=True)
+            random.step = step
+            single.zero_grad()
+            tensors = {**dict(single.named_parameters()), **dict(single.named_buffers())}
+            expected = interpret(program, tensors, inputs, random=random)
+            expected.loss.backward()
+            model.zero_grad()
+            loss = model(**inputs)
+            loss.backward()
+            close(loss, expected.loss, "loss")
+            same_gradients(single, model)
+            assert model.full_state_dict()["steps"] == step
+        sizes = set(plan.micro_batches[model.comm.rank].sizes)
+        assert {size for _, size, _ in model._runtime.compiled} >= sizes
+    mine, _ = awkward()
+    model, _ = parallelize(mine, None, accumulating(program, DIFFERENT), device="cpu", timeout_s=60, seed=3)
+    rank, drawn = model.comm.rank, []
+    for step in (1, 1, 2):
+        model._runtime.random.step = step - 1
+        model.forward_local(**inputs)
+        drawn.append(model(**inputs).item())
+    assert drawn[0] == drawn[1] != drawn[2], rank
+
+
+def check_any_loop(_) -> None:
+    """A loss that is scaled, passes under no_sync, evaluation, a loss that nobody differentiates."""
+    single, mine = model_of(), model_of()
+    plan = accumulating(program_of(1), DIFFERENT)
+    model, _ = parallelize(mine, None, plan, device="cpu", timeout_s=60)
+    for scale in (0.25, 8.0, 8.0):
+        (single(**batch(1)) * scale).backward()
+        (model(**batch(1)) * scale).backward()
+    same_gradients(single, model)
+    model(**batch(5))  # and is forgotten
+    with torch.no_grad():
+        close(model(**batch(2)), single(**batch(2)))
+    with model.no_sync():
+        (model(**batch(2)) / 2).backward()
+    (model(**batch(3)) / 2).backward()
+    ((single(**batch(2)) + single(**batch(3))) / 2).backward()
+    same_gradients(single, model)
+    local, total = model.forward_local(**batch(4))
+    local.backward()
+    expected = single(**batch(4))
+    expected.backward()
+    close(total.wait(), expected.detach())
+    same_gradients(single, model)
+    loss = model(**batch(6))
+    loss.backward(retain_graph=True)
+    with pytest.raises(MixmeshError, match="one backward pass"):
+        loss.backward()
+
+
+def check_scaler(_) -> None:
+    """One rank's overflow is everybody's, for every stage; the plain scaler is refused where it could not
+    know."""
+    for stage in (0, 2, 3):
+        mine = model_of(dtype=torch.float32)
+        model, optimizer = parallelize(
+            mine, sgd(mine.parameters()), program_of(stage, torch.float32), device="cpu", timeout_s=60
+        )
+        scaler = GradScaler("cpu", init_scale=4.0)
+        before = model.full_state_dict()
+        for overflows in (True, False):
+            scaler.scale(model(**batch(0))).backward()
+            table = model.get_parameter("table.weight")
+            if overflows and model.comm.rank == 2:
+                table.grad[0, 0] = float("inf")
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert scaler.get_scale() == 2.0
+            same = all(torch.equal(value, before[name]) for name, value in model.full_state_dict().items())
+            assert same == overflows
+        plain = torch.amp.GradScaler("cpu")
+        plain.scale(model(**batch(0))).backward()
+        if stage == 0:
+            plain.step(optimizer)
+        elif model.comm.rank != 1:  # it owns nothing, which stops the plain one as well
+            with pytest.raises(InputError, match="one rank only"):
+                plain.step(optimizer)
+
+
+def check_autocast(_) -> None:
+    """Around the model it is refused; within, it is part of the program."""
+    mine = model_of(dtype=torch.float32)
+    model, _ = parallelize(mine, None, program_of(0, torch.float32), device="cpu", timeout_s=60)
+    with torch.autocast("cpu"), pytest.raises(InputError, match="under autocast"):
+        model(**batch(0))
+    x = torch.randn(BATCH, 6, generator=torch.Generator().manual_seed(0))
+    for made, inputs in ((Mixed(), x), (Mixed().bfloat16(), x.bfloat16())):
+        graph = trace(made, {"x": inputs}).graph
+        assert any(t.dtype == "bf16" for t in graph.types.values())
+        program = data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), UNEVEN)
+        for stage in (0, 2, 3):
+            plan = accumulating(with_stage(program, stage, OWNERS), COMMON)
+            model, _ = parallelize(copy.deepcopy(made), None, plan, device="cpu", timeout_s=60)
+            loss = model(x=inputs)
+            loss.backward()
+            made.zero_grad()
+            expected = made(inputs)
+            expected.backward()
+            close(loss, expected, "loss", 0.02)
+            same_gradients(made, model, 0.05)
+
+
+class Mixed(nn.Module):
+    """Products in bf16, by autocast or because all is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(6, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = self.fc2(nn.functional.gelu(self.fc1(x)))
+        return out.float().square().mean()
+
+
 def check_refusals(_) -> None:
     mine = model_of()
     with pytest.raises(InputError, match="Adafactor may mix"):
@@ -303,9 +477,14 @@ CHECKS |= {
     f.__name__.removeprefix("check_"): f
     for f in (
         check_held,
+        check_held_between_micro_steps,
         check_pauses,
         check_checkpoints,
         check_an_optimizer_made_later,
+        check_awkward_models,
+        check_any_loop,
+        check_scaler,
+        check_autocast,
         check_refusals,
     )
 }
@@ -344,6 +523,50 @@ def test_what_is_not_a_stage():
     left_out = data_parallel_program(ratio=(0.5, 0.0, 0.5))
     with pytest.raises(PlanError, match="rank 1 cannot own"):
         with_stage(left_out, 2, (0.5, 0.5, 0.0))
+
+
+def test_micro_batches_are_in_the_file():
+    plan = accumulating(program_of(1), DIFFERENT)
+    again = Plan.parse(str(plan))
+    assert again == plan and again.micro_batches[1].sizes == (1, 1, 1, 1)
+    older = Plan.parse("\n".join(line for line in str(plan).split("\n") if "micro_batches" not in line))
+    assert older.micro_batches is None
+    with pytest.raises(PlanError, match="micro_batches"):
+        Plan.parse(str(plan).replace("[4, 2, 2]", "[4, 2]"))
+    with pytest.raises(PlanError, match="micro_batches"):
+        Plan.parse(str(plan).replace("[4, 2, 2]", "4"))
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "message"),
+    [
+        (0, ((3, 2, 2), (1, 4, 1), (2, 1, 2)), "not the ranks' shares"),
+        (0, ((2, 3, 2), (1, 3, 3), (2, 1, 2)), "not the ranks' shares"),
+        (0, ((2, 3, 2), (1, 4, 1)), "not the ranks' shares"),
+        (3, DIFFERENT, "meet in every micro-step"),
+    ],
+)
+def test_micro_batches_that_do_not_fit(stage, micro_batches, message):
+    with pytest.raises(PlanError, match=message):
+        check_plan(accumulating(program_of(stage), micro_batches))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.fc(x)).square().mean()
+
+
+def test_batch_statistics_need_the_whole_batch():
+    graph = trace(Normed(), {"x": torch.randn(BATCH, 6)}).graph
+    program = data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), UNEVEN)
+    with pytest.raises(PlanError, match="micro-steps cannot run") as caught:
+        samples_of(program)
+    assert "test_zero_runtime.py" in str(caught.value) and "group norm" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from .micro_steps import Earlier, MicroSteps, next_seed
 from .owned import Awaited, Owned, WholeParams
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
+from .scaler import refuse_plain_scaler
 from .shards import Stored, agree, stored_tensors
 from .window import Window
 
@@ -392,6 +393,8 @@ def parallelize(
     runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed)
     if optimizer is not None:
         optimizers.swap_params(optimizer, swapped, comm.rank)
+        if any(s.held.sizes or len(s.held.ranks) < comm.world_size for s in by_param.values()):
+            optimizer.register_step_pre_hook(refuse_plain_scaler)
         if owned:
             optimizer.register_step_post_hook(lambda o, *_: wholes.start(optimizers.params_of(o)))
     return parallel, optimizer
