@@ -203,10 +203,13 @@ def explain(error: Exception) -> TraceError:
     text = f"{kind} {error}"
     hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
+    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user has never seen
+        got = MEANINGS[kind]
     message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
     return TraceError(
         message,
-        got=_clip(f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind),
+        got=_clip(got),
         where=str(place),
         hint=tuple(hints)[:1] or ("call the model once on this batch without mixmesh",),
     )
