@@ -45,8 +45,9 @@ class Instruction:
     """One step of a program. As ``Node``, with placed types and attributes.
 
     ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
-    ``sfb`` for a weight gradient computed from gathered factors. ``location`` is the user's file and
-    line, ``line`` the line of the program text that this was read from (0: it was not).
+    ``sfb`` for a weight gradient computed from gathered factors, ``owned`` and ``stage`` for a gradient
+    that belongs to some ranks (see ``ownership``). ``location`` is the user's file and line, ``line`` the
+    line of the program text that this was read from (0: it was not).
     """
 
     results: tuple[str | None, ...]
