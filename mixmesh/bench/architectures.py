@@ -295,7 +295,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "LeViT": ("LevitForImageClassification", {
             "image_size": 2 * IMAGE, "hidden_sizes": (16, 24, 32), "num_attention_heads": (2, 3, 4),
             "depths": (1, 1, 1), "key_dim": (4, 4, 4)}, inputs.large_image),
-        # with the default 0.02, which is for larger widths, it amplifies rounding to 1e-2 and fails in float32
+        # with the default 0.02, for larger widths, it amplifies rounding to 1e-2: fails in float32
         "MobileViT": ("MobileViTForImageClassification", {
             "image_size": 2 * IMAGE, "hidden_sizes": (16, 24, 32), "neck_hidden_sizes": (
                 8, 8, 12, 12, 16, 16, 32), "initializer_range": 0.2}, inputs.large_image),

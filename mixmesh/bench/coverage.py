@@ -252,8 +252,8 @@ and gets a global batch of {SAMPLES} samples (`mixmesh/bench/architectures.py`, 
 - auto: the planner whose plan is the fastest in simulation.
 - seconds: for all of that, on one CPU core.
 
-Three models have settings chosen after they failed with others, in float32 only. MobileNet v1 and v2 differ by
-1.6e-2 and 2.7e-2 on images of 64 pixels (float64: 3e-14), and one device differs from its own float64 by as
-much; the table has 32 pixels, where the last batch norms see 10 values. Kinks of ReLU6 are the likely cause,
-which was not isolated. MobileViT differs by 1e-2 with weights of the default size (float64: 3e-11); the table
-has an `initializer_range` of 0.2."""
+Three models have settings that were chosen after they had failed with others, in float32 only. MobileNet v1
+and v2 differ by 1e-2 to 3e-2 on images of 64 pixels (float64: 3e-14), where one device differs from its own
+float64 by as much; the table has 32 pixels, where the last batch norms see 10 values. Kinks of ReLU6 are the
+likely cause, which was not isolated. MobileViT differs by 1e-2 with weights of the default size (float64:
+3e-11); the table has an `initializer_range` of 0.2."""
