@@ -190,7 +190,7 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
 def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
     if rows is None:
         return None
-    if any(len(row) != 3 or any(type(n) is not int for n in row) for row in rows):
+    if any(not isinstance(row, list) or [type(n) for n in row] != [int] * 3 for row in rows):
         raise ValueError("micro_batches (three whole numbers per rank)")
     return tuple(MicroBatch(*row) for row in rows)
 

@@ -71,13 +71,15 @@ def samples_of(program: Program) -> Samples:
     meets = False
     for i in program.instructions:
         if i.attrs and i.attr("sfb", False):
-            raise _refusal(i, "gathers the factors of all ranks' samples (sfb)")
+            raise _refusal(program, i, "gathers the factors of all ranks' samples (sfb)")
         if i.is_redistribution:
             (source,) = i.inputs
             local = _is_local(program, i)
             if source in values and not local:
                 if i.result not in fixed:
-                    raise _refusal(i, "needs the samples of all micro-steps, and depends on parameters")
+                    raise _refusal(
+                        program, i, "needs the samples of all micro-steps, and depends on parameters"
+                    )
                 given.append(i.result)
             elif source in values:
                 values.add(i.result)
@@ -88,7 +90,7 @@ def samples_of(program: Program) -> Samples:
             values.update(r for r in cut if r is not None)
         _check_cut(program, i, values, batch_size, counts)
     if program.loss not in values:
-        raise _refusal(program.producers[program.loss], "is a loss that is no sum over samples")
+        raise _refusal(program, program.producers[program.loss], "is a loss that is no sum over samples")
     return Samples(batch_size, counts, frozenset(values), tuple(given), meets)
 
 
@@ -173,13 +175,16 @@ def _check_cut(program: Program, i: Instruction, values: set[str], batch_size: i
         sizes = shard_sizes(size, program.ratio(t.ratio), t.placement.unit)
         each = size // batch_size
         if size % batch_size or sizes != tuple(n * each for n in counts):
-            raise _refusal(i, f"is not cut between samples: {', '.join(map(str, sizes))} of {size}")
+            raise _refusal(program, i, f"is not cut between samples: {', '.join(map(str, sizes))} of {size}")
 
 
-def _refusal(i: Instruction, why: str) -> PlanError:
+def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
+    made = i
+    while not made.location and made.inputs:  # a redistribution is of no line, but of what it moves
+        made = program.producers[made.inputs[0]]
     return PlanError(
         f"micro-steps cannot run this program: {i.op} {why}",
-        where=f"{print_instruction(i)}  {i.location}".rstrip(),
+        where=f"{print_instruction(i)}  {made.location}".rstrip(),
         expected="data parallelism, and no value of the whole batch that depends on parameters",
         hint="plan without accumulation; of batch norm, take group norm",
     )
