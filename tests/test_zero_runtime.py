@@ -17,6 +17,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError, PlanError, VerificationError
 from mixmesh.ir import parse_program, samples_of
+from mixmesh.job import Job
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import (
@@ -26,6 +27,7 @@ from mixmesh.runtime.parallel import (
 )
 from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.scaler import GradScaler
+from mixmesh.runtime.train import train
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 
@@ -338,6 +340,26 @@ def check_awkward_models(_) -> None:
     assert drawn[0] == drawn[1] != drawn[2], rank
 
 
+def check_train(_) -> None:
+    """The plain loop and its recording take the same path."""
+    single = model_of()
+    optimizer = sgd(single.parameters())
+    expected = []
+    for _step in range(6):
+        loss = single(**batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    for stage, micro_batches in ((1, DIFFERENT), (2, COMMON), (3, COMMON)):
+        plan = accumulating(program_of(stage), micro_batches)
+        job = Job(model_of(), batch(0), optimizer=sgd)
+        report = train(job, plan, steps=6, device="cpu", timeout_s=60, record=True)
+        close(torch.tensor(report.losses), torch.tensor(expected), "losses")
+        names = {e.name for timeline in report.timelines for e in timeline.events}
+        assert stage == 3 or {"parameters of down.bias +6", "gradients of down.bias +6"} <= names, names
+
+
 def check_any_loop(_) -> None:
     """A loss that is scaled, passes under no_sync, evaluation, a loss that nobody differentiates."""
     single, mine = model_of(), model_of()
@@ -482,6 +504,7 @@ CHECKS |= {
         check_checkpoints,
         check_an_optimizer_made_later,
         check_awkward_models,
+        check_train,
         check_any_loop,
         check_scaler,
         check_autocast,
