@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ..ir import Graph
 from ..runtime.comm import Comm
+from .constants import warm_process_bytes
 from .links import link_sets, measure_links
 from .meter import Meter
 from .operators import measure_ops, shares_to_measure
@@ -48,7 +48,8 @@ def profile(
     """
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
-    constant = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    progress("memory of a process without tensors")
+    constant = constant_bytes(comm, cluster)
     on_start()
     dist.barrier()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
@@ -92,6 +93,21 @@ def profile(
         "skipped": sorted({op for _, _, names in everyone for op in names}),
     }
     return Profile(devices, links, provenance)
+
+
+def constant_bytes(comm: Comm, cluster: Cluster) -> int:
+    """What a process holds of its device's memory before any tensor. Collective.
+
+    On a CPU the first rank of every machine measures it for the others: they run the same libraries.
+    """
+    if comm.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(comm.device)
+        return total - free - torch.cuda.memory_reserved(comm.device)
+    machine = cluster.machine_index_of(comm.rank)
+    first = comm.rank == cluster.ranks_of(machine)[0]
+    everyone: list[Any] = [None] * comm.world_size
+    dist.all_gather_object(everyone, (machine, warm_process_bytes() if first else 0))
+    return max(size for there, size in everyone if there == machine)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
