@@ -6,6 +6,7 @@ and prices only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -61,7 +62,8 @@ class Problem:
     """Steps in topological order with their options, for ranks grouped into classes that cost alike.
 
     ``shard_params=False`` replicates every parameter, as data parallelism does; ``batch_only`` loads
-    inputs whole or cut along dim 0.
+    inputs whole or cut along dim 0. ``forced``: values that are made, or leaves that are loaded, as this
+    code and no other.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Problem:
         shard_params: bool = True,
         batch_only: bool = False,
         choices: Choices | None = None,
+        forced: Mapping[int, int] | None = None,
     ) -> None:
         self.choices = choices or Choices(graph, costs, rules, units)
         # of the whole graph's repeated blocks, those that were kept; a step counts as often as its weight
@@ -85,6 +88,7 @@ class Problem:
         self.prices = prices or Prices()
         self.optimizer_states = optimizer_states
         self.shard_params, self.batch_only = shard_params, batch_only
+        self.forced = dict(forced or {})
         self._loads: dict[Need, Load | None] = {}
         self._converts: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._shares: dict[tuple[int, int], Vector] = {}
@@ -139,6 +143,8 @@ class Problem:
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
+            if self.forced and any(self.forced.get(value, code) != code for value, code in choice.gives):
+                continue
             if not times:
                 forward = backward = self.nothing
             else:
@@ -172,6 +178,8 @@ class Problem:
 
     def _load(self, value: int, code: int) -> Load | None:
         node = self.leaves[value]
+        if self.forced.get(value, code) != code:
+            return None
         if code == P or (code >= 2 and not self.can_shard(value, code)):
             return None
         if code != R and (node.op == "const" or (node.op == "param" and not self.shard_params)):

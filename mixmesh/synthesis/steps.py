@@ -188,8 +188,14 @@ class Steps:
         return Transition(move, wait, wait_back, tuple(forward), tuple(backward), new)
 
     def load(self, option: Option, value: int) -> int | None:
-        """How an option loads a leaf: as it is needed; whole if it is needed in two ways."""
+        """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
+        in two ways."""
         codes = [code for v, code in option.needs if v == value]
+        forced = self.problem.forced.get(value)
+        if forced is not None:
+            load = self.problem.load(value, forced)
+            made = [load, *(self.problem.convert(value, forced, code) for code in codes)]
+            return None if None in made else forced
         if len(codes) == 1 and self.problem.load(value, codes[0]) is not None:
             return codes[0]
         if self.problem.load(value, R) is None:
