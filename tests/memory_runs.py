@@ -25,7 +25,7 @@ from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
 from mixmesh.ir import Program, make_ratio, parse_program
 from mixmesh.job import load_job, optimizer_states
-from mixmesh.profiler.constants import warm_process_bytes
+from mixmesh.profiler.constants import process_bytes
 from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
 
@@ -130,7 +130,7 @@ def compared(name: str) -> list[tuple[int, int]]:
     """Per rank, predicted and measured bytes, with the constant that is measured here."""
     job, kind, shares = CASES[name]
     program, states = planned(job, kind, shares)
-    constant = warm_process_bytes()
+    _, constant = process_bytes()
     tensors = Memory(program, states).peaks(program)
     return [(round(constant + t), m) for t, m in zip(tensors, measured(job, program))]
 

@@ -26,7 +26,9 @@ from .accuracy_cases import CLUSTERS, PLANNERS, SETTINGS, Setting, cluster_of
 from .measure import call
 
 PROFILE_BUDGET_S = 25.0
+MEMORY_STEPS = "4"
 WORKER = (sys.executable, "-m", "mixmesh.bench.accuracy_worker")
+MIXMESH = (sys.executable, "-m", "mixmesh")
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,16 @@ def measure(
     for names, plan in plans.items():
         key = "+".join(names)
         progress(f"{setting}: memory of {key}")
-        printed, _ = call(WORKER, cluster, "memory", setting.job, paths[key], plain=True)
+        run_it = (
+            "run",
+            f"{jobs.__file__}:{setting.job}",
+            "--plan",
+            paths[key],
+            "--steps",
+            MEMORY_STEPS,
+            "--json",
+        )
+        printed, _ = call(MIXMESH, cluster, *run_it, plain=True)
         cases.append(
             Case(
                 setting.job,
@@ -125,7 +136,7 @@ def measure(
                 statistics.median(step_s[key]),
                 (min(step_s[key]), max(step_s[key])),
                 plan.predicted_peak_memory_bytes,
-                tuple(json.loads(printed)),
+                tuple(json.loads(printed)["peak_memory_bytes"]),
                 emulation,
             )
         )

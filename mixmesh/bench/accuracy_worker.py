@@ -1,7 +1,6 @@
-"""One rank of ``mixmesh bench accuracy``: profiles, times several plans in turn, or measures one's memory.
+"""One rank of ``mixmesh bench accuracy``: profiles, or times several plans in turn.
 
-Plans take turns in one process, so that the comparison holds while the speed of a shared machine drifts;
-memory needs a process per plan.
+Plans take turns in one process, so that the comparison holds while the speed of a shared machine drifts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from mixmesh.bench import jobs
 from mixmesh.bench.measure import (
     COLLECTIVE_TIMEOUT_S,
     measure_profile,
@@ -23,13 +21,11 @@ from mixmesh.bench.measure import (
 )
 from mixmesh.plan_file import Plan
 from mixmesh.runtime.comm import default_device, initialise
-from mixmesh.runtime.train import train
 from mixmesh.testbed import enter_device
 
 ROUNDS = 4
 PLAN_S = 10.0  # about so long every plan is timed
 MAX_STEPS = 5  # of a round that count; one before them does not
-MEMORY_STEPS = 4
 
 
 def measure_times(job: str, paths: str) -> None:
@@ -57,12 +53,7 @@ def plan_steps(job: str, plan: Plan) -> Callable[[], object]:
     return lambda: step()()
 
 
-def measure_memory(job: str, path: str) -> None:
-    report = train(jobs.make(job), Plan.load(path), steps=MEMORY_STEPS, timeout_s=COLLECTIVE_TIMEOUT_S)
-    print_from_rank_0(report.peak_memory_bytes)
-
-
 if __name__ == "__main__":
-    {"profile": measure_profile, "times": measure_times, "memory": measure_memory}[sys.argv[1]](*sys.argv[2:])
+    {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
     dist.barrier()
     dist.destroy_process_group()

@@ -27,6 +27,8 @@ VIEWS = frozenset(
         "split_with_sizes chunk slice.Tensor select.int unbind.int detach alias"
     ).split()
 )
+CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # of `mixmesh run` with PyTorch 2.13: working, idle
+GPU_CONTEXT_BYTES = 600 * 2**20
 GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
@@ -139,13 +141,14 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         return measured.exchange_s_per_byte * size_bytes if measured else 0.0
 
-    def memory_constant_bytes(self, rank: int) -> int:
-        """What a process holds before any tensor: interpreter, libraries, CUDA context."""
+    def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
+        """What a process holds before any tensor: interpreter, libraries, CUDA context. One that is
+        ``idle`` has not loaded the kernels."""
         device = self.cluster.devices[rank]
         measured = self._measured(device)
         if measured is not None:
-            return measured.memory_constant_bytes
-        return 400 * 2**20 if device.kind == "cpu" else 600 * 2**20
+            return measured.idle_constant_bytes if idle else measured.memory_constant_bytes
+        return CPU_PROCESS_BYTES[idle] if device.kind == "cpu" else GPU_CONTEXT_BYTES
 
 
 def is_product(call: Call) -> bool:

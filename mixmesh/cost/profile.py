@@ -40,6 +40,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     step_scale: float = pydantic.Field(default=1.0, gt=0)
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
     exchange_s_per_byte: float = pydantic.Field(default=0.0, ge=0)
+    idle_constant_bytes: int | None = pydantic.Field(default=None, ge=0)
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -90,7 +91,8 @@ class DeviceProfile:
     and the allocator do to ops that run one after the other. ``slowdown`` is the part of a second that
     a second of computing takes longer while a collective is under way. ``exchange_s_per_byte`` are the
     seconds for which a collective keeps the computing thread itself busy (joining pieces, copying), per
-    byte of the whole tensor.
+    byte of the whole tensor. ``memory_constant_bytes`` is what a process holds beside tensors, and
+    ``idle_constant_bytes`` what one does that computes nothing.
     """
 
     ops: dict[str, OpMeasurement]
@@ -99,6 +101,7 @@ class DeviceProfile:
     step_scale: float = 1.0
     slowdown: float = 0.0
     exchange_s_per_byte: float = 0.0
+    idle_constant_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,7 @@ class Profile:
                 d.step_scale,
                 d.slowdown,
                 d.exchange_s_per_byte,
+                d.memory_constant_bytes if d.idle_constant_bytes is None else d.idle_constant_bytes,
             )
             for name, d in file.devices.items()
         }
@@ -173,6 +177,7 @@ class Profile:
                     "step_scale": d.step_scale,
                     "slowdown": d.slowdown,
                     "exchange_s_per_byte": d.exchange_s_per_byte,
+                    "idle_constant_bytes": d.idle_constant_bytes,
                 }
                 for name, d in self.devices.items()
             },

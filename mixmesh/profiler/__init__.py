@@ -20,8 +20,9 @@ import torch.distributed as dist
 from ..cluster import Cluster
 from ..cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ..ir import Graph
+from ..runtime.allocator import steady_heap
 from ..runtime.comm import Comm
-from .constants import warm_process_bytes
+from .constants import process_bytes
 from .links import link_sets, measure_links
 from .meter import Meter
 from .operators import measure_ops, shares_to_measure
@@ -46,10 +47,11 @@ def profile(
     Every rank measures its own device at the same time, as in training; of equal devices the median
     counts. Operators that the budget did not reach are named in the provenance.
     """
+    steady_heap()  # as in training
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
     progress("memory of a process without tensors")
-    constant = constant_bytes(comm, cluster)
+    idle, working = constant_bytes(comm, cluster)
     on_start()
     dist.barrier()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
@@ -72,7 +74,7 @@ def profile(
     )
     # under a quota the thread's CPU seconds become real ones as the operators' do
     exchange_s_per_byte = thread_s_per_byte * (scale if meter.emulated else 1.0)
-    mine = DeviceProfile(ops, optimizer_s, constant, scale, slowdown, exchange_s_per_byte)
+    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, exchange_s_per_byte, idle)
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}
@@ -95,19 +97,20 @@ def profile(
     return Profile(devices, links, provenance)
 
 
-def constant_bytes(comm: Comm, cluster: Cluster) -> int:
-    """What a process holds of its device's memory before any tensor. Collective.
+def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
+    """What an idle and a working process hold of their device's memory before any tensor. Collective.
 
     On a CPU the first rank of every machine measures it for the others: they run the same libraries.
     """
     if comm.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(comm.device)
-        return total - free - torch.cuda.memory_reserved(comm.device)
+        held = total - free - torch.cuda.memory_reserved(comm.device)
+        return held, held
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
     everyone: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(everyone, (machine, warm_process_bytes() if first else 0))
-    return max(size for there, size in everyone if there == machine)
+    dist.all_gather_object(everyone, (machine, process_bytes() if first else (0, 0)))
+    return max(sizes for there, sizes in everyone if there == machine)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -17,8 +17,12 @@ import torch.distributed as dist
 import mixmesh.api, mixmesh.check, mixmesh.job, mixmesh.testbed
 from mixmesh.runtime.train import peak_memory_bytes
 
+from mixmesh.runtime.allocator import steady_heap
+
+steady_heap()
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 group = dist.new_group([0])
+idle = peak_memory_bytes(torch.device("cpu"))
 model = torch.nn.Sequential(
     torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.ReLU(), torch.nn.MaxPool2d(2),
     torch.nn.Flatten(), torch.nn.LazyLinear(64), torch.nn.GELU(), torch.nn.LayerNorm(64),
@@ -35,13 +39,13 @@ for _ in range(2):
     dist.all_reduce(model[0].weight.grad, group=group)
     optimizer.step()
     optimizer.zero_grad()
-print(peak_memory_bytes(torch.device("cpu")))
+print(idle, peak_memory_bytes(torch.device("cpu")))
 """
 
 
-def warm_process_bytes(timeout_s: float = 120.0) -> int:
-    """The largest resident size, as ``runtime.train`` measures it, of a process that does all that a rank on
-    a CPU does, with tiny tensors.
+def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
+    """The largest resident size, as ``runtime.train`` measures it, of a process that computes nothing, and
+    of one that does all that a rank on a CPU does, with tiny tensors.
 
     A new process, because this one has traced a model and holds what that takes. Call it before
     ``on_start``: it is several seconds of one core. Raises MixmeshError if the process fails.
@@ -52,7 +56,8 @@ def warm_process_bytes(timeout_s: float = 120.0) -> int:
             [sys.executable, "-c", PROGRAM],
             env=environment, capture_output=True, text=True, timeout=timeout_s, check=True,
         )  # fmt: skip
-        return int(done.stdout.split()[-1])
+        idle, working = map(int, done.stdout.split()[-2:])
+        return idle, working
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         raise MixmeshError(
             "the memory of a process without tensors could not be measured",

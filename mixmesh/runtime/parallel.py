@@ -20,6 +20,7 @@ from ..ir import REPLICATE, Program, owned_type, stage_of
 from ..timeline import BUCKET, bucket_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
+from .allocator import steady_heap
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
@@ -359,6 +360,8 @@ def parallelize(
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
     comm = Comm.create(program, device=device, timeout_s=timeout_s)
+    if comm.device.type == "cpu":
+        steady_heap()
     steps = MicroSteps.of(plan, comm.rank)
     agree([*model.parameters(), *model.buffers()], comm)
     swapped: dict[Tensor, tuple[Tensor, Stored]] = {}

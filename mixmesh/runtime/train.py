@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ..ir import Program
 from ..timeline import Timeline
-from .allocator import steady_heap
 from .data import shard_batches
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
@@ -96,7 +95,6 @@ def train(
     after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
     measured in detail; it takes a step more than the warm-up.
     """
-    steady_heap()
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
     parallel, optimizer = parallelize(

@@ -93,13 +93,21 @@ class PeakMemory:
         kinds = [device.kind for device in self.costs.cluster.devices]
         tensors = {kind: self._memory(program, kind).peaks(program) for kind in dict.fromkeys(kinds)}
         constant = self.costs.memory_constant_bytes
-        return tuple(round(constant(rank) + tensors[kind][rank]) for rank, kind in enumerate(kinds))
+        return tuple(
+            round(constant(rank, idle=is_idle(program, rank)) + tensors[kind][rank])
+            for rank, kind in enumerate(kinds)
+        )
 
     def _memory(self, program: Program, kind: str) -> Memory:
         key = (kind, tuple(i.attr("bucket") for i in program.params))
         if key not in self._memories:
             self._memories[key] = Memory(program, self.optimizer_states, cuda=kind == "gpu")
         return self._memories[key]
+
+
+def is_idle(program: Program, rank: int) -> bool:
+    """Whether a rank takes part in nothing."""
+    return bool(program.ratios) and all(ratio[rank] == 0 for _, ratio in program.ratios)
 
 
 def held_by_cut(program: Program, optimizer_states: int) -> Sizes:
