@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from .cost import CostModel
@@ -48,8 +49,9 @@ def tensor_parallel(
     return emit(problem, search(problem, weight=1.05, max_states=2_000))
 
 
-def fully_sharded(program: Program) -> Program:
-    """``program`` with every replicated parameter stored S(0) and gathered for use (ZeRO-3, FSDP).
+def fully_sharded(program: Program, params: Collection[str] | None = None) -> Program:
+    """``program`` with every replicated parameter, or those of ``params``, stored S(0) and gathered for use
+    (ZeRO-3, FSDP).
 
     A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
     after its last use, to be gathered again in the backward pass.
@@ -58,7 +60,10 @@ def fully_sharded(program: Program) -> Program:
     stored = {
         i.result
         for i in program.params
-        if i.type.placement == REPLICATE and i.type.value.shape and i.result in program.requires_grad
+        if i.type.placement == REPLICATE
+        and i.type.value.shape
+        and i.result in program.requires_grad
+        and (params is None or i.result in params)
     }
     out: list[Instruction] = []
     gathers: list[Instruction] = []  # of the parameters met since the last operator that uses one
