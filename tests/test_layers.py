@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ),
     ({"simulator"},),
     ({"baselines"}, {"profiler"}, {"verification"}),
-    ({"planner"}, {"report"}),
+    ({"planner", "explain"}, {"report"}),
     ({"api"},),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),

@@ -1,0 +1,172 @@
+"""mixmesh explain"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..check import check_placements
+from ..cluster import Cluster, presets
+from ..errors import InputError
+from ..ir import Instruction, print_instruction
+from ..plan_file import Plan
+from .output import Json, print_json, seconds, size, table, working
+from .plan import ProfileFile
+from .show import PlanFile
+
+if TYPE_CHECKING:
+    from ..explain import Alternative, Explanation
+
+SHOWN = 12  # instructions that use a tensor
+
+
+def explain(
+    plan: PlanFile,
+    tensor: Annotated[
+        str,
+        typer.Option("--tensor", metavar="NAME", help="A value (%h), a parameter's path, or the end of one."),
+    ],
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="The cluster that the plan was made for."),
+    ] = None,
+    profile: ProfileFile = None,
+    all_layers: Annotated[
+        bool, typer.Option("--all-layers", help="Ask for the tensors in its place in all layers together.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Why a tensor is placed as it is: every other placement with the cheapest program that uses it."""
+    from ..api import load_profile
+    from ..explain import explain_tensor
+
+    loaded = Plan.load(plan)
+    described = cluster_of(loaded, plan, tensor, cluster)
+    check_placements(loaded.program, str(plan))
+    with working("searching with other placements"):
+        found = explain_tensor(
+            loaded, described, tensor, profile=load_profile(profile), all_layers=all_layers
+        )
+    lines = plan.read_text().split("\n")
+    if as_json:
+        print_json(explanation_object(found, lines))
+    else:
+        print(explanation_text(found, lines))
+
+
+def cluster_of(plan: Plan, path: Path, tensor: str, cluster: Path | None) -> Cluster:
+    """The cluster that was given, or the preset that the plan was made for. Raises InputError."""
+    if cluster is not None:
+        return Cluster.load(cluster)
+    for preset in map(Cluster.load, presets()):
+        if preset.fingerprint == plan.cluster_fingerprint:
+            return preset
+    raise InputError(
+        "costs need the cluster, and a plan holds only its name",
+        expected=f'--cluster with the file of "{plan.cluster_name}" ({plan.cluster_fingerprint})',
+        got="no --cluster",
+        where=str(path),
+        hint=f"mixmesh explain {path} --tensor {tensor} --cluster C.toml",
+    )
+
+
+def explanation_text(found: Explanation, lines: list[str]) -> str:
+    name = found.tensors[0]
+    place = location(found, lines)
+    out = [f"%{name}, {found.op}, is {found.placement} in the plan" + (f" ({place})" if place else "")]
+    if len(found.tensors) > 1:
+        out.append(f"with the {len(found.tensors) - 1} in its place in other layers")
+    shown = [found.made, *found.used]
+    out += ["", *(f"  {_line(i, lines)}" for i in shown[:SHOWN])]
+    if len(shown) > SHOWN:
+        out.append(f"  ... and {len(shown) - SHOWN} more")
+    out += ["", table(HEADER, [_row(a) for a in found.alternatives]), ""]
+    for a in found.alternatives:
+        out += _details(a)
+    out += [f"note: {text}" for text in found.notes]
+    return "\n".join([*out, found.summary])
+
+
+HEADER = ("", "placement", "step", "against the plan", "instructions differ", "memory per rank", "fits")
+
+
+def _row(a: Alternative) -> tuple[str, ...]:
+    mark = "*" if a.is_plan else ""
+    if a.program is None:
+        return (mark, a.placement, "-", "-", "-", "-", "impossible")
+    return (
+        mark,
+        a.placement,
+        seconds(a.step_s),
+        signed(a.difference_s, seconds),
+        str(a.num_differing),
+        " ".join(signed(b, size) for b in a.memory_difference_bytes),
+        "yes" if a.fits else "no",
+    )
+
+
+def signed(value: float, text) -> str:
+    if value == 0:
+        return "0"
+    return ("+" if value > 0 else "-") + text(abs(value))
+
+
+def _details(a: Alternative) -> list[str]:
+    from ..explain.summary import kinds
+
+    if a.program is None:
+        return [f"{a.placement}: impossible, {a.impossible}"]
+    out = []
+    for sign, changed in (("adds", a.added), ("saves", a.removed)):
+        out += [f"{a.placement}: {sign} {text}" for text, _ in kinds(changed)]
+    return out
+
+
+def _line(i: Instruction, lines: list[str]) -> str:
+    """An instruction as it stands in the file, its comments included."""
+    text = lines[i.line - 1].strip() if 0 < i.line <= len(lines) else print_instruction(i)
+    return re.sub(r"\s+#", "  #", text)
+
+
+def location(found: Explanation, lines: list[str]) -> str:
+    """The user's line of a tensor, or of the first operator that uses it, from the comments of the plan."""
+    for i in (found.made, *found.used):
+        text = i.location or _line(i, lines).partition("#")[2]
+        if match := re.search(r"(\S+:\d+)\s*$", text):
+            return match[1]
+    return ""
+
+
+def explanation_object(found: Explanation, lines: list[str]) -> dict[str, Any]:
+    return {
+        "tensor": found.tensors[0],
+        "tensors": list(found.tensors),
+        "op": found.op,
+        "location": location(found, lines),
+        "placement": found.placement,
+        "instructions": list(found.lines),
+        "predicted_step_s": found.step_s,
+        "alternatives": [_object(a) for a in found.alternatives],
+        "can_be_improved": found.can_be_improved,
+        "summary": found.summary,
+        "notes": list(found.notes),
+    }
+
+
+def _object(a: Alternative) -> dict[str, Any]:
+    return {
+        "placement": a.placement,
+        "is_plan": a.is_plan,
+        "possible": a.program is not None,
+        "impossible": a.impossible,
+        "predicted_step_s": a.step_s,
+        "difference_s": a.difference_s,
+        "feasible": a.fits,
+        "num_differing_instructions": a.num_differing,
+        "added": [vars(c) for c in a.added],
+        "removed": [vars(c) for c in a.removed],
+        "memory_difference_bytes": list(a.memory_difference_bytes),
+    }

@@ -1,0 +1,81 @@
+"""Why no program holds a value in a certain way."""
+
+from __future__ import annotations
+
+from ..errors import MixmeshError
+from ..ir import PARTIAL, Node, Placement, Shard
+from ..rules import PatternMismatch, call_of, strategies
+from ..synthesis import Problem
+from ..synthesis.choices import P, R, code_of
+
+
+def why_not(problem: Problem, name: str, code: int) -> str:
+    """What forbids ``name`` to be made (or, a leaf, to be loaded) as ``code``; empty if nothing does."""
+    value = problem.ids[name]
+    if len(problem.ranks) == 1 and code != R:
+        return f"rank {problem.ranks[0]} works alone: there is nothing to share out"
+    if code >= 2 and not problem.can_shard(value, code):
+        return uncut(problem, name, code - 2)
+    node = problem.graph.producers[name]
+    if node.is_leaf:
+        if code == P:
+            return f"{LEAF_WORDS[node.op]} is held whole or cut, never as addends"
+        if problem.load(value, code) is None:
+            return f"{LEAF_WORDS[node.op]} is held whole"
+        return ""
+    step = problem.steps.index(node)
+    if any((value, code) in choice.gives for choice in problem.choices.choices[step]):
+        return ""
+    return _not_given(problem, node, node.results.index(name), code)
+
+
+LEAF_WORDS = {"param": "a parameter", "buffer": "a buffer", "input": "an input", "const": "a constant"}
+
+
+def uncut(problem: Problem, name: str, dim: int) -> str:
+    """Why a dim cannot be cut in two."""
+    value = problem.ids[name]
+    size, unit = problem.types[value].shape[dim], problem.choices.unit(value, dim)
+    if size < 2:
+        return f"dim {dim} has {size} element{'s' * (size != 1)}"
+    if unit > 1:
+        return (
+            f"dim {dim}, of {size}, is cut in units of {unit} as the operators around it need it: "
+            "that is one piece"
+        )
+    return f"dim {dim}, of {size}, cannot be cut in two"
+
+
+def _not_given(problem: Problem, node: Node, result: int, code: int) -> str:
+    rule = problem.choices.rules.get(node.op)
+    printed = placement_text(code)
+    if rule is None:
+        return f"{node.op} has no sharding rule, so it runs replicated"
+    call = call_of(node, problem.graph.types)
+    wanted: Placement = PARTIAL if code == P else Shard(code - 2)
+    fitting = [s for s in strategies(rule, call) if code_of(s.outputs[result]) == code_of(wanted)]
+    if code == R or not fitting:
+        try:
+            text = f": its rule is {rule.text(call)[0]!r}"
+        except (PatternMismatch, MixmeshError):
+            text = ", whose shapes its rule does not cover"
+        how = (
+            f" and linear={rule.linear!r}"
+            if code == P and rule.linear and isinstance(rule.linear, str)
+            else ""
+        )
+        return f"no strategy of {node.op} gives {printed}{text}{how}"
+    for strategy in fitting:
+        placed = [*zip(node.inputs, strategy.inputs), *zip(node.results, strategy.outputs)]
+        for other, p in placed:
+            if other is not None and isinstance(p, Shard):
+                if not problem.can_shard(problem.ids[other], code_of(p)):
+                    return f"{node.op} would need %{other} as {p}, and {uncut(problem, other, p.dim)}"
+    if not any(r in problem.choices.varying for r in node.results):
+        return "it depends on no input and no parameter: every rank makes it for itself"
+    return "it is small and holds no samples: whole, it is cut for nothing where a piece is wanted"
+
+
+def placement_text(code: int) -> str:
+    """As programs print it, without the unit."""
+    return "R" if code == R else "P(sum)" if code == P else f"S({code - 2})"
