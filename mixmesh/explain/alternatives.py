@@ -17,7 +17,7 @@ from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..factors import best_factors
-from ..ir import Instruction, Placement, Program, even_ratio, print_instruction
+from ..ir import Instruction, Placement, Program, even_ratio, print_instruction, support
 from ..plan_file import Plan
 from ..planner import BUCKET_BYTES, GRADIENT_PRICES, HEADROOM, MAX_STATES, WEIGHT
 from ..ratios import usable_bytes
@@ -213,7 +213,7 @@ class Question:
     def programs(self, code: int) -> Iterator[Program]:
         """What the search finds, and for a parameter also what gathers it ahead of its use."""
         yield from self.searched(code)
-        if code == 2 and self.graph.producers[self.name].op == "param":
+        if code == 2 and self.graph.producers[self.name].op == "param" and len(support(self.ratio)) > 1:
             stored = (fully_sharded(p, self.names) for p in self.searched(R))
             yield from (p for p in stored if self._code(p, self.name) == code)
 

@@ -59,12 +59,9 @@ def _not_given(problem: Problem, node: Node, result: int, code: int) -> str:
             text = f": its rule is {rule.text(call)[0]!r}"
         except (PatternMismatch, MixmeshError):
             text = ", whose shapes its rule does not cover"
-        how = (
-            f" and linear={rule.linear!r}"
-            if code == P and rule.linear and isinstance(rule.linear, str)
-            else ""
-        )
-        return f"no strategy of {node.op} gives {printed}{text}{how}"
+        if code == P and not rule.linear:
+            text += ", and it is not linear"
+        return f"no strategy of {node.op} gives {printed}{text}"
     for strategy in fitting:
         placed = [*zip(node.inputs, strategy.inputs), *zip(node.results, strategy.outputs)]
         for other, p in placed:
