@@ -353,6 +353,7 @@ class Task:
                     optimizer_states=self.optimizer_states,
                     headroom=headroom,
                     sheet=simulation.sheet,
+                    memory=simulation.memory,
                 )
         except Infeasible:
             return None

@@ -26,7 +26,7 @@ import highspy
 import numpy as np
 
 from .cost import CostModel
-from .cost.memory import held_moments
+from .cost.memory import PeakMemory
 from .cost.placed import Sheet, exchange_of
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
@@ -115,6 +115,7 @@ def ratio_program(
     optimizer_states: int,
     headroom: float,
     sheet: Sheet | None = None,
+    memory: PeakMemory | None = None,
 ) -> LinearProgram:
     """The LP above; variables are the share of a rank of each class, then the stage times. Rows are named
     after the first rank of their class."""
@@ -136,7 +137,8 @@ def ratio_program(
 
     def memory_rows():
         kinds = [costs.cluster.devices[rank].kind for rank in firsts]
-        moments = {k: held_moments(program, optimizer_states, cuda=k == "gpu") for k in dict.fromkeys(kinds)}
+        known = memory or PeakMemory(costs, optimizer_states)
+        moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
         for column, (rank, kind) in enumerate(zip(firsts, kinds)):
             for number, held in enumerate(moments[kind]):
                 slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
@@ -202,11 +204,18 @@ def optimal_ratio(
     optimizer_states: int = 2,
     headroom: float = 0.05,
     sheet: Sheet | None = None,
+    memory: PeakMemory | None = None,
 ) -> Ratio:
-    """The shares of the LP, zero for ranks that are not in ``ranks``. ``sheet`` spares making it again.
-    Raises Infeasible."""
+    """The shares of the LP, zero for ranks that are not in ``ranks``. ``sheet`` and ``memory``, of the
+    same program, spare making them again. Raises Infeasible."""
     lp = ratio_program(
-        program, costs, ranks, optimizer_states=optimizer_states, headroom=headroom, sheet=sheet
+        program,
+        costs,
+        ranks,
+        optimizer_states=optimizer_states,
+        headroom=headroom,
+        sheet=sheet,
+        memory=memory,
     )
     found = solve(lp).x
     out = [0.0] * program.world_size

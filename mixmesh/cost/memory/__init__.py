@@ -6,12 +6,14 @@ CPUs it is the resident set of the process, whose allocator holds a little more 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ...ir import Program
 from ..model import CostModel
 from ..placed import Cut, cut_shares
-from .walk import Moment, Sizes, Walk
+from .walk import Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
     "ALLOWANCE",
@@ -28,29 +30,72 @@ ALLOWANCE = 0.06
 HEAP_BYTES = 32 * 2**20
 
 
-class Memory:
-    """The moments of a program's step, made once and read under many ratios."""
+EVERYWHERE: Cut = (0, 1, None)
+
+
+class Walked:
+    """The moments of a program's step that no bucket has a part in, as an array: (moment, cut)."""
 
     def __init__(self, program: Program, optimizer_states: int, *, cuda: bool = False) -> None:
-        self.moments = tuple(Walk(program, optimizer_states, cuda=cuda).moments())
-        self.cuts: tuple[Cut, ...] = tuple(dict.fromkeys(cut for m in self.moments for cut in m.held))
-        self.sizes = np.array([[m.held.get(cut, 0.0) for cut in self.cuts] for m in self.moments])
-        if not cuda:
-            everywhere = (0, 1, None)
-            if everywhere not in self.cuts:
-                self.cuts += (everywhere,)
-                self.sizes = np.pad(self.sizes, ((0, 0), (0, 1)))
-            self.sizes *= 1 + ALLOWANCE
-            self.sizes[:, self.cuts.index(everywhere)] += HEAP_BYTES
+        walk = Walk(program, optimizer_states, cuda=cuda)
+        self.cuda = cuda
+        self.moments = tuple(walk.moments())
+        self.complete = walk.complete
+        every = (*self.moments, *self.complete.values())
+        # a bucket is whole on the ranks of its parameters
+        summed = ((0, 1, p.type.ratio) for p in program.params)
+        cuts = dict.fromkeys((*(cut for m in every for cut in m.held), *summed))
+        self.cuts: tuple[Cut, ...] = tuple(cuts if cuda else dict.fromkeys((*cuts, EVERYWHERE)))
+        self.sizes = self.array(self.moments)
+        self.highest = undominated(self.sizes)
+
+    def array(self, moments: Sequence[Moment]) -> np.ndarray:
+        """Bytes in whole with what a heap loses."""
+        held = [[m.held.get(cut, 0.0) for cut in self.cuts] for m in moments]
+        sizes = np.array(held).reshape(len(moments), len(self.cuts))
+        if not self.cuda:
+            sizes *= 1 + ALLOWANCE
+            sizes[:, self.cuts.index(EVERYWHERE)] += HEAP_BYTES
+        return sizes
+
+
+def undominated(sizes: np.ndarray) -> np.ndarray:
+    """Rows that hold more of something than any other: one of them is the peak, whatever the shares."""
+    kept = []
+    left = sizes[np.argsort(-sizes.sum(axis=1), kind="stable")]
+    while len(left):
+        kept.append(left[0])
+        left = left[(left > left[0]).any(axis=1)]
+    return np.array(kept).reshape(len(kept), sizes.shape[1])
+
+
+class Memory:
+    """The moments of a program's step, made once and read under many ratios. ``walked`` is that of the
+    program with whatever buckets."""
+
+    def __init__(
+        self, program: Program, optimizer_states: int, *, cuda: bool = False, walked: Walked | None = None
+    ) -> None:
+        walked = walked or Walked(program, optimizer_states, cuda=cuda)
+        copies = tuple(bucket_moments(program, walked.complete))
+        self.moments = walked.moments + copies
+        self.cuts = walked.cuts
+        copied = walked.array(copies)
+        self.sizes = np.concatenate([walked.sizes, copied])
+        self.highest = undominated(np.concatenate([walked.highest, copied]))
+
+    def shares(self, program: Program) -> np.ndarray:
+        """(cut, rank)"""
+        shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
+        return np.array(shares).reshape(len(self.cuts), program.world_size)
 
     def held_bytes(self, program: Program) -> np.ndarray:
         """Bytes (moment, rank) under the ratios of ``program``."""
-        shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
-        return self.sizes @ np.array(shares).reshape(len(self.cuts), program.world_size)
+        return self.sizes @ self.shares(program)
 
     def peaks(self, program: Program) -> tuple[float, ...]:
         """Bytes per rank."""
-        return tuple(self.held_bytes(program).max(axis=0).tolist())
+        return tuple((self.highest @ self.shares(program)).max(axis=0).tolist())
 
     def peak_moment(self, program: Program, rank: int) -> Moment:
         """When ``rank`` holds most, and what."""
@@ -82,26 +127,31 @@ def held_moments(program: Program, optimizer_states: int, *, cuda: bool = False)
 
 
 class PeakMemory:
-    """Peaks under other ratios and buckets of one program, walked once for every set of buckets."""
+    """Peaks under other ratios and buckets of one program, walked once."""
 
     def __init__(self, costs: CostModel, optimizer_states: int = 2) -> None:
         self.costs, self.optimizer_states = costs, optimizer_states
+        self._walked: dict[str, Walked] = {}
         self._memories: dict[tuple, Memory] = {}
 
     def peaks(self, program: Program) -> tuple[int, ...]:
         """Bytes per rank, with what the process itself takes."""
         kinds = [device.kind for device in self.costs.cluster.devices]
-        tensors = {kind: self._memory(program, kind).peaks(program) for kind in dict.fromkeys(kinds)}
+        tensors = {kind: self.of(program, kind).peaks(program) for kind in dict.fromkeys(kinds)}
         constant = self.costs.memory_constant_bytes
         return tuple(
             round(constant(rank, idle=is_idle(program, rank)) + tensors[kind][rank])
             for rank, kind in enumerate(kinds)
         )
 
-    def _memory(self, program: Program, kind: str) -> Memory:
-        key = (kind, tuple(i.attr("bucket") for i in program.params))
+    def of(self, program: Program, kind: str) -> Memory:
+        """The memory of a program on devices of a kind (``cpu``, ``gpu``)."""
+        key = (kind, tuple(i.attr("bucket") if i.attrs else None for i in program.params))
         if key not in self._memories:
-            self._memories[key] = Memory(program, self.optimizer_states, cuda=kind == "gpu")
+            cuda = kind == "gpu"
+            if kind not in self._walked:
+                self._walked[kind] = Walked(program, self.optimizer_states, cuda=cuda)
+            self._memories[key] = Memory(program, self.optimizer_states, cuda=cuda, walked=self._walked[kind])
         return self._memories[key]
 
 

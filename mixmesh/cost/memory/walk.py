@@ -7,17 +7,18 @@ goes when the operator that made its value has used it, with what that operator 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from ...ir import Instruction, Partial, Program, Shard, TensorType
 from ...rules import Call, call_of
-from ..placed import Cut, cut_of, first_uses, is_computation, is_resharded, is_stored
+from ..placed import Cut, cut_of, first_uses, is_computation, is_resharded, is_stored, synchronised
 from ..sums import IN_FLIGHT_BYTES, gradient_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .views import contiguous, is_dense, reshaped, view_of
 
 Sizes = dict[Cut, float]
+BUCKET = "a bucket of gradients"
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
 BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
 
@@ -59,10 +60,13 @@ class _Ledger:
                 self.held[s.cut] -= s.size_bytes
 
     def moment(self, what: str, *beside: tuple[float, Cut]) -> None:
+        self.moments.append(self.now(what, *beside))
+
+    def now(self, what: str, *beside: tuple[float, Cut]) -> Moment:
         held = dict(self.held)
         for size_bytes, cut in beside:
             held[cut] = held.get(cut, 0.0) + size_bytes
-        self.moments.append(Moment(what, held))
+        return Moment(what, held)
 
 
 def whole(t: TensorType) -> Cut:
@@ -71,7 +75,8 @@ def whole(t: TensorType) -> Cut:
 
 
 class Walk:
-    """The moments of one step; ``states`` is tensors of optimizer state per parameter."""
+    """The moments of one step, buckets of gradients apart; ``states`` is tensors of optimizer state per
+    parameter."""
 
     def __init__(self, program: Program, states: int, *, cuda: bool = False) -> None:
         self.program, self.states, self.cuda = program, states, cuda
@@ -80,6 +85,7 @@ class Walk:
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
         self.flying: list[_Storage] = []
+        self.complete: dict[int, Moment] = {}  # by index, where the last gradient of a parameter is there
         self.uses: dict[str, list[int]] = {}
         for n, i in enumerate(program.instructions):
             for name in dict.fromkeys(i.inputs):
@@ -257,7 +263,7 @@ class Walk:
         if last.is_redistribution:  # nobody uses the loss
             self._move_back(last)
         again: dict[str, _Storage] = {}  # gathered once more
-        buckets = _Buckets(program)
+        complete = {self.uses.get(p.result, [0])[0] for p in program.params if synchronised(program, p)}
         for n in range(len(program.instructions) - 1, -1, -1):
             i = program.instructions[n]
             if not any(r in program.requires_grad for r in i.results):
@@ -282,7 +288,8 @@ class Walk:
                 if moved.is_redistribution and self.uses[name][0] == n:
                     if name in program.requires_grad:
                         self._move_back(moved)
-            buckets.flatten(self, n)
+            if n in complete:
+                self.complete[n] = self.ledger.now(BUCKET)
 
     def _outgoing(self, i: Instruction) -> list[_View]:
         """The gradients of an instruction's results, zeros for those that have none."""
@@ -406,21 +413,16 @@ class Walk:
             self.ledger.moment("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
 
 
-class _Buckets:
-    """Gradients of replicated parameters, which are copied into one buffer when a bucket is complete."""
-
-    def __init__(self, program: Program) -> None:
-        first_use = first_uses(program)
-        self.complete_at: dict[int, list[tuple[float, Cut]]] = {}
-        for bucket in gradient_sums(program, first_use=first_use):
-            if len(bucket.params) > 1:
-                last = min(first_use.get(i.result, 0) for i in bucket.params)
-                copied = (float(bucket.size_bytes), whole(bucket.params[0].type))
-                self.complete_at.setdefault(last, []).append(copied)
-
-    def flatten(self, walk: Walk, n: int) -> None:
-        for copied in self.complete_at.get(n, ()):
-            walk.ledger.moment("a bucket of gradients", copied)
+def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator[Moment]:
+    """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
+    the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``."""
+    first_use = first_uses(program)
+    for bucket in gradient_sums(program, first_use=first_use):
+        last = min(first_use.get(i.result, 0) for i in bucket.params)
+        if len(bucket.params) > 1 and last in complete:
+            at, cut = complete[last], whole(bucket.params[0].type)
+            held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
+            yield replace(at, held=held)
 
 
 def staging(op: str, source: TensorType, target: TensorType, cuda: bool) -> Iterable[tuple[float, Cut]]:
