@@ -13,7 +13,14 @@ from small_graphs import GRAPHS, THREE, cluster, graph
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import ALLOWANCE, HEAP_BYTES, Memory, held_moments, peak_memory_bytes
+from mixmesh.cost.memory import (
+    ALLOWANCE,
+    HEAP_BYTES,
+    SMALL_ALLOWANCE,
+    Memory,
+    held_moments,
+    peak_memory_bytes,
+)
 from mixmesh.cost.memory.views import contiguous, reshaped
 from mixmesh.cost.placed import cut_shares
 from mixmesh.ir import even_ratio, make_ratio, parse_program
@@ -26,7 +33,9 @@ def peak(program, states: int = 2) -> tuple[float, str]:
     """Bytes of tensors at the peak of one process, and when it is."""
     memory = Memory(program, states)
     moment = memory.peak_moment(program, 0)
-    assert memory.peaks(program) == (pytest.approx(sum(moment.held.values()) * (1 + ALLOWANCE) + HEAP_BYTES),)
+    held, small = (sum(sizes.values()) for sizes in (moment.held, moment.small))
+    expected = held * (1 + ALLOWANCE) + small * SMALL_ALLOWANCE + HEAP_BYTES
+    assert memory.peaks(program) == (pytest.approx(expected),)
     return sum(moment.held.values()), moment.what
 
 
@@ -86,6 +95,7 @@ def test_a_value_goes_with_its_last_view():
     assert by_name["%c"] - by_name["%t"] == FLOAT * 6400  # the copy
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms(), st.data())
 def test_strides_are_pytorchs(shape, random, data):
     torch = pytest.importorskip("torch")
@@ -131,7 +141,7 @@ def test_a_rank_left_out_holds_the_model_until_it_is_cut():
     program = data_parallel(graph(GRAPHS["mlp"], 64), costs, make_ratio([1.0, 0.0]))
     assert Memory(program, 2).peak_moment(program, 1).what == "the initial values"
     with_it, without = peak_memory_bytes(program, costs)
-    assert with_it > without > costs.memory_constant_bytes(1)
+    assert with_it > without > costs.memory_constant_bytes(1, idle=True)
 
 
 @settings(deadline=None, max_examples=20)
@@ -163,7 +173,7 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
     assert max(rows) == pytest.approx(Memory(program, 2).peaks(program)[0], rel=0.01)
 
 
-@pytest.mark.parametrize("case", ["mlp-ddp-50-50", "gpt-fsdp-60-38-2"])
+@pytest.mark.parametrize("case", ["mlp-fsdp-70-30", "gpt-tensor-60-40"])
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
         assert 0.98 * measured <= predicted <= 1.2 * measured

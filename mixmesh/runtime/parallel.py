@@ -20,7 +20,7 @@ from ..ir import REPLICATE, Program, owned_type, stage_of
 from ..timeline import BUCKET, bucket_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
-from .allocator import steady_heap
+from .allocator import steady_heap, trim_heap
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
@@ -133,6 +133,8 @@ class ParallelModel(nn.Module):
     def _run(self, args, kwargs) -> _Forward:
         run = self._runtime
         _check_autocast(run.comm.device)
+        if run.comm.device.type == "cpu" and self.training:
+            trim_heap()
         tensors = named_tensors(run.program, args, kwargs)
         inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
         params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))

@@ -20,6 +20,7 @@ __all__ = [
     "HEAP_BYTES",
     "Memory",
     "PeakMemory",
+    "SMALL_ALLOWANCE",
     "held_by_cut",
     "held_moments",
     "peak_memory_bytes",
@@ -27,8 +28,8 @@ __all__ = [
 
 # a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
 ALLOWANCE = 0.06
-HEAP_BYTES = 32 * 2**20
-
+SMALL_ALLOWANCE = 0.45  # more, of the tensors that come and go within the heap
+HEAP_BYTES = 40 * 2**20
 
 EVERYWHERE: Cut = (0, 1, None)
 
@@ -54,7 +55,8 @@ class Walked:
         held = [[m.held.get(cut, 0.0) for cut in self.cuts] for m in moments]
         sizes = np.array(held).reshape(len(moments), len(self.cuts))
         if not self.cuda:
-            sizes *= 1 + ALLOWANCE
+            small = np.array([[m.small.get(cut, 0.0) for cut in self.cuts] for m in moments])
+            sizes = sizes * (1 + ALLOWANCE) + small.reshape(sizes.shape) * SMALL_ALLOWANCE
             sizes[:, self.cuts.index(EVERYWHERE)] += HEAP_BYTES
         return sizes
 

@@ -20,15 +20,18 @@ from .views import contiguous, is_dense, reshaped, view_of
 Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
+OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
 BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Bytes in whole that are held at one time, by how they are cut."""
+    """Bytes in whole that are held at one time, by how they are cut; ``small`` are those of them that come
+    and go in a CPU's heap."""
 
     what: str
     held: Sizes
+    small: Sizes = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class _Storage:
     size_bytes: float
     cut: Cut
     references: int = 1
+    small: bool = False
 
 
 @dataclass(slots=True)
@@ -46,18 +50,26 @@ class _View:
 
 @dataclass
 class _Ledger:
+    world_size: int
     held: Sizes = field(default_factory=dict)
+    small: Sizes = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
 
-    def take(self, size_bytes: float, cut: Cut) -> _Storage:
+    def take(self, size_bytes: float, cut: Cut, *, stays: bool = False) -> _Storage:
         self.held[cut] = self.held.get(cut, 0.0) + size_bytes
-        return _Storage(size_bytes, cut)
+        # by an even share, so that memory stays linear in the shares
+        small = not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
+        if small:
+            self.small[cut] = self.small.get(cut, 0.0) + size_bytes
+        return _Storage(size_bytes, cut, small=small)
 
     def drop(self, *storages: _Storage) -> None:
         for s in storages:
             s.references -= 1
             if s.references == 0:
                 self.held[s.cut] -= s.size_bytes
+                if s.small:
+                    self.small[s.cut] -= s.size_bytes
 
     def moment(self, what: str, *beside: tuple[float, Cut]) -> None:
         self.moments.append(self.now(what, *beside))
@@ -66,7 +78,7 @@ class _Ledger:
         held = dict(self.held)
         for size_bytes, cut in beside:
             held[cut] = held.get(cut, 0.0) + size_bytes
-        return Moment(what, held)
+        return Moment(what, held, dict(self.small))
 
 
 def whole(t: TensorType) -> Cut:
@@ -80,7 +92,7 @@ class Walk:
 
     def __init__(self, program: Program, states: int, *, cuda: bool = False) -> None:
         self.program, self.states, self.cuda = program, states, cuda
-        self.ledger = _Ledger()
+        self.ledger = _Ledger(program.world_size)
         self.values: dict[str, _View] = {}
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
@@ -128,9 +140,8 @@ class Walk:
         for i in self.program.instructions:
             if i.op in ("param", "buffer", "input", "const"):
                 trained = i.op == "param" and i.result in self.program.requires_grad
-                self.ledger.take(
-                    (1 + (self.states if trained else 0)) * i.type.value.size_bytes, cut_of(i.type)
-                )
+                copies = 1 + (self.states if trained else 0)
+                self.ledger.take(copies * i.type.value.size_bytes, cut_of(i.type), stays=True)
                 shape = i.type.value.shape
                 storage = _Storage(0.0, cut_of(i.type), references=2)  # never let go of
                 self.values[i.result] = _View(storage, contiguous(shape))
