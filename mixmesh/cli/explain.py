@@ -103,7 +103,7 @@ def _row(a: Alternative) -> tuple[str, ...]:
         seconds(a.step_s),
         signed(a.difference_s, seconds),
         str(a.num_differing),
-        " ".join(signed(b, size) for b in a.memory_difference_bytes),
+        spread(a.memory_difference_bytes),
         "yes" if a.fits else "no",
     )
 
@@ -112,6 +112,12 @@ def signed(value: float, text) -> str:
     if value == 0:
         return "0"
     return ("+" if value > 0 else "-") + text(abs(value))
+
+
+def spread(differences: tuple[int, ...]) -> str:
+    """The least and the most of what ranks hold more; once, where they read alike."""
+    ends = (signed(f(differences), size) for f in (min, max))
+    return " to ".join(dict.fromkeys(ends))
 
 
 def _details(a: Alternative) -> list[str]:
