@@ -420,8 +420,11 @@ class Walk:
         if self.cuda:
             self.ledger.moment("the optimizer", *((size, cut) for cut, size in beside.items()))
             return
+        # of the tensors of the backward pass that went, the heap still keeps what it lost
+        lost = {cut: max(m.small.get(cut, 0.0) for m in self.ledger.moments) for cut in self.ledger.small}
         for cut, size in beside.items():
-            self.ledger.moment("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
+            now = self.ledger.now("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
+            self.ledger.moments.append(replace(now, small=lost))
 
 
 def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator[Moment]:
