@@ -48,13 +48,9 @@ def _numbers(gradients: list[tuple[str, int, tuple]], capacity_bytes: float) -> 
 
 
 def _numbered(program: Program, numbers: dict[str, int]) -> Program:
-    return program.changed(
-        instructions=tuple(
-            replace(
-                i, attrs=tuple((k, v) for k, v in i.attrs if k != "bucket") + (("bucket", numbers[i.result]),)
-            )
-            if i.op == "param" and i.result in numbers
-            else i
-            for i in program.instructions
-        ),
-    )
+    instructions = list(program.instructions)
+    for n, i in enumerate(instructions):
+        if i.op == "param" and i.result in numbers:
+            attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
+            instructions[n] = replace(i, attrs=(*attrs, ("bucket", numbers[i.result])))
+    return program.changed(instructions=tuple(instructions))

@@ -9,6 +9,7 @@ choose      the fastest that fits in every device's memory
 from __future__ import annotations
 
 import difflib
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ MAX_STATES = 200  # and two per step, before it keeps only the best few of every
 MAX_ROUNDS = 4
 MAX_POLISH = 64
 SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
+LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 
 
@@ -99,6 +101,32 @@ def make_plan(
             expected=", ".join(PLANNERS),
             hint=f"--planner {close[0]}" if close else "",
         )
+    with untouched():
+        return _make_plan(traced, cluster, planner, profile, optimizer_states, progress)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Keeps the garbage collector from looking again and again through what was there before, such as a
+    whole PyTorch: it took half of the time of planning."""
+    if gc.get_freeze_count():
+        yield  # somebody else did
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _make_plan(
+    traced: Traced | Graph,
+    cluster: Cluster,
+    planner: str,
+    profile: Profile | None,
+    optimizer_states: int,
+    progress: Callable[[str], None] | None,
+) -> Plan:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
     task = Task(graph, CostModel(cluster, profile), optimizer_states, progress or (lambda _: None))
@@ -160,7 +188,9 @@ class Task:
         self.units = self.choices.units
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
+        self.best_s = float("inf")  # of all that fits so far
         self._data_parallel: dict[Ratio, Program] = {}
+        self._simulations: dict[int, tuple[Program, Simulation]] = {}  # by identity, which is kept alive
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -229,24 +259,44 @@ class Task:
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
+        if fits:
+            self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation)
 
     def best_buckets(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
         simulation = simulation or self.simulation(program)
         with self.timed("simulate"):
-            variants = bucketed(program, BUCKET_BYTES)
-        return min((self.judge(planner, v, simulation) for v in variants), key=lambda p: p.key)
+            variants = sorted(bucketed(program, BUCKET_BYTES), key=simulation.step_s)
+        # the fastest that fits; the memory of those behind it need not be known
+        judged = []
+        for variant in variants:
+            judged.append(self.judge(planner, variant, simulation))
+            if judged[-1].feasible:
+                break
+        return min(judged, key=lambda p: p.key)
 
     def simulation(self, program: Program) -> Simulation:
-        with self.timed("simulate"):
-            return Simulation(program, self.costs, self.optimizer_states)
+        """One for each program, whatever its ratio; the first ones are asked for again."""
+        key = id(program.instructions)
+        if key not in self._simulations:
+            with self.timed("simulate"):
+                made = Simulation(program, self.costs, self.optimizer_states)
+            self._simulations[key] = (program, made)
+        return self._simulations[key][1]
 
     def synthesised(self) -> Iterator[Proposal]:
-        """HAP: program and ratio in turn, for several prices and sets of devices."""
+        """HAP: program and ratio in turn, for several prices and sets of devices; first the set that data
+        parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
         fastest_first = sorted(range(self.world_size), key=lambda r: -self.proportional[r])
-        best_s = float("inf")
-        for needed, ranks in device_sets(fastest_first, self.costs.class_of):
-            if self.least_seconds(ranks) >= best_s or (best_s < float("inf") and not needed):
+        sets = list(device_sets(fastest_first, self.costs.class_of))
+        hopeful = [(self.least_s(ranks), -len(ranks), ranks) for needed, ranks in sets if needed]
+        in_need = [(0.0, 0, ranks) for needed, ranks in sets if not needed]
+        proposed = False
+        for _, _, ranks in (*sorted(hopeful), *in_need):
+            known = self.best_s < float("inf")
+            if proposed and (
+                self.least_seconds(ranks) >= self.best_s or (known and (0.0, 0, ranks) in in_need)
+            ):
                 continue  # even with free communication these devices are too slow together
             seen: set[int] = set()
             by_price: dict[float, int] = {}
@@ -257,10 +307,17 @@ class Task:
                     continue  # the cheapest program at both ends is the cheapest in between
                 what = "data parallel" if price is None else f"gradient price {price:g}"
                 self.progress(f"planning: hap, {len(ranks)} devices, {what}")
-                for proposal in self.alternate(ranks, price, seen, by_price):
-                    if proposal.feasible:
-                        best_s = min(best_s, proposal.timeline.step_s)
+                for proposal in self.alternate(ranks, price, seen, by_price, judged=not proposed):
+                    proposed = True
                     yield proposal
+
+    def least_s(self, ranks: tuple[int, ...]) -> float:
+        """The least step of data parallelism on these devices."""
+        program = self.data_parallel(self.shares(ranks))
+        return self.bound(program, ranks)
+
+    def shares(self, ranks: tuple[int, ...]) -> Ratio:
+        return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """No plan on these devices is faster: all of the work at their summed speed."""
@@ -273,7 +330,11 @@ class Task:
         """The cheapest program under a ratio, with a number that tells it from others and its gap; no
         program if it is one of ``seen``. Without a price for gradients it is that of data parallelism."""
         if price is None:
-            return self.data_parallel(ratio) if 0 not in seen else None, 0, None
+            if 0 in seen:
+                return None, 0, None
+            program = self.data_parallel(ratio)
+            seen.add(shape_of(program))
+            return program, 0, None
         with self.timed("search"):
             problem = Problem(
                 self.graph,
@@ -289,16 +350,28 @@ class Task:
                 return None, 0, None
             self.states_expanded += found.states_expanded
             number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
-            return emit(problem, found) if number not in seen else None, number, found.gap
+            if number in seen:
+                return None, number, found.gap
+            program = emit(problem, found)
+            shape = shape_of(program)
+            known = shape in seen
+            seen.update((number, shape))
+            return None if known else program, number, found.gap
 
     def alternate(
-        self, ranks: tuple[int, ...], price: float | None, seen: set[int], by_price: dict[float, int]
+        self,
+        ranks: tuple[int, ...],
+        price: float | None,
+        seen: set[int],
+        by_price: dict[float, int],
+        judged: bool,
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
-        ``seen`` are the programs that were tried on these ranks before.
+        ``seen`` are the programs that were tried on these ranks before. What cannot become the fastest is
+        left out unless it is to be ``judged`` in any case.
         """
-        ratio = make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
+        ratio = self.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
             program, number, gap = self.find(ratio, price, seen)
@@ -308,6 +381,8 @@ class Task:
                 break  # another price or ratio led to the same program
             seen.add(number)
             simulation = self.simulation(program)
+            if not judged and self.bound(program, ranks) > LOST * self.best_s:
+                break
             better = self.ratio(simulation, program, ranks)
             made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
             made = replace(made, gap=gap)
@@ -322,6 +397,13 @@ class Task:
             ratio = better
         if best is not None:
             yield self.polish(self.factored(best, ranks))
+
+    def bound(self, program: Program, ranks: tuple[int, ...]) -> float:
+        """What a program's step does not go below with as much memory as it likes, whatever its buckets."""
+        simulation = self.simulation(program)
+        ratio = self.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
+        with self.timed("simulate"):
+            return simulation.least_s(with_ratio(program, "r0", ratio))
 
     def factored(self, proposal: Proposal, ranks: tuple[int, ...]) -> Proposal:
         """The proposal with those weight gradients computed from gathered factors that are faster so."""
@@ -339,7 +421,13 @@ class Task:
         return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
 
     def ratio(
-        self, simulation: Simulation, program: Program, ranks: tuple[int, ...], headroom: float = HEADROOM
+        self,
+        simulation: Simulation,
+        program: Program,
+        ranks: tuple[int, ...],
+        headroom: float = HEADROOM,
+        *,
+        limited: bool = True,
     ) -> Ratio | None:
         """The best shares of ``ranks`` for a program and its simulation; None if they cannot all fit."""
         if len(ranks) == 1:
@@ -354,6 +442,7 @@ class Task:
                     headroom=headroom,
                     sheet=simulation.sheet,
                     memory=simulation.memory,
+                    limited=limited,
                 )
         except Infeasible:
             return None
@@ -388,13 +477,15 @@ class Task:
             return proposal
         simulation = proposal.simulation
 
-        def judge(counts) -> Proposal:
-            program = with_ratio(proposal.program, "r0", make_ratio(counts))
+        def at(counts) -> Program:
+            return with_ratio(proposal.program, "r0", make_ratio(counts))
+
+        def judge(program: Program) -> Proposal:
             made = self.judge(proposal.planner, program, simulation, step="polish")
             return replace(made, gap=proposal.gap)
 
         counts = list(whole_counts(proposal.program.ratio_of["r0"], self.batch))
-        best = judge(counts)
+        best = judge(at(counts))
         if proposal.key < best.key:
             best = proposal
         for _ in range(MAX_POLISH):
@@ -409,14 +500,25 @@ class Task:
                         moved = list(counts)
                         moved[giver] -= 1
                         moved[taker] += 1
-                        moves.append((judge(moved), moved))
-            if not moves:
+                        with self.timed("polish"):
+                            moves.append((simulation.step_s(at(moved)), moved))
+            found = None
+            for step_s, moved in sorted(moves):
+                if best.feasible and step_s >= best.timeline.step_s:
+                    break
+                candidate = judge(at(moved))
+                if candidate.key < best.key:
+                    found = candidate, moved
+                    break
+            if found is None:
                 break
-            candidate, moved = min(moves, key=lambda m: m[0].key)
-            if candidate.key >= best.key:
-                break
-            best, counts = candidate, moved
+            best, counts = found
         return best
+
+
+def shape_of(program: Program) -> int:
+    """A number that tells a program from those with other placements."""
+    return hash(tuple((i.op, i.types) for i in program.instructions))
 
 
 def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:

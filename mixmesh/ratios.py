@@ -116,9 +116,10 @@ def ratio_program(
     headroom: float,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,
+    limited: bool = True,
 ) -> LinearProgram:
-    """The LP above; variables are the share of a rank of each class, then the stage times. Rows are named
-    after the first rank of their class."""
+    """The LP above, without memory rows if it is not ``limited``; variables are the share of a rank of each
+    class, then the stage times. Rows are named after the first rank of their class."""
     classes = equal_ranks(costs, ranks)
     firsts = tuple(equal[0] for equal in classes)
     every = stages(program, costs, firsts, sheet)
@@ -154,7 +155,8 @@ def ratio_program(
         rows.append((row, 1.0, 1.0, "shares sum to 1"))
 
     stage_rows()
-    memory_rows()
+    if limited:
+        memory_rows()
     balance_row()
     c = np.concatenate([np.zeros(n), [weights[key] for key in alike]])
     matrix, lower, upper, names = zip(*rows)
@@ -205,8 +207,10 @@ def optimal_ratio(
     headroom: float = 0.05,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,
+    limited: bool = True,
 ) -> Ratio:
-    """The shares of the LP, zero for ranks that are not in ``ranks``. ``sheet`` and ``memory``, of the
+    """The shares of the LP, zero for ranks that are not in ``ranks``; not ``limited``, as if all of them had
+    enough memory. ``sheet`` and ``memory``, of the
     same program, spare making them again. Raises Infeasible."""
     lp = ratio_program(
         program,
@@ -216,6 +220,7 @@ def optimal_ratio(
         headroom=headroom,
         sheet=sheet,
         memory=memory,
+        limited=limited,
     )
     found = solve(lp).x
     out = [0.0] * program.world_size

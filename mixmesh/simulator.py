@@ -47,7 +47,7 @@ from .cost.placed import (
     synchronised,
 )
 from .cost.resources import Link, link_s_per_byte, links_of
-from .cost.sums import GradientSum, gradient_sums
+from .cost.sums import GradientSum, gradient_sums, order_of_sums
 from .ir import LEAVES, Instruction, Program
 from .rules import RULES
 from .timeline import (
@@ -67,6 +67,9 @@ def simulate(
 ) -> Timeline:
     """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2)."""
     return Simulation(program, costs, optimizer_states).run(program, events=events)
+
+
+Seconds = tuple[list[tuple[float, ...]], list[tuple[float, ...]]]  # of works by rank, forward and backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,7 @@ class Simulation:
         self._sums: dict[tuple, _Sums] = {}
         self.loss = self._loss(program)
         self.first_use = {name: uses[0] for name, uses in self.sheet.uses.items()}
+        self.summed = order_of_sums(program, self.first_use)
         self.points = _ready_points(program, self.sheet)
         for i in program.params:
             if synchronised(program, i):
@@ -125,15 +129,7 @@ class Simulation:
     def run(self, program: Program, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
         simulation was made from."""
-        if self.sheet.pattern_of(program) != self.sheet.pattern:
-            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
-        run = _Run(self, program, events)
-        forward_s, backward_s = self.sheet.seconds(program)
-        run.optimizer()
-        run.steps(self.forward, self.forward_counts, forward_s)
-        run.loss()
-        run.steps(self.backward, self.backward_counts, backward_s)
-        run.end_of_backward(backward_s)
+        run = self._run(program, self.sums(program), self.sheet.seconds(program), events)
         return Timeline(
             max(run.clock),
             self.peak_memory_bytes(program),
@@ -141,6 +137,34 @@ class Simulation:
             run.communication,
             tuple(run.events),
         )
+
+    def step_s(self, program: Program) -> float:
+        """The step's seconds alone."""
+        return max(self._run(program, self.sums(program), self.sheet.seconds(program)).clock)
+
+    def least_s(self, program: Program) -> float:
+        """What no buckets bring the step below under these ratios. Shares are not rounded to whole samples;
+        sums of gradients are free, or else each group of ranks makes one of them right after the forward
+        pass."""
+        run = self._run(program, NO_SUMS, self.sheet.seconds(program, whole=False))
+        sizes: dict[tuple[int, ...], int] = {}
+        for s in self.summed:
+            sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + program.params[s.place].type.value.size_bytes
+        summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
+        return max(*run.clock, run.turn_s + max(summed_s, default=0.0))
+
+    def _run(self, program: Program, sums: _Sums, seconds: Seconds, events: bool = False) -> _Run:
+        if self.sheet.pattern_of(program) != self.sheet.pattern:
+            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
+        forward_s, backward_s = seconds
+        run = _Run(self, program, sums, events)
+        run.optimizer()
+        run.steps(self.forward, self.forward_counts, forward_s)
+        run.turn_s = min(run.clock)
+        run.loss()
+        run.steps(self.backward, self.backward_counts, backward_s)
+        run.end_of_backward(backward_s)
+        return run
 
     def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
         return self.memory.peaks(program)
@@ -189,7 +213,7 @@ class Simulation:
         """The sums of gradients under the buckets of ``program``."""
         key = tuple(p.attr("bucket") if p.attrs else None for p in program.params)
         if key not in self._sums:
-            self._sums[key] = _sums(self, gradient_sums(program, first_use=self.first_use))
+            self._sums[key] = _sums(self, gradient_sums(program, order=self.summed))
         return self._sums[key]
 
     def _loss(self, program: Program) -> _Call | None:
@@ -401,6 +425,9 @@ class _Sums:
     issues: dict[int, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
 
 
+NO_SUMS = _Sums((), (), {})
+
+
 def _sums(simulation: Simulation, sums: tuple[GradientSum, ...]) -> _Sums:
     """A rank starts its buckets in their order, each when it is complete."""
     issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
@@ -428,7 +455,7 @@ def shown(i: Instruction) -> str:
 class _Run:
     """The clocks of one simulated step."""
 
-    def __init__(self, simulation: Simulation, program: Program, keep_events: bool) -> None:
+    def __init__(self, simulation: Simulation, program: Program, sums: _Sums, keep_events: bool) -> None:
         self.simulation, self.program, self.keep_events = simulation, program, keep_events
         self.world_size = program.world_size
         self.clock = [0.0] * self.world_size
@@ -441,8 +468,9 @@ class _Run:
         self.ready: dict[str, tuple[float, _Call]] = {}  # results that nobody has waited for yet
         self.arriving: list[tuple[float, _Call, int, str]] = []  # gradients to be taken in at the end
         self.communication = 0.0
+        self.turn_s = 0.0  # when the first rank ends its forward pass
         self.events: list[Event] = []
-        self.sums = simulation.sums(program)
+        self.sums = sums
         self.left = [len(call.exchange.ranks) for call in self.sums.calls]
         self.issued = [0.0] * len(self.left)
         self.sum_end = [0.0] * len(self.left)

@@ -266,14 +266,19 @@ class Sheet:
     def shares(self, cut: Cut, program: Program) -> tuple[float, ...]:
         return cut_shares(cut, program.ratio(cut[2]), self.world_size)
 
-    def seconds(self, program: Program) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-        """Seconds of every work on every rank under the ratios of ``program``, forward and backward."""
+    def seconds(
+        self, program: Program, *, whole: bool = True
+    ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Seconds of every work on every rank under the ratios of ``program``, forward and backward; if not
+        ``whole``, as if a tensor could be cut within an element."""
         class_of = self.costs.class_of
         known: dict[tuple, tuple[float, float]] = {}
         forward, backward = [], []
         for n, work in enumerate(self.works):
             pairs = []
-            for rank, share in enumerate(self.shares(work.cut, program)):
+            ratio = program.ratio(work.cut[2])
+            shares = self.shares(work.cut, program) if whole or not work.cut[0] else ratio
+            for rank, share in enumerate(shares):
                 key = (n, class_of[rank], share)
                 if key not in known:
                     time = work.times[class_of[rank]]

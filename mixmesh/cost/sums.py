@@ -29,36 +29,56 @@ class GradientSum:
         return sum(p.type.value.size_bytes for p in self.params)
 
 
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
+    use, and what must agree within a bucket."""
+
+    place: int
+    first_use: int
+    kind: tuple[str, tuple[int, ...]]
+
+
+def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) -> tuple[Summed, ...]:
+    """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
+    without a use comes last. ``first_use`` is that of the program, where it is known already."""
+    used = first_uses(program) if first_use is None else first_use
+    found = [
+        Summed(place, used.get(p.result, -1), (p.type.value.dtype, program.participants(p.type)))
+        for place, p in enumerate(program.params)
+        if synchronised(program, p)
+    ]
+    return tuple(sorted(found, key=lambda s: -s.first_use))
+
+
 def gradient_sums(
-    program: Program, cap_bytes: int = BUCKET_CAP_BYTES, first_use: Mapping[str, int] | None = None
+    program: Program, cap_bytes: int = BUCKET_CAP_BYTES, order: tuple[Summed, ...] | None = None
 ) -> tuple[GradientSum, ...]:
     """The buckets of a program, in the order in which every rank starts them.
 
     A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
     first, up to ``cap_bytes`` each. A bucket holds one dtype and one set of ranks. Numbered ones come in
-    the order of their numbers, then the others by when their last gradient is ready. ``first_use`` is
-    that of the program, where it is known already.
+    the order of their numbers, then the others by when their last gradient is ready. ``order`` is that of
+    the program with whatever buckets, where it is known already.
     """
-    used = first_uses(program) if first_use is None else first_use
-    at = {p.result: used.get(p.result, -1) for p in program.params}  # a gradient without a use comes last
-    summed = sorted((p for p in program.params if synchronised(program, p)), key=lambda p: -at[p.result])
-    groups: dict[tuple, list[Instruction]] = {}
+    groups: dict[tuple, list[Summed]] = {}
     filled: dict[tuple, tuple[int, int]] = {}  # per dtype and ranks: (open bucket, bytes in it)
-    for p in summed:
-        kind = (p.type.value.dtype, program.participants(p.type))
-        number = p.attr("bucket")
+    params = program.params
+    for s in order_of_sums(program) if order is None else order:
+        p = params[s.place]
+        number = p.attr("bucket") if p.attrs else None
         if number is None:
             size = p.type.value.size_bytes
-            index, held = filled.get(kind, (0, 0))
+            index, held = filled.get(s.kind, (0, 0))
             if held and held + size > cap_bytes:
                 index, held = index + 1, 0
-            filled[kind] = (index, held + size)
+            filled[s.kind] = (index, held + size)
             number = -1 - index  # apart from the numbers that the program gives
-        groups.setdefault((number, *kind), []).append(p)
+        groups.setdefault((number, s.kind), []).append(s)
 
-    def ready(item: tuple[tuple, list[Instruction]]) -> tuple[int, int]:
-        (number, *_), members = item
-        return (0, number) if number >= 0 else (1, -min(at[p.result] for p in members))
+    def ready(item: tuple[tuple, list[Summed]]) -> tuple[int, int]:
+        (number, _), members = item
+        return (0, number) if number >= 0 else (1, -min(s.first_use for s in members))
 
     ordered = sorted(groups.items(), key=ready)
-    return tuple(GradientSum(tuple(members), key[2]) for key, members in ordered)
+    return tuple(GradientSum(tuple(params[s.place] for s in members), key[1][1]) for key, members in ordered)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...ir import Instruction, Partial, Program, Shard, TensorType
 from ...rules import Call, call_of
 from ..placed import Cut, cut_of, first_uses, is_computation, is_resharded, is_stored, synchronised
-from ..sums import IN_FLIGHT_BYTES, gradient_sums
+from ..sums import IN_FLIGHT_BYTES, gradient_sums, order_of_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .views import contiguous, is_dense, reshaped, view_of
 
@@ -431,7 +431,7 @@ def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator
     """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
     the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``."""
     first_use = first_uses(program)
-    for bucket in gradient_sums(program, first_use=first_use):
+    for bucket in gradient_sums(program, order=order_of_sums(program, first_use)):
         last = min(first_use.get(i.result, 0) for i in bucket.params)
         if len(bucket.params) > 1 and last in complete:
             at, cut = complete[last], whole(bucket.params[0].type)
