@@ -29,8 +29,9 @@ link that gets faster can make the predicted step longer. That decides what is a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -40,6 +41,7 @@ from .cost.placed import (
     Exchange,
     Sheet,
     communicates,
+    cut_shares,
     exchange_of,
     is_factored,
     is_resharded,
@@ -67,9 +69,6 @@ def simulate(
 ) -> Timeline:
     """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2)."""
     return Simulation(program, costs, optimizer_states).run(program, events=events)
-
-
-Seconds = tuple[list[tuple[float, ...]], list[tuple[float, ...]]]  # of works by rank, forward and backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,35 +128,37 @@ class Simulation:
     def run(self, program: Program, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
         simulation was made from."""
-        run = self._run(program, self.sums(program), self.sheet.seconds(program), events)
+        run = self._run(program, self.sums(program), events=events)
         return Timeline(
             max(run.clock),
             self.peak_memory_bytes(program),
-            tuple(run.busy),
+            tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
         )
 
     def step_s(self, program: Program) -> float:
         """The step's seconds alone."""
-        return max(self._run(program, self.sums(program), self.sheet.seconds(program)).clock)
+        return max(self._run(program, self.sums(program)).clock)
 
     def least_s(self, program: Program) -> float:
         """What no buckets bring the step below under these ratios. Shares are not rounded to whole samples;
         sums of gradients are free, or else each group of ranks makes one of them right after the forward
         pass."""
-        run = self._run(program, NO_SUMS, self.sheet.seconds(program, whole=False))
+        run = self._run(program, NO_SUMS, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
         for s in self.summed:
             sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + program.params[s.place].type.value.size_bytes
         summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
         return max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 
-    def _run(self, program: Program, sums: _Sums, seconds: Seconds, events: bool = False) -> _Run:
+    def _run(self, program: Program, sums: _Sums, *, events: bool = False, whole: bool = True) -> _Run:
         if self.sheet.pattern_of(program) != self.sheet.pattern:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
-        forward_s, backward_s = seconds
-        run = _Run(self, program, sums, events)
+        # events tell equal ranks apart
+        alike = _Alike(range(program.world_size) if events else self._kinds(program, whole))
+        forward_s, backward_s = self.sheet.seconds(program, whole=whole, ranks=alike.firsts)
+        run = _Run(self, program, sums, alike, events)
         run.optimizer()
         run.steps(self.forward, self.forward_counts, forward_s)
         run.turn_s = min(run.clock)
@@ -165,6 +166,28 @@ class Simulation:
         run.steps(self.backward, self.backward_counts, backward_s)
         run.end_of_backward(backward_s)
         return run
+
+    def _kinds(self, program: Program, whole: bool) -> Iterable[Hashable]:
+        """Per rank what its clock depends on: the device, what it holds of everything, and with whom it
+        meets."""
+        ratios = [ratio for _, ratio in program.ratios]
+        if whole:
+            # with no size, whether it takes part
+            held = [cut_shares((0, 1, None), ratio, program.world_size) for ratio in ratios]
+            held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
+        else:
+            held = ratios
+        return zip(self.costs.class_of, self._met, *held)
+
+    @cached_property
+    def _met(self) -> list[int]:
+        """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
+        met: list[list[int]] = [[] for _ in range(self.sheet.world_size)]
+        for (_, ranks), channel in self.channels.items():
+            for r in ranks:
+                met[r].append(channel)
+        numbers: dict[tuple[int, ...], int] = {}
+        return [numbers.setdefault(tuple(channels), len(numbers)) for channels in met]
 
     def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
         return self.memory.peaks(program)
@@ -452,16 +475,40 @@ def shown(i: Instruction) -> str:
 # --- one step ---------------------------------------------------------------------------------------------
 
 
-class _Run:
-    """The clocks of one simulated step."""
+class _Alike:
+    """Ranks by kind: those of one kind do the same at the same times, so that one clock serves for them.
+    ``kinds`` is what they are told apart by."""
 
-    def __init__(self, simulation: Simulation, program: Program, sums: _Sums, keep_events: bool) -> None:
+    def __init__(self, kinds: Iterable[Hashable]) -> None:
+        numbers: dict[Hashable, int] = {}
+        self.kind_of = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        firsts = [-1] * len(numbers)
+        for rank, kind in enumerate(self.kind_of):
+            if firsts[kind] < 0:
+                firsts[kind] = rank
+        self.firsts = tuple(firsts)  # by kind, its first rank
+        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The kinds of some ranks."""
+        if ranks not in self._kinds:
+            self._kinds[ranks] = tuple(dict.fromkeys(self.kind_of[r] for r in ranks))
+        return self._kinds[ranks]
+
+
+class _Run:
+    """The clocks of one simulated step, by kind of rank."""
+
+    def __init__(
+        self, simulation: Simulation, program: Program, sums: _Sums, alike: _Alike, keep_events: bool
+    ) -> None:
         self.simulation, self.program, self.keep_events = simulation, program, keep_events
-        self.world_size = program.world_size
-        self.clock = [0.0] * self.world_size
-        self.busy = [0.0] * self.world_size
-        self.under_way = [0.0] * self.world_size  # until when a collective of the rank is
-        self.slowed = [(r, s) for r, s in enumerate(simulation.slowdown) if s > 0]
+        self.alike, count = alike, len(alike.firsts)
+        self.clock = [0.0] * count
+        self.busy = [0.0] * count
+        self.under_way = [0.0] * count  # until when a collective of the kind is
+        self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
+        self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(simulation.channels)  # when each channel is
         self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
         self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
@@ -476,40 +523,45 @@ class _Run:
         self.sum_end = [0.0] * len(self.left)
 
     def optimizer(self) -> None:
-        for rank, seconds in enumerate(self.simulation.sheet.optimizer_s(self.program)):
-            self.compute(rank, "optimizer", seconds)
+        seconds = self.simulation.sheet.optimizer_s(self.program)
+        for kind, rank in enumerate(self.alike.firsts):
+            self.compute(kind, "optimizer", seconds[rank])
 
     def loss(self) -> None:
         if self.simulation.loss is not None:
             self.start(self.simulation.loss, LOSS_SUM)
 
-    def compute(self, rank: int, name: str, seconds: float, op: str = "") -> None:
-        start = self.clock[rank]
-        end = self.computed(rank, self.simulation.slowdown[rank], seconds)
-        self.clock[rank] = end
-        self.busy[rank] += end - start
+    def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
+        start = self.clock[kind]
+        end = self.computed(kind, self.slowdown[kind], seconds)
+        self.clock[kind] = end
+        self.busy[kind] += end - start
         if self.keep_events and seconds > 0:
-            self.events.append(Event(rank, "compute", name, start, end, op))
+            self.events.append(Event(self.alike.firsts[kind], "compute", name, start, end, op))
 
-    def computed(self, rank: int, slowdown: float, seconds: float) -> float:
+    def computed(self, kind: int, slowdown: float, seconds: float) -> float:
         """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
-        start, until = self.clock[rank], self.under_way[rank]
+        start, until = self.clock[kind], self.under_way[kind]
         if slowdown <= 0 or until <= start:
             return start + seconds
         slow = start + seconds * (1 + slowdown)
         return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
 
-    def occupy(self, call: _Call, ranks: Iterable[int]) -> None:
+    def last(self, ranks: tuple[int, ...]) -> float:
+        """When the last of these ranks is there."""
+        return max([self.clock[k] for k in self.alike.of(ranks)])
+
+    def occupy(self, call: _Call, ranks: tuple[int, ...]) -> None:
         """The computing threads' half of a collective."""
         if call.host:
             where = call.exchange.ranks
-            for r in ranks:
-                self.clock[r] += call.host[where.index(r)]
+            for k in self.alike.of(ranks):
+                self.clock[k] += call.host[where.index(self.alike.firsts[k])]
 
     def start(self, call: _Call, name: str) -> float:
         """All ranks issue a collective here; returns its end."""
         self.occupy(call, call.exchange.ranks)
-        return self.communicate(call, name, max([self.clock[r] for r in call.exchange.ranks]))
+        return self.communicate(call, name, self.last(call.exchange.ranks))
 
     def communicate(self, call: _Call, name: str, issued: float) -> float:
         """A collective that the last rank has issued; returns its end."""
@@ -529,9 +581,9 @@ class _Run:
         end = max(start + call.seconds, carrying)
         self.free[channel], self.carrying[channel] = end, carrying
         self.communication += call.seconds
-        for r, _ in self.slowed:
-            if r in exchange.ranks:
-                self.under_way[r] = max(self.under_way[r], end)
+        if self.slowed:
+            for k in self.alike.of(exchange.ranks):
+                self.under_way[k] = max(self.under_way[k], end)
         if self.keep_events:
             what = (name, start, end, exchange.name, exchange.size_bytes)
             self.events += [Event(r, "communication", *what) for r in exchange.ranks]
@@ -553,13 +605,13 @@ class _Run:
         )
 
     def wait(self, end: float, call: _Call) -> None:
-        for r in call.exchange.ranks:
-            if self.clock[r] < end:
-                self.clock[r] = end
+        for k in self.alike.of(call.exchange.ranks):
+            if self.clock[k] < end:
+                self.clock[k] = end
         self.occupy(call, call.exchange.ranks)
 
     def steps(self, steps: list[_Step], counts: np.ndarray, work_s: list[tuple[float, ...]]) -> None:
-        table = np.array(work_s).reshape(len(work_s), self.world_size)
+        table = np.array(work_s).reshape(len(work_s), len(self.clock))
         rows = iter((counts @ table).tolist())
         for step in steps:
             if step.works:
@@ -580,22 +632,22 @@ class _Run:
         clock, busy = self.clock, self.busy
         if self.keep_events:
             for work, name, op in step.works:
-                for rank, s in enumerate(work_s[work]):
-                    self.compute(rank, name, s, op)
+                for kind, s in enumerate(work_s[work]):
+                    self.compute(kind, name, s, op)
             return
-        slow_ends = [(r, self.computed(r, slowdown, seconds[r])) for r, slowdown in self.slowed]
-        for rank, s in enumerate(seconds):
-            clock[rank] += s
-            busy[rank] += s
-        for r, end in slow_ends:
-            busy[r] += end - clock[r]
-            clock[r] = end
+        slow_ends = [(k, self.computed(k, slowdown, seconds[k])) for k, slowdown in self.slowed]
+        for kind, s in enumerate(seconds):
+            clock[kind] += s
+            busy[kind] += s
+        for k, end in slow_ends:
+            busy[k] += end - clock[k]
+            clock[k] = end
 
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """These ranks' part in a gradient sum is there."""
         call = self.sums.calls[k]
         self.occupy(call, ranks)
-        self.issued[k] = max(self.issued[k], max([self.clock[r] for r in ranks]))
+        self.issued[k] = max(self.issued[k], self.last(ranks))
         self.left[k] -= len(ranks)
         if not self.left[k]:
             self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
@@ -607,13 +659,13 @@ class _Run:
         for end, call, work, name in self.arriving:
             self.wait(end, call)
             if work >= 0:
-                for r in call.exchange.ranks:
-                    self.compute(r, name, work_s[work][r], "aten.mm")
+                for kind in self.alike.of(call.exchange.ranks):
+                    self.compute(kind, name, work_s[work][kind], "aten.mm")
         for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
         for (_, ranks), channel in self.simulation.channels.items():
             end = self.free[channel]
             if end > 0:
                 end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
-            for r in ranks:
-                self.clock[r] = max(self.clock[r], end)
+            for k in self.alike.of(ranks):
+                self.clock[k] = max(self.clock[k], end)

@@ -4,6 +4,7 @@ and report all read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -248,6 +249,11 @@ class Sheet:
         return out
 
     @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """How works, and what the optimizer steps over, are cut."""
+        return tuple(dict.fromkeys((*(work.cut for work in self.works), *self.optimized)))
+
+    @cached_property
     def flows(self) -> tuple[bool, ...]:
         """Per instruction, whether the backward pass goes through it."""
         grad = self.program.requires_grad
@@ -267,18 +273,20 @@ class Sheet:
         return cut_shares(cut, program.ratio(cut[2]), self.world_size)
 
     def seconds(
-        self, program: Program, *, whole: bool = True
+        self, program: Program, *, whole: bool = True, ranks: Sequence[int] | None = None
     ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
-        """Seconds of every work on every rank under the ratios of ``program``, forward and backward; if not
-        ``whole``, as if a tensor could be cut within an element."""
+        """Seconds of every work on every rank, or on ``ranks``, under the ratios of ``program``, forward and
+        backward; if not ``whole``, as if a tensor could be cut within an element."""
         class_of = self.costs.class_of
+        ranks = range(self.world_size) if ranks is None else ranks
         known: dict[tuple, tuple[float, float]] = {}
         forward, backward = [], []
         for n, work in enumerate(self.works):
             pairs = []
             ratio = program.ratio(work.cut[2])
             shares = self.shares(work.cut, program) if whole or not work.cut[0] else ratio
-            for rank, share in enumerate(shares):
+            for rank in ranks:
+                share = shares[rank]
                 key = (n, class_of[rank], share)
                 if key not in known:
                     time = work.times[class_of[rank]]
