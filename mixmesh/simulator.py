@@ -97,6 +97,40 @@ class _Step:
     point: int | None = None  # gradients are complete here
 
 
+class _Alike:
+    """Ranks by kind: those of one kind do the same at the same times, so that one clock serves for them.
+    ``kinds`` is what they are told apart by."""
+
+    def __init__(self, kinds: Iterable[Hashable]) -> None:
+        numbers: dict[Hashable, int] = {}
+        self.kind_of = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        firsts = [-1] * len(numbers)
+        for rank, kind in enumerate(self.kind_of):
+            if firsts[kind] < 0:
+                firsts[kind] = rank
+        self.firsts = tuple(firsts)  # by kind, its first rank
+        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The kinds of some ranks."""
+        if ranks not in self._kinds:
+            self._kinds[ranks] = tuple(dict.fromkeys(self.kind_of[r] for r in ranks))
+        return self._kinds[ranks]
+
+    def ranks(self, kinds: Iterable[int]) -> tuple[int, ...]:
+        wanted = set(kinds)
+        return tuple(r for r, kind in enumerate(self.kind_of) if kind in wanted)
+
+
+def _membership(groups: Iterable[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
+    """Per rank, which of some groups it is in."""
+    found: list[list[int]] = [[] for _ in range(world_size)]
+    for number, ranks in enumerate(groups):
+        for r in ranks:
+            found[r].append(number)
+    return list(map(tuple, found))
+
+
 class Simulation:
     """A program ready to be simulated under other ratios and buckets: the order of what happens, with all
     times that do not depend on them."""
@@ -182,12 +216,15 @@ class Simulation:
     @cached_property
     def _met(self) -> list[int]:
         """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
-        met: list[list[int]] = [[] for _ in range(self.sheet.world_size)]
-        for (_, ranks), channel in self.channels.items():
-            for r in ranks:
-                met[r].append(channel)
-        numbers: dict[tuple[int, ...], int] = {}
-        return [numbers.setdefault(tuple(channels), len(numbers)) for channels in met]
+        groups = dict.fromkeys(ranks for _, ranks in self.channels)
+        return _Alike(_membership(groups, self.sheet.world_size)).kind_of
+
+    @cached_property
+    def in_sums(self) -> _Alike:
+        """Ranks whose gradients are complete at the same points, whatever the buckets."""
+        groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
+        groups |= dict.fromkeys(s.kind[1] for s in self.summed)
+        return _Alike(_membership(groups, self.sheet.world_size))
 
     def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
         return self.memory.peaks(program)
@@ -454,16 +491,21 @@ NO_SUMS = _Sums((), (), {})
 def _sums(simulation: Simulation, sums: tuple[GradientSum, ...]) -> _Sums:
     """A rank starts its buckets in their order, each when it is complete."""
     issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-    passed: dict[int, int] = {}  # by rank: where it started its last one
+    alike = simulation.in_sums
+    passed: dict[int, int] = {}  # by kind of rank: where it started its last one
     for k, s in enumerate(sums):
         by_point: dict[int, list[int]] = {}
-        complete = [{r: point for point, who in simulation.points[p.result] for r in who} for p in s.params]
-        for r in s.ranks:
-            last = [at.get(r, AT_THE_END) for at in complete]
-            passed[r] = min(*last, passed.get(r, last[0]))
-            by_point.setdefault(passed[r], []).append(r)
-        for point, ranks in by_point.items():
-            issues.setdefault(point, []).append((k, tuple(ranks)))
+        complete = [
+            {kind: point for point, who in simulation.points[p.result] for kind in alike.of(who)}
+            for p in s.params
+        ]
+        for kind in alike.of(s.ranks):
+            last = [at.get(kind, AT_THE_END) for at in complete]
+            passed[kind] = min(*last, passed.get(kind, last[0]))
+            by_point.setdefault(passed[kind], []).append(kind)
+        for point, kinds in by_point.items():
+            ranks = s.ranks if len(by_point) == 1 else alike.ranks(kinds)
+            issues.setdefault(point, []).append((k, ranks))
     calls = [simulation.call(Exchange("all_reduce", s.size_bytes, s.ranks), "gradient") for s in sums]
     return _Sums(tuple(bucket_name([p.result for p in s.params]) for s in sums), tuple(calls), issues)
 
@@ -473,27 +515,6 @@ def shown(i: Instruction) -> str:
 
 
 # --- one step ---------------------------------------------------------------------------------------------
-
-
-class _Alike:
-    """Ranks by kind: those of one kind do the same at the same times, so that one clock serves for them.
-    ``kinds`` is what they are told apart by."""
-
-    def __init__(self, kinds: Iterable[Hashable]) -> None:
-        numbers: dict[Hashable, int] = {}
-        self.kind_of = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
-        firsts = [-1] * len(numbers)
-        for rank, kind in enumerate(self.kind_of):
-            if firsts[kind] < 0:
-                firsts[kind] = rank
-        self.firsts = tuple(firsts)  # by kind, its first rank
-        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
-
-    def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """The kinds of some ranks."""
-        if ranks not in self._kinds:
-            self._kinds[ranks] = tuple(dict.fromkeys(self.kind_of[r] for r in ranks))
-        return self._kinds[ranks]
 
 
 class _Run:
