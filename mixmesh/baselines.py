@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from .cost import CostModel
 from .ir import REPLICATE, Graph, Instruction, Program, Ratio, Ref, Shard, TensorType, make_ratio
-from .rules import Units, call_of
+from .rules import Units
 from .synthesis import Choices, Prices, Problem, emit, search
 
 # the least communication within the passes, at no price for gradients: what data parallelism is
@@ -85,24 +85,27 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
     return replace(program, instructions=tuple(out + gathers))
 
 
-def device_seconds(graph: Graph, costs: CostModel, share: float = 1.0) -> tuple[float, ...]:
+def device_seconds(
+    graph: Graph, costs: CostModel, share: float = 1.0, choices: Choices | None = None
+) -> tuple[float, ...]:
     """Per rank, the seconds of ``share`` of a step's work on that device, communication and optimizer
-    apart."""
+    apart. ``choices`` of the graph spare making them again."""
+    choices = choices or Choices(graph, costs)
+    counts: dict[int, float] = {}
+    alike = {}
+    for times, weight in zip(choices.times, choices.fold.weights):
+        counts[id(times)] = counts.get(id(times), 0.0) + weight
+        alike[id(times)] = times
     by_class = [0.0] * len(costs.classes)
-    for node in graph.nodes:
-        if node.is_leaf or node.op == "update":
-            continue
-        call = call_of(node, graph.types)
-        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
-        for c in range(len(costs.classes)):
-            time = costs.op(call, grads, c)
-            by_class[c] += time.forward.at(share) + time.backward.at(share)
+    for key, times in alike.items():
+        for c, time in enumerate(times):
+            by_class[c] += counts[key] * (time.forward.at(share) + time.backward.at(share))
     return tuple(by_class[c] for c in costs.class_of)
 
 
-def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
+def proportional_ratio(graph: Graph, costs: CostModel, choices: Choices | None = None) -> Ratio:
     """Shares in proportion to the speed at which each device runs an equal share of this very model."""
-    seconds = device_seconds(graph, costs, 1 / costs.cluster.world_size)
+    seconds = device_seconds(graph, costs, 1 / costs.cluster.world_size, choices)
     return make_ratio([1 / max(s, 1e-12) for s in seconds])
 
 

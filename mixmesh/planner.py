@@ -45,7 +45,7 @@ BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 PLANNERS = ("auto", "hap", *BASELINES, "tensor-parallel")
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
-GRADIENT_PRICES = (1.0, 0.0, 0.3)  # of a second of gradient communication: none, all, much of it hidden
+GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
 MAX_ROUNDS = 4
@@ -69,6 +69,20 @@ class Proposal:
     @property
     def key(self) -> tuple[bool, float]:
         return (not self.feasible, self.timeline.step_s)
+
+
+@dataclass
+class Tried:
+    """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
+    their steps do not go below where sums of gradients are free."""
+
+    seen: set[int] = field(default_factory=set)
+    by_price: dict[float, int] = field(default_factory=dict)
+    floors_s: list[float] = field(default_factory=list)
+
+    @property
+    def same_at_both_ends(self) -> bool:
+        return len(self.by_price) == 2 and len(set(self.by_price.values())) == 1
 
 
 class Traced(Protocol):
@@ -207,7 +221,7 @@ class Task:
 
     @cached_property
     def proportional(self) -> Ratio:
-        return proportional_ratio(self.graph, self.costs)
+        return proportional_ratio(self.graph, self.costs, self.choices)
 
     @cached_property
     def batch(self) -> int:
@@ -218,7 +232,7 @@ class Task:
     def propose(self, planner: str) -> Iterator[Proposal]:
         match planner:
             case "single":
-                seconds = device_seconds(self.graph, self.costs)
+                seconds = device_seconds(self.graph, self.costs, choices=self.choices)
                 # the fastest device, and the fastest with the most memory if that one is too small
                 for rank in dict.fromkeys(
                     (
@@ -298,30 +312,30 @@ class Task:
                 self.least_seconds(ranks) >= self.best_s or (known and (0.0, 0, ranks) in in_need)
             ):
                 continue  # even with free communication these devices are too slow together
-            seen: set[int] = set()
-            by_price: dict[float, int] = {}
+            tried = Tried()
             for price in (None, *GRADIENT_PRICES):
                 if len(ranks) == 1 and price is not None:
                     continue  # nothing to communicate
-                if price is not None and len(by_price) == 2 and len(set(by_price.values())) == 1:
+                if price is not None and tried.same_at_both_ends:
                     continue  # the cheapest program at both ends is the cheapest in between
+                if proposed and 0.0 in tried.by_price and min(tried.floors_s) > LOST * self.best_s:
+                    break  # gradients for nothing would not help these devices, nor will any other price
                 what = "data parallel" if price is None else f"gradient price {price:g}"
                 self.progress(f"planning: hap, {len(ranks)} devices, {what}")
-                for proposal in self.alternate(ranks, price, seen, by_price, judged=not proposed):
+                for proposal in self.alternate(ranks, price, tried, judged=not proposed):
                     proposed = True
                     yield proposal
 
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
-        program = self.data_parallel(self.shares(ranks))
-        return self.bound(program, ranks)
+        return self.bounds(self.data_parallel(self.shares(ranks)), ranks)[1]
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """No plan on these devices is faster: all of the work at their summed speed."""
-        seconds = device_seconds(self.graph, self.costs, 1 / len(ranks))
+        seconds = device_seconds(self.graph, self.costs, 1 / len(ranks), self.choices)
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def find(
@@ -359,29 +373,26 @@ class Task:
             return None if known else program, number, found.gap
 
     def alternate(
-        self,
-        ranks: tuple[int, ...],
-        price: float | None,
-        seen: set[int],
-        by_price: dict[float, int],
-        judged: bool,
+        self, ranks: tuple[int, ...], price: float | None, tried: Tried, judged: bool
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
-        ``seen`` are the programs that were tried on these ranks before. What cannot become the fastest is
-        left out unless it is to be ``judged`` in any case.
+        ``tried`` is what was tried on these ranks before. What cannot become the fastest is left out unless
+        it is to be ``judged`` in any case.
         """
         ratio = self.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, gap = self.find(ratio, price, seen)
+            program, number, gap = self.find(ratio, price, tried.seen)
             if turn == 0 and price is not None:
-                by_price[price] = number
+                tried.by_price[price] = number
             if program is None:
                 break  # another price or ratio led to the same program
-            seen.add(number)
+            tried.seen.add(number)
             simulation = self.simulation(program)
-            if not judged and self.bound(program, ranks) > LOST * self.best_s:
+            floor_s, least_s = self.bounds(program, ranks)
+            tried.floors_s.append(floor_s)
+            if not judged and least_s > LOST * self.best_s:
                 break
             better = self.ratio(simulation, program, ranks)
             made = self.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
@@ -398,8 +409,9 @@ class Task:
         if best is not None:
             yield self.polish(self.factored(best, ranks))
 
-    def bound(self, program: Program, ranks: tuple[int, ...]) -> float:
-        """What a program's step does not go below with as much memory as it likes, whatever its buckets."""
+    def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[float, float]:
+        """What a program's step does not go below with as much memory as it likes, if nothing is summed, and
+        whatever the buckets."""
         simulation = self.simulation(program)
         ratio = self.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
         with self.timed("simulate"):

@@ -175,16 +175,16 @@ class Simulation:
         """The step's seconds alone."""
         return max(self._run(program, self.sums(program)).clock)
 
-    def least_s(self, program: Program) -> float:
-        """What no buckets bring the step below under these ratios. Shares are not rounded to whole samples;
-        sums of gradients are free, or else each group of ranks makes one of them right after the forward
-        pass."""
+    def least_s(self, program: Program) -> tuple[float, float]:
+        """What the step does not go below under these ratios if sums of gradients are free, and what it does
+        not go below whatever the buckets: each group of ranks makes one sum right after the forward pass.
+        Shares are not rounded to whole samples."""
         run = self._run(program, NO_SUMS, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
         for s in self.summed:
             sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + program.params[s.place].type.value.size_bytes
         summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
-        return max(*run.clock, run.turn_s + max(summed_s, default=0.0))
+        return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 
     def _run(self, program: Program, sums: _Sums, *, events: bool = False, whole: bool = True) -> _Run:
         if self.sheet.pattern_of(program) != self.sheet.pattern:
