@@ -23,8 +23,9 @@ from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
-from mixmesh.ir import Program, make_ratio, parse_program
+from mixmesh.ir import Program, make_ratio
 from mixmesh.job import load_job, optimizer_states
+from mixmesh.plan_file import Plan
 from mixmesh.profiler.constants import process_bytes
 from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
@@ -91,12 +92,12 @@ def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, int]
     return replace(program, name=job), optimizer_states(made.optimizer)
 
 
-def measured(job: str, program: Program) -> list[int]:
+def measured(job: str, plan: Plan) -> list[int]:
     """Bytes per rank of a run of a few steps."""
-    world_size, port = program.world_size, free_port()
+    world_size, port = plan.program.world_size, free_port()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "program.txt")
-        path.write_text(str(program))
+        path = Path(folder, "case.plan")
+        plan.save(path)
         workers = [
             subprocess.Popen(
                 [sys.executable, __file__, "--worker", job, str(path)],
@@ -118,8 +119,8 @@ def worker(job: str, path: str) -> None:
     from mixmesh.runtime.train import train
 
     torch.set_num_threads(1)
-    program = parse_program(Path(path).read_text())
-    report = train(load_job(f"{Path(__file__).with_name('memory_jobs.py')}:{job}"), program, steps=STEPS)
+    plan = Plan.load(path)
+    report = train(load_job(f"{Path(__file__).with_name('memory_jobs.py')}:{job}"), plan, steps=STEPS)
     if os.environ["RANK"] == "0":
         print(json.dumps(report.peak_memory_bytes), flush=True)
     torch.distributed.barrier()
@@ -131,8 +132,9 @@ def compared(name: str) -> list[tuple[int, int]]:
     job, kind, shares = CASES[name]
     program, states = planned(job, kind, shares)
     _, constant = process_bytes()
-    tensors = Memory(program, states).peaks(program)
-    return [(round(constant + t), m) for t, m in zip(tensors, measured(job, program))]
+    peaks = tuple(round(constant + t) for t in Memory(program, states).peaks(program))
+    plan = Plan(program, kind, 1.0, peaks, cluster_fingerprint=cpus(len(shares)).fingerprint)
+    return list(zip(peaks, measured(job, plan)))
 
 
 def main(names: list[str]) -> None:

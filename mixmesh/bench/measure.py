@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -81,10 +82,16 @@ def measure_profile(job: str, cluster: str, out: str, budget_s: str) -> None:
 
 
 def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
-    """Steps as ``mixmesh run`` makes them; each gives its global loss when asked for it."""
+    """Steps as ``mixmesh run`` makes them; each gives its global loss when asked for it.
+
+    Several plans share the process, so that its memory says nothing of this one: none is promised.
+    """
     made = jobs.make(job)
     model, optimizer = parallelize(
-        made.model, made.optimizer(made.model.parameters()), plan, timeout_s=COLLECTIVE_TIMEOUT_S
+        made.model,
+        made.optimizer(made.model.parameters()),
+        replace(plan, predicted_peak_memory_bytes=()),
+        timeout_s=COLLECTIVE_TIMEOUT_S,
     )
     batches = shard_batches(endless(made.data, made.batch), plan.program, dist.get_rank())
 

@@ -2,9 +2,9 @@
 
 PyTorch asks for aligned memory. Until glibc 2.38 a freed aligned piece often does not fit the next request
 of the same size (glibc bug 14581), so that activations of some megabytes, which come and go with every
-step, make the heap grow with every step. Large pieces of their own from the kernel go back whole, and what is
-free in the heap goes back after every step. That costs page faults: little beside matrix products, up to half
-the time of elementwise operators.
+step, make the heap grow with every step. Large pieces of their own from the kernel go back whole. What is
+free in the heap is given back between steps, where the process comes near to what the plan promised: that
+costs page faults, little beside matrix products, up to half the time of elementwise operators.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import ctypes
 import os
 import platform
 from functools import cache
+from pathlib import Path
 
 from ..cost.memory.walk import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
+TRIM_ABOVE = 0.8  # of what was planned: a step more may add the rest
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
@@ -28,10 +30,14 @@ def steady_heap() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, OWN_PIECE_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-def trim_heap() -> None:
-    """Gives the free pieces of the heap back, between steps."""
-    if grows():
+def trim_heap(planned_bytes: int) -> None:
+    """Gives the free pieces of the heap back if the process holds nearly as much as was planned."""
+    if grows() and resident_bytes() > TRIM_ABOVE * planned_bytes:
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @cache

@@ -77,6 +77,7 @@ class _Runtime:
     wholes: WholeParams
     steps: MicroSteps | None  # None: one step
     seed: Tensor  # of the loss's gradient: the last one
+    planned_bytes: int  # what this process may hold as planned; 0 where that is not known
     reducer: GradientReducer | None = None
     recorder: Recorder | None = None
 
@@ -133,8 +134,8 @@ class ParallelModel(nn.Module):
     def _run(self, args, kwargs) -> _Forward:
         run = self._runtime
         _check_autocast(run.comm.device)
-        if run.comm.device.type == "cpu" and self.training:
-            trim_heap()
+        if run.planned_bytes and self.training:
+            trim_heap(run.planned_bytes)
         tensors = named_tensors(run.program, args, kwargs)
         inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
         params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
@@ -337,6 +338,13 @@ class _Loss(torch.autograd.Function):
         return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens
 
 
+def planned_bytes(plan: Any, comm: Comm) -> int:
+    """The memory that a plan predicts for this process; 0 without a prediction, and on a GPU, whose
+    allocator looks after itself."""
+    peaks = () if isinstance(plan, Program) else plan.predicted_peak_memory_bytes
+    return peaks[comm.rank] if peaks and comm.device.type == "cpu" else 0
+
+
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -391,7 +399,18 @@ def parallelize(
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     seed_ = torch.ones((), dtype=dtype, device=comm.device)
     runtime = _Runtime(
-        program, comm, random, stored, by_param, {}, output_has_loss, owned, wholes, steps, seed_
+        program,
+        comm,
+        random,
+        stored,
+        by_param,
+        {},
+        output_has_loss,
+        owned,
+        wholes,
+        steps,
+        seed_,
+        planned_bytes(plan, comm),
     )
     parallel = ParallelModel(runtime, model, params)
     used = {name: owned[name].whole if name in owned else p for name, p in params.items()}
@@ -402,6 +421,8 @@ def parallelize(
             optimizer.register_step_pre_hook(refuse_plain_scaler)
         if owned:
             optimizer.register_step_post_hook(lambda o, *_: wholes.start(optimizers.params_of(o)))
+    if comm.device.type == "cpu":
+        trim_heap(0)  # what setting up took
     return parallel, optimizer
 
 
