@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from small_graphs import GRAPHS, THREE, cluster, graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
+from mixmesh.baselines import data_parallel, device_seconds
 from mixmesh.bench.planning import CASES, Case, mixed_cluster, report, run
+from mixmesh.buckets import bucketed
+from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.errors import InputError
+from mixmesh.errors import Infeasible, InputError
+from mixmesh.ir import make_ratio
 from mixmesh.plan_file import Plan
-from mixmesh.planner import make_plan
-from mixmesh.ratios import equal_ranks
+from mixmesh.planner import BUCKET_BYTES, make_plan
+from mixmesh.ratios import equal_ranks, optimal_ratio
+from mixmesh.simulator import Simulation
+from mixmesh.synthesis import Choices
 
 
 def test_clusters_have_four_types_in_equal_parts():
@@ -48,3 +56,60 @@ def test_equal_devices_get_equal_shares():
     for equal in equal_ranks(CostModel(mixed_cluster(16)), tuple(range(16))):
         shares = [ratio[r] for r in equal]
         assert max(shares) - min(shares) < 3 / batch
+
+
+MLP = graph(GRAPHS["mlp"], 512)
+
+
+@settings(deadline=None, max_examples=30)
+@given(bodies(), st.lists(st.integers(1, 8), min_size=3, max_size=3))
+def test_no_buckets_get_below_the_bound(body, shares):
+    """The planner leaves out what its bound says is slower than the best."""
+    where = cluster(THREE)
+    made = graph(body, 64 * sum(shares))  # so that no share is rounded
+    program = data_parallel(made, CostModel(where), make_ratio(shares))
+    simulation = Simulation(program, CostModel(where))
+    floor_s, least_s = simulation.least_s(program)
+    assert 0 < floor_s <= least_s
+    for variant in bucketed(program, BUCKET_BYTES):
+        assert least_s <= simulation.step_s(variant) * (1 + 1e-5)  # ratios have six digits
+
+
+def test_ranks_that_share_a_clock_keep_the_same_time_alone():
+    where = mixed_cluster(16)
+    costs = CostModel(where)
+    program = data_parallel(MLP, costs, make_ratio([4 - c + (r == 5) for r, c in enumerate(costs.class_of)]))
+    simulation = Simulation(program, costs)
+    together, alone = simulation.run(program), simulation.run(program, events=True)
+    assert together.step_s == pytest.approx(alone.step_s)
+    assert together.compute_s == pytest.approx(alone.compute_s) and len(set(together.compute_s)) == 5
+
+
+def test_the_seconds_of_a_folded_graph_are_those_of_the_whole():
+    layers = [
+        line
+        for n in range(0, 40, 2)
+        for line in (
+            f'%w{n} = param("w{n}") : f[4, 4]',
+            f"%x{n + 1} = aten.linear(%x{n}, %w{n}) : f[1, 4]",
+            f"%x{n + 2} = aten.relu(%x{n + 1}) : f[1, 4]",
+        )
+    ]
+    body = "\n".join(['%x0 = input("x") : f[1, 4]', *layers, "%loss = aten.mean(%x40) : f[]", "return %loss"])
+    deep, costs = graph(body, 64), CostModel(cluster(THREE))
+    folded, whole = Choices(deep, costs), Choices(deep, costs, folded=False)
+    assert len(folded.steps) < len(whole.steps)
+    assert device_seconds(deep, costs, 0.3, folded) == pytest.approx(device_seconds(deep, costs, 0.3, whole))
+
+
+def test_shares_without_memory_rows():
+    small = "name = 'small'\n[network]\nbandwidth_gbit_per_s = 10\nlatency_us = 20\n[[machine]]\ndevices = ["
+    device = "{{ name = '{}', tflop_per_s = {}, memory_gib = 0.62, memory_gbyte_per_s = 100 }}"
+    costs = CostModel(
+        Cluster.parse(small + ", ".join(device.format(*d) for d in (("a", 4), ("b", 1))) + "]\n")
+    )
+    program = data_parallel(graph(GRAPHS["mlp"], 16384), costs, make_ratio([1, 1]))
+    with pytest.raises(Infeasible):
+        optimal_ratio(program, costs, (0, 1))
+    shares = optimal_ratio(program, costs, (0, 1), limited=False)
+    assert shares[0] > shares[1] > 0
