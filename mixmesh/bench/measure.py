@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -28,6 +29,7 @@ from . import jobs
 
 TIMEOUT_S = 600.0  # of a worker
 COLLECTIVE_TIMEOUT_S = 120.0
+LAST_LINES = 12  # of what a rank wrote, shown if one fails
 
 
 def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
@@ -49,10 +51,13 @@ def call(
     """The last line that rank 0 of the worker prints, and how the cluster was emulated. What rank 0 writes
     to stderr goes to ``say``. Raises DeviceLost."""
     lines: list[str] = []
-    errors: list[str] = []
+    errors: dict[int, deque[str]] = {}
 
     def on_output(rank: int, stream: str, text: str) -> None:
-        (lines if stream == "stdout" and rank == 0 else errors).append(text)
+        if stream == "stdout" and rank == 0:
+            lines.append(text)
+        else:
+            errors.setdefault(rank, deque(maxlen=LAST_LINES)).append(text)
         if stream == "stderr" and rank == 0:
             say(text.strip())
 
@@ -65,7 +70,8 @@ def call(
             cluster, [*worker, *words], on_output=on_output, timeout_s=TIMEOUT_S, check=False
         )
     if result.lost is not None:
-        sys.stderr.write("".join(errors[-40:]))
+        for rank, last in sorted(errors.items()):
+            sys.stderr.write("".join(f"[rank {rank}] {text.rstrip()}\n" for text in last))
         result.check()
     time.sleep(0.2)
     return "".join(lines).strip().splitlines()[-1] if lines else "", result.emulation
