@@ -28,8 +28,8 @@ __all__ = [
 
 # a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
 ALLOWANCE = 0.1
-SMALL_ALLOWANCE = 0.4  # more, of the tensors that come and go within the heap
-HEAP_BYTES = 40 * 2**20
+SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
+HEAP_BYTES = 48 * 2**20
 
 EVERYWHERE: Cut = (0, 1, None)
 
