@@ -1,9 +1,9 @@
 """A data-parallel program in the stages of ZeRO (Rajbhandari et al., SC'20), with shares by memory.
 
-    0    everything is replicated
-    1    gradients and optimizer state belong to owners; gradients are summed to them once per step
-    2    as 1, and gradients are summed to them in every backward pass
-    3    parameters are stored by their owners, gathered for use and let go of between the passes
+0    everything is replicated
+1    gradients and optimizer state belong to owners; gradients are summed to them once per step
+2    as 1, and gradients are summed to them in every backward pass
+3    parameters are stored by their owners, gathered for use and let go of between the passes
 """
 
 from __future__ import annotations
