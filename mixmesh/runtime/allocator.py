@@ -30,10 +30,16 @@ def steady_heap() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, OWN_PIECE_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-def trim_heap(planned_bytes: int) -> None:
-    """Gives the free pieces of the heap back if the process holds nearly as much as was planned."""
-    if grows() and resident_bytes() > TRIM_ABOVE * planned_bytes:
-        ctypes.CDLL(None).malloc_trim(0)
+def trim_heap(planned_bytes: int) -> int:
+    """Gives the free pieces of the heap back if the process holds nearly as much as was planned.
+
+    Returns what to compare with from then on: more than was planned in a process that holds other things as
+    well, where trimming at every step would only cost time.
+    """
+    if not grows() or resident_bytes() <= TRIM_ABOVE * planned_bytes:
+        return planned_bytes
+    ctypes.CDLL(None).malloc_trim(0)
+    return max(planned_bytes, round(1.1 * resident_bytes() / TRIM_ABOVE))
 
 
 def resident_bytes() -> int:

@@ -135,7 +135,7 @@ class ParallelModel(nn.Module):
         run = self._runtime
         _check_autocast(run.comm.device)
         if run.planned_bytes and self.training:
-            trim_heap(run.planned_bytes)
+            run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = named_tensors(run.program, args, kwargs)
         inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
         params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
