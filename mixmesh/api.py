@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .cost import CostModel, Profile
-from .errors import InputError
 from .plan_file import Plan
 from .timeline import Timeline
 
@@ -35,9 +33,10 @@ def plan(
     done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import optimizer_states
+    from .planner import check_planner
     from .trace import trace
 
-    check_planner(planner)
+    check_planner(planner)  # before the model is traced, not after
     if progress:
         progress("tracing the model")
     states = optimizer_states(optimizer)
@@ -60,20 +59,6 @@ def plan_traced(
     made = make_plan(traced, cluster, profile=load_profile(profile), **options)
     extra = tuple(w for w in traced.warnings if w not in made.warnings)
     return replace(made, warnings=made.warnings + extra)
-
-
-def check_planner(planner: str) -> None:
-    """Raises InputError for a planner that does not exist: before the model is traced, not after."""
-    from .planner import PLANNERS
-
-    if planner not in PLANNERS:
-        near = difflib.get_close_matches(planner, PLANNERS, 1)
-        raise InputError(
-            f"unknown planner {planner!r}",
-            expected=", ".join(PLANNERS),
-            got=planner,
-            hint=f"--planner {near[0]}" if near else "",
-        )
 
 
 def load_profile(profile: Profile | str | Path | None) -> Profile | None:

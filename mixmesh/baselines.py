@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from .cost import CostModel
-from .ir import REPLICATE, Graph, Instruction, Program, Ratio, Ref, Shard, TensorType, make_ratio
+from .ir import REPLICATE, Graph, Program, Ratio, make_ratio
 from .rules import Units
 from .synthesis import Choices, Prices, Problem, emit, search
+from .zero import stored_by_owners
 
 # the least communication within the passes, at no price for gradients: what data parallelism is
 DATA_PARALLEL = Prices(gradient_sync=0.0, exchange=1e3)
@@ -56,7 +56,6 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
     A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
     after its last use, to be gathered again in the backward pass.
     """
-    ratio_name = program.ratios[0][0]
     stored = {
         i.result
         for i in program.params
@@ -65,24 +64,7 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
         and i.result in program.requires_grad
         and (params is None or i.result in params)
     }
-    out: list[Instruction] = []
-    gathers: list[Instruction] = []  # of the parameters met since the last operator that uses one
-    ahead = 0  # where in ``out`` the next gathers go: before the operator that used the last ones
-    for i in program.instructions:
-        if i.op == "param" and i.result in stored:
-            name = f"{i.result}.shard"
-            kept = TensorType(i.type.value, (Shard(0),), ratio_name)
-            gathers.append(replace(i, results=(name,), types=(kept,), attrs=()))
-            gathers.append(
-                Instruction((i.result,), (i.type,), "all_gather", (Ref(name),), attrs=(("reshard", True),))
-            )
-            continue
-        if gathers and any(name in stored for name in i.inputs):
-            out[ahead:ahead] = gathers
-            ahead = len(out)
-            gathers = []
-        out.append(i)
-    return replace(program, instructions=tuple(out + gathers))
+    return stored_by_owners(program, stored, program.ratios[0][0])
 
 
 def device_seconds(

@@ -15,7 +15,8 @@ from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import make_ratio
 from mixmesh.plan_file import Plan
-from mixmesh.planner import BUCKET_BYTES, make_plan
+from mixmesh.planner import make_plan
+from mixmesh.planner.task import BUCKET_BYTES
 from mixmesh.ratios import equal_ranks, optimal_ratio
 from mixmesh.simulator import Simulation
 from mixmesh.synthesis import Choices

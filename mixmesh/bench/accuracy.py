@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ..cluster import Cluster
 from ..cost import Profile
@@ -23,7 +22,7 @@ from ..planner import make_plan
 from ..trace import trace
 from . import jobs
 from .accuracy_cases import CLUSTERS, PLANNERS, SETTINGS, Setting, cluster_of
-from .measure import call
+from .measure import call, case_folder
 
 PROFILE_BUDGET_S = 25.0
 MEMORY_STEPS = "4"
@@ -89,9 +88,7 @@ def run(
 ) -> Iterator[tuple[Setting, tuple[Case, ...]]]:
     """The cases of each setting as soon as they are measured. Profiles and plans stay in ``keep``."""
     for setting in chosen:
-        with TemporaryDirectory(prefix="mixmesh-accuracy-") as temporary:
-            folder = Path(temporary) if keep is None else keep / str(setting)
-            folder.mkdir(parents=True, exist_ok=True)
+        with case_folder(keep, str(setting)) as folder:
             yield setting, measure(setting, planners, folder, progress)
 
 

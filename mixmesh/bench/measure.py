@@ -8,9 +8,12 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -39,6 +42,15 @@ def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
         devices = ", ".join(f'{{ name = "cpu-{share[2:]}", cpu_share = {share} }}' for share in shares)
         lines += ["[[machine]]", f'name = "{name}"', f"devices = [{devices}]"]
     return "\n".join(lines) + "\n"
+
+
+@contextmanager
+def case_folder(keep: Path | None, case: str) -> Iterator[Path]:
+    """Where the files of a case go: a folder of its name under ``keep``, or one that is gone afterwards."""
+    with TemporaryDirectory(prefix="mixmesh-bench-") as temporary:
+        folder = Path(temporary) if keep is None else keep / case
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
 
 
 def call(

@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ..cost import Profile
 from ..errors import InputError
@@ -19,7 +18,7 @@ from ..planner import make_plan
 from ..runtime.train import endless
 from ..trace import trace
 from . import jobs
-from .measure import call
+from .measure import call, case_folder
 from .training_cases import (
     CASES,
     CLUSTERS,
@@ -63,9 +62,7 @@ def run(
 ) -> Iterator[Result]:
     """The result of each case as soon as it is measured. Profiles and plans stay in ``keep``."""
     for case in chosen:
-        with TemporaryDirectory(prefix="mixmesh-training-") as temporary:
-            folder = Path(temporary) if keep is None else keep / str(case)
-            folder.mkdir(parents=True, exist_ok=True)
+        with case_folder(keep, str(case)) as folder:
 
             def say(text: str, case: Case = case) -> None:
                 progress(f"{case}: {text}")

@@ -53,7 +53,8 @@ def plan_job(
     job: str, cluster: Cluster, planner: str, profile: Path | None, *, weights: bool = True
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
-    from ..api import check_planner, load_profile, plan_traced
+    from ..api import load_profile, plan_traced
+    from ..planner import check_planner
 
     check_planner(planner)
     costs = load_profile(profile)

@@ -14,11 +14,11 @@ from ..ir import (
     Placement,
     Program,
     Ratio,
-    Ref,
     Replicate,
     Shard,
     TensorType,
     dual,
+    nameless,
     shard_sizes,
     support,
 )
@@ -222,7 +222,7 @@ class Sheet:
             if is_computation(i):
                 call = call_of(i, program.types)
                 grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
-                plain = (i.op, _plain(i.args), _plain(i.kwargs), call.inputs, call.outputs, grads)
+                plain = (i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads)
                 if plain not in times:
                     times[plain] = tuple(costs.op(call, grads, c) for c in range(len(costs.classes)))
                 cut = cut_of(work_type(program, i))
@@ -335,12 +335,3 @@ def split_by_factors(
 
 def supports(program: Program) -> tuple[tuple[int, ...], ...]:
     return tuple(support(ratio) for _, ratio in program.ratios)
-
-
-def _plain(arg):
-    """Arguments without the names of values; types keep 1, 1.0 and True apart."""
-    if isinstance(arg, Ref):
-        return "%"
-    if isinstance(arg, tuple):
-        return tuple(map(_plain, arg))
-    return (type(arg), arg)

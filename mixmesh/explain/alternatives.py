@@ -19,7 +19,8 @@ from ..cost import CostModel, Profile
 from ..factors import best_factors
 from ..ir import Instruction, Placement, Program, even_ratio, print_instruction, support
 from ..plan_file import Plan
-from ..planner import BUCKET_BYTES, GRADIENT_PRICES, HEADROOM, MAX_STATES, WEIGHT
+from ..planner.hap import GRADIENT_PRICES, MAX_STATES, WEIGHT
+from ..planner.task import BUCKET_BYTES, HEADROOM
 from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
 from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search

@@ -6,7 +6,7 @@ import difflib
 import re
 
 from ..errors import InputError
-from ..ir import Graph, Node, Program, Ref
+from ..ir import Graph, Node, Program, nameless
 
 SHOWN = 4
 
@@ -74,18 +74,10 @@ def _keys(graph: Graph) -> dict[str, tuple]:
         last, since = (_numberless(params[0]), 0) if params else (last, since + 1)
         for k, result in enumerate(node.results):
             if result is not None:
-                out[result] = (node.op, last, since, k, _plain(node.args), node.types)
+                out[result] = (node.op, last, since, k, nameless(node.args), node.types)
     return out
 
 
 def _numberless(leaf: Node) -> str:
     path = str(leaf.args[0]) if leaf.args else leaf.result
     return re.sub(r"(?<![^.])\d+(?![^.])", "#", path)
-
-
-def _plain(arg):
-    if isinstance(arg, Ref):
-        return "%"
-    if isinstance(arg, tuple):
-        return tuple(map(_plain, arg))
-    return (type(arg), arg)

@@ -1,6 +1,6 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
-from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, refs
+from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
 from .ownership import owned_type, stage_of
 from .placement import (
     PARTIAL,
@@ -28,6 +28,7 @@ __all__ = [
     "Arg", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
     "Replicate", "Samples", "Shard", "TensorType", "ValueType",
     "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "micro_step_program",
-    "once_program", "owned_type", "parse_program", "participants", "print_instruction", "print_program",
-    "redistribution", "refs", "samples_of", "shard_offsets", "shard_sizes", "stage_of", "support",
+    "nameless", "once_program", "owned_type", "parse_program", "participants", "print_instruction",
+    "print_program", "redistribution", "refs", "samples_of", "shard_offsets", "shard_sizes", "stage_of",
+    "support",
 ]  # fmt: skip

@@ -54,6 +54,15 @@ def map_refs(args: Arg, fn) -> Arg:
     return args
 
 
+def nameless(arg: Arg) -> Arg:
+    """An argument without the names of values, to compare; types keep 1, 1.0 and True apart."""
+    if isinstance(arg, Ref):
+        return "%"
+    if isinstance(arg, tuple):
+        return tuple(map(nameless, arg))
+    return (type(arg), arg)
+
+
 @dataclass(frozen=True)  # no slots: what it reads is worked out once
 class Node:
     """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), or an ``update`` of a buffer.

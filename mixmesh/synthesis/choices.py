@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost import CostModel, OpTime
-from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType
+from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType, nameless
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 from .fold import Fold, fold, unfolded
 
@@ -165,7 +165,7 @@ class Choices:
 
     @staticmethod
     def _key(call: Call) -> tuple:
-        plain = tuple(map(_plain, call.args)), tuple((k, _plain(v)) for k, v in call.kwargs)
+        plain = tuple(map(nameless, call.args)), tuple((k, nameless(v)) for k, v in call.kwargs)
         return (call.op, *plain, call.inputs, call.outputs)
 
     def _tied_to_samples(self) -> frozenset[tuple[str, int]]:
@@ -230,14 +230,3 @@ class Choices:
             return None
         work = next((n for n in gives + needs if n[1] >= 2), None)
         return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy)
-
-
-def _plain(arg):
-    """An argument without the names of values; types keep 1, 1.0 and True apart."""
-    from ..ir import Ref
-
-    if isinstance(arg, Ref):
-        return "%"
-    if isinstance(arg, tuple):
-        return tuple(map(_plain, arg))
-    return (type(arg), arg)

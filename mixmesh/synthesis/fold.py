@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..ir import Graph, Node, Ref, map_refs
+from ..ir import Graph, Node, Ref, map_refs, nameless
 
 KEPT = 4  # blocks: the first, two for the middle, the last
 WINDOW = 6  # steps that must look alike before a period is tried
@@ -139,8 +139,8 @@ class _Steps:
                 (leaves[name].op, leaves[name].kwargs) if name in leaves else None for name in inputs
             )
             flows = tuple(name in graph.requires_grad for name in (*inputs, *s.results))
-            kwargs = tuple((k, _plain(v)) for k, v in s.kwargs)
-            kind = (s.op, _plain(s.args), kwargs, types, s.types, loaded, flows)
+            kwargs = tuple((k, nameless(v)) for k, v in s.kwargs)
+            kind = (s.op, nameless(s.args), kwargs, types, s.types, loaded, flows)
             self.kinds.append(number.setdefault(kind, len(number)))
             self.before.append(tuple(last.get(name) if name in leaves else None for name in inputs))
             last.update((name, n) for name in inputs if name in leaves)
@@ -242,11 +242,3 @@ def _closed(known: _Steps, run: Run) -> bool:
             if inside and uses[-1] >= run.stop and len(inside) < run.count:
                 return False
     return True
-
-
-def _plain(arg):
-    if isinstance(arg, Ref):
-        return "%"
-    if isinstance(arg, tuple):
-        return tuple(map(_plain, arg))
-    return (type(arg), arg)

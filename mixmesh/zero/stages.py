@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ..errors import InputError, PlanError
@@ -53,7 +54,7 @@ def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
         return program
     program, ratio = _with_ratio(program, shares)
     if stage == 3:
-        return _stored(program, {i.result for i in candidates}, ratio)
+        return stored_by_owners(program, {i.result for i in candidates}, ratio)
     for i in candidates:
         outside = sorted({*support(shares)} - {*program.participants(i.type)})
         if outside:
@@ -102,8 +103,12 @@ def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
     return replace(program, ratios=(*program.ratios, (name, shares))), name
 
 
-def _stored(program: Program, names: set[str], ratio: str) -> Program:
-    """Every parameter stored S(0), gathered one parameter-using operator ahead of its first use."""
+def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Program:
+    """``program`` with these parameters stored S(0) in the shares of ``ratio``, and gathered for use.
+
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
+    after its last use, to be gathered again in the backward pass.
+    """
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
     ahead = 0  # where the next gathers go: before the operator that used the last ones

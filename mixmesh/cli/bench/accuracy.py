@@ -9,7 +9,7 @@ import typer
 
 from ...errors import InputError
 from ..output import Json, print_json, seconds, table
-from .common import app, command_line, progress_bar, write_rows
+from .common import Keep, Only, Out, app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
     from ...bench.accuracy import Case
@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 
 @app.command()
 def accuracy(
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only this job, cluster or JOB@CLUSTER; repeat."),
-    ] = None,
+    only: Only = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two settings instead of all.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")] = Path(
-        "out/bench/accuracy.json"
-    ),
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep profiles and plans here.")
-    ] = None,
+    out: Out = Path("out/bench/accuracy.json"),
+    keep: Keep = None,
     as_json: Json = False,
 ) -> None:
     """Predicted against measured time and memory of several plans per job and cluster, in the testbed."""

@@ -9,10 +9,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from ...errors import InputError
+
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="NAME", help="Only this job, cluster or JOB@CLUSTER; repeat."),
+]
+Keep = Annotated[Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep profiles and plans here.")]
+Out = Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")]
 
 app = typer.Typer(help="The project's own comparisons.", no_args_is_help=True, rich_markup_mode=None)
 

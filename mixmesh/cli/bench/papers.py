@@ -9,7 +9,7 @@ import typer
 
 from ...errors import InputError
 from ..output import Json, print_json, table
-from .common import app, command_line, progress_bar, write_rows
+from .common import Out, app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
     from ...bench.papers import Row
@@ -20,9 +20,7 @@ def papers(
     model: Annotated[list[str] | None, typer.Option("--model", help="Only this model; repeat.")] = None,
     gpus: Annotated[list[int] | None, typer.Option("--gpus", help="Only on so many; repeat.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="On 8 devices only.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")] = Path(
-        "out/bench/papers.json"
-    ),
+    out: Out = Path("out/bench/papers.json"),
     as_json: Json = False,
 ) -> None:
     """Simulated seconds per iteration beside those that HAP published for its mixed cluster."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..output import Json, print_json, table
-from .common import app, command_line, progress_bar, write_rows
+from .common import Out, app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
     from ...bench.planning import Row
@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 @app.command()
 def planning(
     quick: Annotated[bool, typer.Option("--quick", help="The small cases only.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")] = Path(
-        "out/bench/planning.json"
-    ),
+    out: Out = Path("out/bench/planning.json"),
     as_json: Json = False,
 ) -> None:
     """Seconds that planning takes, by layers, devices, experts and parallel branches."""

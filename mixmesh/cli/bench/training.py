@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..output import Json, print_json, seconds, table
-from .common import app, command_line, progress_bar, write_rows
+from .common import Keep, Only, Out, app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
     from ...bench.training_results import RaceResult, Result, Speedup, SweepResult
@@ -17,17 +17,10 @@ if TYPE_CHECKING:
 
 @app.command()
 def training(
-    only: Annotated[
-        list[str] | None,
-        typer.Option("--only", metavar="NAME", help="Only this case, job or cluster; repeat."),
-    ] = None,
+    only: Only = None,
     quick: Annotated[bool, typer.Option("--quick", help="A case of each kind, and few steps.")] = False,
-    out: Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the results here.")] = Path(
-        "out/bench/training.json"
-    ),
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep profiles and plans here.")
-    ] = None,
+    out: Out = Path("out/bench/training.json"),
+    keep: Keep = None,
     as_json: Json = False,
 ) -> None:
     """Training steps of our plans against PyTorch's DDP and FSDP on mixed clusters, in the testbed."""

@@ -1,0 +1,96 @@
+"""What a plan says beside its program: why nothing fits, warnings, comments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cost.placed import Sheet, exchange_of, is_computation
+from ..errors import Infeasible
+from ..ir import Graph, Program, local_bytes, local_shape
+from ..ratios import usable_bytes
+from ..rules import RULES
+from ..units import size_text
+from .task import HEADROOM, Proposal, Task
+
+
+def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
+    """Why nothing fits, from the candidate that comes closest."""
+
+    def excess(p: Proposal) -> tuple[float, int]:
+        over = [
+            (peak - usable_bytes(task.costs, rank, HEADROOM), rank)
+            for rank, peak in enumerate(p.timeline.peak_memory_bytes)
+        ]
+        return max(over)
+
+    closest = min(proposals, key=lambda p: excess(p)[0])
+    over, rank = excess(closest)
+    device = task.costs.cluster.devices[rank]
+    peak = closest.timeline.peak_memory_bytes[rank]
+    name, size = largest_tensor(closest.program, rank)
+    return Infeasible(
+        "no plan fits in memory",
+        expected=f"at most {size_text(usable_bytes(task.costs, rank, HEADROOM))} usable on rank {rank} "
+        f"({device.name})",
+        got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
+        f"{size_text(task.costs.memory_constant_bytes(rank))} of it are the process itself; largest tensor "
+        f"%{name}, {size_text(size)}",
+        hint=(
+            "a smaller global batch in the job",
+            f"a device with at least {size_text(over)} more memory",
+        ),
+    )
+
+
+def largest_tensor(program: Program, rank: int) -> tuple[str, int]:
+    sizes = {
+        name: local_bytes(t.value, t.placement, program.ratio(t.ratio), rank)
+        for name, t in program.types.items()
+    }
+    name = max(sizes, key=sizes.__getitem__)
+    return name, sizes[name]
+
+
+def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
+    seen: set[str] = set()
+    for node in graph.nodes:
+        if node.is_leaf or node.op == "update" or node.op in RULES or node.op in seen:
+            continue
+        seen.add(node.op)
+        place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
+        yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
+    ratio = program.ratios[0][1]
+    idle = [r for r, share in enumerate(ratio) if share == 0]
+    if idle:
+        yield f"ranks {idle} take no part: the step is faster without them"
+
+
+def notes_of(program: Program, sheet: Sheet) -> dict[int, str]:
+    """Comments for the printed program: local sizes of inputs, times of operators and collectives."""
+    costs, notes = sheet.costs, {}
+    slowest: dict[int, float] = {}  # by work
+    for n, i in enumerate(program.instructions):
+        if i.op == "input":
+            shapes = [
+                local_shape(i.type.value, i.type.placement, program.ratio(i.type.ratio), r)
+                for r in range(program.world_size)
+            ]
+            notes[n] = "local " + " ".join(str(s[0]) if s else "-" for s in shapes)
+        elif is_computation(i):
+            work = sheet.works[sheet.work_of[n]]
+            if sheet.work_of[n] not in slowest:
+                shares = {
+                    (costs.class_of[r], share)
+                    for r, share in enumerate(sheet.shares(work.cut, program))
+                    if share
+                }
+                slowest[sheet.work_of[n]] = max(
+                    (work.times[c].forward.at(share) for c, share in shares), default=0.0
+                )
+            if slowest[sheet.work_of[n]] >= 5e-6:
+                notes[n] = f"{slowest[sheet.work_of[n]] * 1e3:8.3f} ms"
+        else:
+            exchange = exchange_of(program, i)
+            if exchange is not None:
+                notes[n] = f"{exchange.seconds(costs) * 1e3:8.3f} ms"
+    return notes

@@ -1,0 +1,215 @@
+"""HAP: programs by search and shares by LP in turn, for several prices and sets of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from ..baselines import device_seconds, fully_sharded
+from ..factors import best_factors
+from ..ir import Program, Ratio
+from ..ratios import with_ratio
+from ..synthesis import NoProgram, Prices, Problem, emit, search
+from .polish import polish
+from .task import HEADROOM, Proposal, Task
+
+GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
+WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
+MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
+MAX_ROUNDS = 4
+SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
+LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
+SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
+
+
+@dataclass
+class Tried:
+    """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
+    their steps do not go below where sums of gradients are free."""
+
+    seen: set[int] = field(default_factory=set)
+    by_price: dict[float, int] = field(default_factory=dict)
+    floors_s: list[float] = field(default_factory=list)
+
+    @property
+    def same_at_both_ends(self) -> bool:
+        return len(self.by_price) == 2 and len(set(self.by_price.values())) == 1
+
+
+def synthesised(task: Task) -> Iterator[Proposal]:
+    return Synthesis(task).proposals()
+
+
+class Synthesis:
+    """The alternation of one task."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+
+    def proposals(self) -> Iterator[Proposal]:
+        """HAP: program and ratio in turn, for several prices and sets of devices; first the set that data
+        parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
+        fastest_first = sorted(range(self.task.world_size), key=lambda r: -self.task.proportional[r])
+        sets = list(device_sets(fastest_first, self.task.costs.class_of))
+        hopeful = [(self.least_s(ranks), -len(ranks), ranks) for needed, ranks in sets if needed]
+        in_need = [(0.0, 0, ranks) for needed, ranks in sets if not needed]
+        proposed = False
+        for _, _, ranks in (*sorted(hopeful), *in_need):
+            known = self.task.best_s < float("inf")
+            if proposed and (
+                self.least_seconds(ranks) >= self.task.best_s or (known and (0.0, 0, ranks) in in_need)
+            ):
+                continue  # even with free communication these devices are too slow together
+            tried = Tried()
+            for price in (None, *GRADIENT_PRICES):
+                if len(ranks) == 1 and price is not None:
+                    continue  # nothing to communicate
+                if price is not None and tried.same_at_both_ends:
+                    continue  # the cheapest program at both ends is the cheapest in between
+                if proposed and 0.0 in tried.by_price and min(tried.floors_s) > LOST * self.task.best_s:
+                    break  # gradients for nothing would not help these devices, nor will any other price
+                what = "data parallel" if price is None else f"gradient price {price:g}"
+                self.task.progress(f"planning: hap, {len(ranks)} devices, {what}")
+                for proposal in self.alternate(ranks, price, tried, judged=not proposed):
+                    proposed = True
+                    yield proposal
+
+    def least_s(self, ranks: tuple[int, ...]) -> float:
+        """The least step of data parallelism on these devices."""
+        return self.bounds(self.task.data_parallel(self.task.shares(ranks)), ranks)[1]
+
+    def least_seconds(self, ranks: tuple[int, ...]) -> float:
+        """No plan on these devices is faster: all of the work at their summed speed."""
+        seconds = device_seconds(self.task.graph, self.task.costs, 1 / len(ranks), self.task.choices)
+        return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
+
+    def find(
+        self, ratio: Ratio, price: float | None, seen: set[int]
+    ) -> tuple[Program | None, int, float | None]:
+        """The cheapest program under a ratio, with a number that tells it from others and its gap; no
+        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism."""
+        if price is None:
+            if 0 in seen:
+                return None, 0, None
+            program = self.task.data_parallel(ratio)
+            seen.add(shape_of(program))
+            return program, 0, None
+        with self.task.timed("search"):
+            problem = Problem(
+                self.task.graph,
+                self.task.costs,
+                ratio,
+                prices=Prices(gradient_sync=price),
+                optimizer_states=self.task.optimizer_states,
+                choices=self.task.choices,
+            )
+            try:
+                found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
+            except NoProgram:
+                return None, 0, None
+            self.task.states_expanded += found.states_expanded
+            number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
+            if number in seen:
+                return None, number, found.gap
+            program = emit(problem, found)
+            shape = shape_of(program)
+            known = shape in seen
+            seen.update((number, shape))
+            return None if known else program, number, found.gap
+
+    def alternate(
+        self, ranks: tuple[int, ...], price: float | None, tried: Tried, judged: bool
+    ) -> Iterator[Proposal]:
+        """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
+
+        ``tried`` is what was tried on these ranks before. What cannot become the fastest is left out unless
+        it is to be ``judged`` in any case.
+        """
+        ratio = self.task.shares(ranks)
+        best: Proposal | None = None
+        for turn in range(MAX_ROUNDS):
+            program, number, gap = self.find(ratio, price, tried.seen)
+            if turn == 0 and price is not None:
+                tried.by_price[price] = number
+            if program is None:
+                break  # another price or ratio led to the same program
+            tried.seen.add(number)
+            simulation = self.task.simulation(program)
+            floor_s, least_s = self.bounds(program, ranks)
+            tried.floors_s.append(floor_s)
+            if not judged and least_s > LOST * self.task.best_s:
+                break
+            better = self.task.ratio(simulation, program, ranks)
+            made = self.task.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
+            made = replace(made, gap=gap)
+            if not made.feasible:
+                yield from self.stored_sharded(program, ranks)
+            if best is None or made.key < best.key:
+                best = made
+            else:
+                break
+            if better is None or max(abs(a - b) for a, b in zip(ratio, better)) < SAME_RATIO:
+                break
+            ratio = better
+        if best is not None:
+            yield polish(self.task, self.factored(best, ranks))
+
+    def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[float, float]:
+        """What a program's step does not go below with as much memory as it likes, if nothing is summed, and
+        whatever the buckets."""
+        simulation = self.task.simulation(program)
+        ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
+        with self.task.timed("simulate"):
+            return simulation.least_s(with_ratio(program, "r0", ratio))
+
+    def factored(self, proposal: Proposal, ranks: tuple[int, ...]) -> Proposal:
+        """The proposal with those weight gradients computed from gathered factors that are faster so."""
+
+        def judge(program: Program) -> tuple[bool, float]:
+            return self.task.best_buckets(proposal.planner, program).key
+
+        made = best_factors(proposal.program, self.task.costs, judge)
+        if made is None:
+            return proposal
+        simulation = self.task.simulation(made)
+        better = self.task.ratio(simulation, made, ranks) or proposal.program.ratio_of["r0"]
+        with_better = self.task.best_buckets(proposal.planner, with_ratio(made, "r0", better), simulation)
+        candidates = (proposal, self.task.best_buckets(proposal.planner, made, simulation), with_better)
+        return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
+
+    def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
+        """The same program with parameters stored in shards: for devices that cannot hold all of them.
+
+        Shards are whole rows and samples, so that the shares of the LP are rounded; where that oversteps
+        a memory, the LP is asked to leave a little more.
+        """
+        if len(ranks) == 1:
+            return
+        sharded = fully_sharded(program)
+        simulation = self.task.simulation(sharded)
+        for spare in SPARE:
+            ratio = self.task.ratio(simulation, sharded, ranks, HEADROOM + spare)
+            if ratio is None:
+                return
+            made = self.task.judge("hap", with_ratio(sharded, "r0", ratio), simulation)
+            if made.feasible or spare == SPARE[-1]:
+                yield polish(self.task, made)
+                return
+
+
+def shape_of(program: Program) -> int:
+    """A number that tells a program from those with other placements."""
+    return hash(tuple((i.op, i.types) for i in program.instructions))
+
+
+def device_sets(
+    fastest_first: list[int], class_of: tuple[int, ...]
+) -> Iterator[tuple[bool, tuple[int, ...]]]:
+    """All devices, then without the slowest class, without the two slowest, …: dropping is always legal.
+    Last, and only to be tried where nothing else fits, without any other one class: its memory may be the
+    one that is too small. With each set, whether it is to be tried in any case."""
+    order = list(dict.fromkeys(class_of[r] for r in fastest_first))
+    kept = [(True, order[:count]) for count in range(len(order), 0, -1)]
+    kept += [(False, order[:n] + order[n + 1 :]) for n in range(len(order) - 1)]
+    for needed, keep in kept:
+        yield needed, tuple(sorted(r for r in fastest_first if class_of[r] in keep))

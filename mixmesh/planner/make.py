@@ -1,0 +1,149 @@
+"""From a graph and a cluster to a plan."""
+
+from __future__ import annotations
+
+import difflib
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ..algorithms import with_algorithms
+from ..cluster import Cluster
+from ..cost import CostModel, Profile
+from ..cost.gaps import gaps
+from ..errors import InputError
+from ..ir import Graph
+from ..plan_file import Candidate, Plan
+from . import simple
+from .answers import infeasible, notes_of, warnings_of
+from .hap import synthesised
+from .task import Proposal, Task
+
+# one row per planner: what proposes its programs
+PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
+    "single": simple.single,
+    "ddp-even": simple.ddp_even,
+    "ddp-proportional": simple.ddp_proportional,
+    "fsdp-even": simple.fsdp_even,
+    "hap": synthesised,
+    "tensor-parallel": simple.tensor_parallel_proportional,
+}
+BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
+AUTO = (
+    *BASELINES,
+    "hap",
+)  # what ``auto`` asks, in this order: the baselines are the bar that others must pass
+PLANNERS = ("auto", *PROPOSERS)
+
+
+class Traced(Protocol):
+    """A traced model: what ``mixmesh.trace.trace`` returns."""
+
+    @property
+    def graph(self) -> Graph: ...
+    @property
+    def output_has_loss(self) -> bool: ...
+
+
+def check_planner(planner: str) -> None:
+    """Raises InputError for a planner that does not exist."""
+    if planner in PLANNERS:
+        return
+    near = difflib.get_close_matches(planner, PLANNERS, 1)
+    raise InputError(
+        f"unknown planner {planner!r}",
+        expected=", ".join(PLANNERS),
+        got=planner,
+        hint=f"--planner {near[0]}" if near else "",
+    )
+
+
+def make_plan(
+    traced: Traced | Graph,
+    cluster: Cluster,
+    *,
+    planner: str = "auto",
+    profile: Profile | None = None,
+    optimizer_states: int = 2,
+    progress: Callable[[str], None] | None = None,
+) -> Plan:
+    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2).
+
+    Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
+    if nothing fits.
+    """
+    check_planner(planner)
+    with untouched():
+        return _make_plan(traced, cluster, planner, profile, optimizer_states, progress)
+
+
+@contextmanager
+def untouched() -> Iterator[None]:
+    """Keeps the garbage collector from looking again and again through what was there before, such as a
+    whole PyTorch: it took half of the time of planning."""
+    if gc.get_freeze_count():
+        yield  # somebody else did
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _make_plan(
+    traced: Traced | Graph,
+    cluster: Cluster,
+    planner: str,
+    profile: Profile | None,
+    optimizer_states: int,
+    progress: Callable[[str], None] | None,
+) -> Plan:
+    graph = traced if isinstance(traced, Graph) else traced.graph
+    started = time.perf_counter()
+    task = Task(graph, CostModel(cluster, profile), optimizer_states, progress or (lambda _: None))
+    check_batch(graph, cluster)
+    names = AUTO if planner == "auto" else (planner,)
+    best: dict[str, Proposal] = {}
+    for name in names:
+        task.progress(f"planning: {name}")
+        proposals = list(PROPOSERS[name](task))
+        if proposals:
+            best[name] = min(proposals, key=lambda p: p.key)
+    fitting = [p for p in best.values() if p.feasible]
+    if not fitting:
+        raise infeasible(task, list(best.values()))
+    chosen = min(fitting, key=lambda p: p.key)
+    candidates = sorted(best.values(), key=lambda p: p.key)
+    program = with_algorithms(chosen.program, task.costs)
+    return Plan(
+        program=program,
+        planner=chosen.planner,
+        predicted_step_s=chosen.timeline.step_s,
+        predicted_peak_memory_bytes=chosen.timeline.peak_memory_bytes,
+        cluster_fingerprint=cluster.fingerprint,
+        cluster_name=cluster.name,
+        graph_fingerprint=graph.fingerprint,
+        output_has_loss=False if isinstance(traced, Graph) else traced.output_has_loss,
+        planning_s=time.perf_counter() - started,
+        states_expanded=task.states_expanded,
+        timings_s=dict(task.timings_s),
+        gap=chosen.gap,
+        cost_source=task.costs.source,
+        candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
+        warnings=(*warnings_of(graph, program), *gaps(program, task.costs)),
+        notes=notes_of(program, chosen.simulation.sheet),
+    )
+
+
+def check_batch(graph: Graph, cluster: Cluster) -> None:
+    sizes = {i.types[0].shape[0] for i in graph.batch_inputs if i.types[0].shape}
+    if sizes and max(sizes) < cluster.world_size:
+        raise InputError(
+            "the batch is smaller than the number of devices",
+            expected=f"at least {cluster.world_size} samples, one for each device of {cluster.name!r}",
+            got=f"{max(sizes)} samples in dim 0 of the batch",
+            hint="a larger global batch in the job, or a cluster file with fewer devices",
+        )

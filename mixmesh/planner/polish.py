@@ -1,0 +1,67 @@
+"""Shares moved by whole samples while the simulated step gets shorter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..ir import Program, Ratio, make_ratio, shard_sizes, support
+from ..ratios import with_ratio
+from .task import Proposal, Task
+
+MAX_POLISH = 64
+
+
+def polish(task: Task, proposal: Proposal) -> Proposal:
+    """Moves single samples between ranks while that shortens the simulated step."""
+    ranks = support(proposal.program.ratio_of["r0"])
+    if len(ranks) < 2 or not proposal.feasible:
+        return proposal
+    simulation = proposal.simulation
+
+    def at(counts) -> Program:
+        return with_ratio(proposal.program, "r0", make_ratio(counts))
+
+    def judge(program: Program) -> Proposal:
+        made = task.judge(proposal.planner, program, simulation, step="polish")
+        return replace(made, gap=proposal.gap)
+
+    counts = list(whole_counts(proposal.program.ratio_of["r0"], task.batch))
+    best = judge(at(counts))
+    if proposal.key < best.key:
+        best = proposal
+    for _ in range(MAX_POLISH):
+        # take from whoever computes longest, give to whoever is done first
+        load = best.timeline.compute_s
+        givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
+        takers = sorted(ranks, key=lambda r: load[r])[:3]
+        moves = []
+        for giver in givers:
+            for taker in takers:
+                if giver != taker:
+                    moved = list(counts)
+                    moved[giver] -= 1
+                    moved[taker] += 1
+                    with task.timed("polish"):
+                        moves.append((simulation.step_s(at(moved)), moved))
+        found = None
+        for step_s, moved in sorted(moves):
+            if best.feasible and step_s >= best.timeline.step_s:
+                break
+            candidate = judge(at(moved))
+            if candidate.key < best.key:
+                found = candidate, moved
+                break
+        if found is None:
+            break
+        best, counts = found
+    return best
+
+
+def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
+    """Whole samples per rank, at least one for every rank that takes part."""
+    counts = list(shard_sizes(total, ratio))
+    for rank in support(ratio):
+        while counts[rank] == 0:
+            counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
+            counts[rank] += 1
+    return tuple(counts)

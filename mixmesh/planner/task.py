@@ -1,0 +1,158 @@
+"""One planning task: what every planner asks for, simulates and is judged by."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from ..baselines import data_parallel, proportional_ratio
+from ..buckets import bucketed
+from ..cost import CostModel
+from ..errors import Infeasible
+from ..ir import Graph, Program, Ratio, make_ratio, support
+from ..ratios import optimal_ratio, usable_bytes
+from ..rules import RULES
+from ..simulator import Simulation, Timeline
+from ..synthesis import Choices
+
+HEADROOM = 0.05  # of a device's memory that a plan leaves free
+BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A program of one planner, with what the simulator says of it."""
+
+    planner: str
+    program: Program
+    timeline: Timeline
+    feasible: bool
+    simulation: Simulation = field(compare=False, repr=False)
+    gap: float | None = None  # how much dearer than the cheapest the search may have left it
+
+    @property
+    def key(self) -> tuple[bool, float]:
+        return (not self.feasible, self.timeline.step_s)
+
+
+class Task:
+    """A graph on a cluster: programs made once, simulated once, and judged by one measure."""
+
+    def __init__(self, graph: Graph, costs: CostModel, optimizer_states: int, progress) -> None:
+        self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
+        self.progress = progress
+        self.timings_s: dict[str, float] = {}
+        self._inner_s: list[float] = []
+        with self.timed("search"):
+            self.choices = Choices(graph, costs, RULES)
+        self.units = self.choices.units
+        self.world_size = costs.cluster.world_size
+        self.states_expanded = 0
+        self.best_s = float("inf")  # of all that fits so far
+        self._data_parallel: dict[Ratio, Program] = {}
+        self._simulations: dict[int, tuple[Program, Simulation]] = {}  # by identity, which is kept alive
+
+    @contextmanager
+    def timed(self, step: str) -> Iterator[None]:
+        """Adds the seconds spent inside to a step of planning, less those of steps inside it."""
+        started = time.perf_counter()
+        self._inner_s.append(0.0)
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - started
+            self.timings_s[step] = self.timings_s.get(step, 0.0) + spent - self._inner_s.pop()
+            if self._inner_s:
+                self._inner_s[-1] += spent
+
+    @cached_property
+    def proportional(self) -> Ratio:
+        return proportional_ratio(self.graph, self.costs, self.choices)
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
+        sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
+        return max(sizes, default=1000)
+
+    def memory(self, rank: int) -> int:
+        return self.costs.cluster.devices[rank].memory_bytes
+
+    def data_parallel(self, ratio: Ratio) -> Program:
+        if ratio not in self._data_parallel:
+            with self.timed("search"):
+                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices)
+            self._data_parallel[ratio] = made
+        return self._data_parallel[ratio]
+
+    def shares(self, ranks: tuple[int, ...]) -> Ratio:
+        return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
+
+    def simulation(self, program: Program) -> Simulation:
+        """One for each program, whatever its ratio; the first ones are asked for again."""
+        key = id(program.instructions)
+        if key not in self._simulations:
+            with self.timed("simulate"):
+                made = Simulation(program, self.costs, self.optimizer_states)
+            self._simulations[key] = (program, made)
+        return self._simulations[key][1]
+
+    def judge(
+        self, planner: str, program: Program, simulation: Simulation | None = None, step: str = "simulate"
+    ) -> Proposal:
+        simulation = simulation or self.simulation(program)
+        with self.timed(step):
+            timeline = simulation.run(program)
+        fits = all(
+            peak <= usable_bytes(self.costs, rank, HEADROOM)
+            for rank, peak in enumerate(timeline.peak_memory_bytes)
+        )
+        if fits:
+            self.best_s = min(self.best_s, timeline.step_s)
+        return Proposal(planner, program, timeline, fits, simulation)
+
+    def best_buckets(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
+        simulation = simulation or self.simulation(program)
+        with self.timed("simulate"):
+            variants = sorted(bucketed(program, BUCKET_BYTES), key=simulation.step_s)
+        # the fastest that fits; the memory of those behind it need not be known
+        judged = []
+        for variant in variants:
+            judged.append(self.judge(planner, variant, simulation))
+            if judged[-1].feasible:
+                break
+        return min(judged, key=lambda p: p.key)
+
+    def ratio(
+        self,
+        simulation: Simulation,
+        program: Program,
+        ranks: tuple[int, ...],
+        headroom: float = HEADROOM,
+        *,
+        limited: bool = True,
+    ) -> Ratio | None:
+        """The best shares of ``ranks`` for a program and its simulation; None if they cannot all fit."""
+        if len(ranks) == 1:
+            return program.ratio_of["r0"]
+        try:
+            with self.timed("ratios"):
+                ratio = optimal_ratio(
+                    program,
+                    self.costs,
+                    ranks,
+                    optimizer_states=self.optimizer_states,
+                    headroom=headroom,
+                    sheet=simulation.sheet,
+                    memory=simulation.memory,
+                    limited=limited,
+                )
+        except Infeasible:
+            return None
+        if support(ratio) != ranks:
+            # the LP left a device out: that is another set of devices, tried on its own
+            ratio = make_ratio([max(s, 1 / self.batch) if r in ranks else 0 for r, s in enumerate(ratio)])
+        return ratio
