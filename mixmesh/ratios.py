@@ -15,6 +15,9 @@ times ``T_s`` and costs affine in the share,
 ``a_ij`` is the fixed cost of instruction i on rank j (launches, replicated work, the optimizer step over
 replicated parameters), ``b_ij`` what its whole sharded work costs, ``m_jt`` replicated bytes and ``d_jt``
 sharded bytes. Communication does not depend on the shares here and is left out. HiGHS solves it.
+
+Measured costs are curves; the LP takes the line that a curve is around the program's own shares, and is
+solved anew around its solution until that stands.
 """
 
 from __future__ import annotations
@@ -30,6 +33,9 @@ from .cost.memory import PeakMemory
 from .cost.placed import Sheet, exchange_of
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
+
+MAX_REFITS = 4
+SAME_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -70,8 +76,7 @@ def stages(
     collective, optimizer, forward and backward are one stage, as no rank waits in between.
     """
     sheet = sheet or Sheet(program, costs)
-    classes = [costs.class_of[rank] for rank in ranks]
-    forward, backward = _lines(sheet, classes)
+    forward, backward = _lines(sheet, program, ranks)
     done: list[Stage] = []
     open_stage = np.zeros((2, len(ranks)))
 
@@ -95,13 +100,16 @@ def stages(
     return tuple(done)
 
 
-def _lines(sheet: Sheet, classes: list[int]) -> tuple[np.ndarray, np.ndarray]:
+def _lines(sheet: Sheet, program: Program, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
     """Fixed and per-share seconds of every work, forward and backward: (work, 2, rank)."""
-    out = np.zeros((2, len(sheet.works), 2, len(classes)))
+    out = np.zeros((2, len(sheet.works), 2, len(ranks)))
     for n, work in enumerate(sheet.works):
-        for column, c in enumerate(classes):
-            for direction, curve in enumerate((work.times[c].forward, work.times[c].backward)):
-                a, b = curve.affine
+        ratio = program.ratio(work.cut[2])
+        for column, rank in enumerate(ranks):
+            time = work.times[sheet.costs.class_of[rank]]
+            share = ratio[rank] if work.cut[0] and ratio else 1.0
+            for direction, curve in enumerate((time.forward, time.backward)):
+                a, b = curve.line_at(share)
                 # work that is not cut costs its whole at any share
                 out[direction, n, :, column] = (a, b) if work.cut[0] else (a + b, 0.0)
     return out[0], out[1]
@@ -212,22 +220,26 @@ def optimal_ratio(
     """The shares of the LP, zero for ranks that are not in ``ranks``; not ``limited``, as if all of them had
     enough memory. ``sheet`` and ``memory``, of the
     same program, spare making them again. Raises Infeasible."""
-    lp = ratio_program(
-        program,
-        costs,
-        ranks,
-        optimizer_states=optimizer_states,
-        headroom=headroom,
-        sheet=sheet,
-        memory=memory,
-        limited=limited,
-    )
-    found = solve(lp).x
-    out = [0.0] * program.world_size
-    for equal, share in zip(equal_ranks(costs, ranks), found):
-        for rank in equal:
-            out[rank] = max(float(share), 0.0)
-    return make_ratio(out)
+    name, ratio = program.ratios[0]
+    for _ in range(MAX_REFITS if costs.profile else 1):
+        lp = ratio_program(
+            with_ratio(program, name, ratio),
+            costs,
+            ranks,
+            optimizer_states=optimizer_states,
+            headroom=headroom,
+            sheet=sheet,
+            memory=memory,
+            limited=limited,
+        )
+        found = [0.0] * program.world_size
+        for equal, share in zip(equal_ranks(costs, ranks), solve(lp).x):
+            for rank in equal:
+                found[rank] = max(float(share), 0.0)
+        before, ratio = ratio, make_ratio(found)
+        if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
+            break
+    return ratio
 
 
 def with_ratio(program: Program, name: str, ratio: Ratio) -> Program:

@@ -10,8 +10,9 @@ from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cluster import Cluster
-from mixmesh.cost import CostModel
+from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.memory import peak_memory_bytes
+from mixmesh.cost.placed import is_computation
 from mixmesh.errors import Infeasible
 from mixmesh.ir import even_ratio, make_ratio
 from mixmesh.ratios import (
@@ -23,6 +24,7 @@ from mixmesh.ratios import (
     usable_bytes,
     with_ratio,
 )
+from mixmesh.rules import call_of
 from mixmesh.synthesis import Prices, Problem, emit, search
 
 
@@ -162,6 +164,22 @@ def test_memory_binds():
     duals = [y for y, name in zip(solve(lp).row_dual, lp.rows) if name.startswith("memory rank 0")]
     assert min(duals) < 0  # a byte more there would make the step shorter
     assert_certificate(lp)
+
+
+def test_shares_on_curves_that_bend():
+    """Rank 1 is slow on small shares and fast on large ones: the shares are those at which both are done
+    together on the curves themselves, not on a line through all of them."""
+    where = slow_pair((64, 64))
+    bending = Curve(((0.1, 2.0), (0.3, 3.0), (0.5, 3.5), (1.0, 4.0)))
+    straight = Curve(((0.1, 0.5), (0.5, 2.5), (1.0, 5.0)))
+    program = data_parallel(graph(WIDE, 128), CostModel(where), even_ratio(2))
+    ops = {op_key(call_of(i, program.types)) for i in program.instructions if is_computation(i)}
+    devices = {
+        device_key(d): DeviceProfile({op: OpMeasurement(c, c, 0, 0) for op in ops}, 0.0, 0)
+        for d, c in zip(where.devices, (straight, bending))
+    }
+    found = optimal_ratio(program, CostModel(where, Profile(devices, ())), (0, 1))
+    assert straight.at(found[0]) == pytest.approx(bending.at(found[1]), rel=0.02)
 
 
 def test_infeasible_memory():

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+AROUND = (0.75, 1.25)
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -72,6 +74,15 @@ class Curve:
                 return y0 + (y1 - y0) * (share - x0) / (x1 - x0)
         (x0, y0), (x1, y1) = points[-2:]
         return y1 + max((y1 - y0) / (x1 - x0), self.affine[1]) * (share - x1)
+
+    def line_at(self, share: float) -> tuple[float, float]:
+        """``(a, b)`` of the line ``a + b * share`` that the curve is around ``share``: through the seconds at
+        ``AROUND`` times it. ``a`` may be negative where the curve bends upwards."""
+        if len(self.points) == 2 or share <= 0:
+            return self.affine  # a line already, or nowhere
+        low, high = (share * factor for factor in AROUND)
+        slope = (self.at(high) - self.at(low)) / (high - low)
+        return self.at(share) - slope * share, slope
 
     def covers(self, share: float) -> bool:
         return share <= self.points[-1][0] * 1.0001
