@@ -1,0 +1,253 @@
+"""Operators into groups that are placed together.
+
+Two ways. ``partition``: a graph partition that cuts few bytes (METIS: Karypis and Kumar, 1998), as TAG
+does, with its weights. ``centres``: the most expensive operators are centres and every other one joins the
+nearest, as HeteroG does. Both work within pieces of the model: each block of a repeated run is a piece, and
+one block's answer is taken for all, so that equal layers are grouped alike.
+
+An answer is made acyclic: groups are put in the order of their mean place, and an operator joins the latest
+group that it depends on if that is later than its own. So edges never go back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pymetis
+
+from ..cost import VIEWS, CostModel
+from ..errors import InputError
+from ..ir import Graph, Node
+from ..rules import call_of
+from ..synthesis.fold import find_runs
+from .strategy import Edge, Group, Grouping
+
+NUM_GROUPS = 40
+IMBALANCE = 5.0  # of METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
+
+Affine = tuple[float, float]  # fixed seconds, and those of the whole batch beside them
+
+
+@dataclass(frozen=True)
+class _Operator:
+    node: Node
+    forward: tuple[Affine, ...]  # per device class
+    backward: tuple[Affine, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole batch, the mean over device classes."""
+        return sum(map(sum, (*self.forward, *self.backward))) / len(self.forward)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """``count`` operators that follow each other, with edges between them: (from, to, bytes)."""
+
+    count: int
+    edges: tuple[tuple[int, int, int], ...]
+    seconds: tuple[float, ...]
+
+
+Split = Callable[[_Piece, int], Sequence[int]]
+
+
+def make_grouping(
+    graph: Graph, costs: CostModel, count: int = NUM_GROUPS, method: str = "partition"
+) -> Grouping:
+    """About ``count`` groups by ``method``, a key of ``METHODS``. Raises InputError for bad ones."""
+    if method not in METHODS or count < 1:
+        raise InputError(
+            "operators cannot be grouped so",
+            expected=f"at least one group, by {' or '.join(METHODS)}",
+            got=f"{count} groups by {method!r}",
+        )
+    operators = _operators(graph, costs)
+    at = {r: n for n, o in enumerate(operators) for r in o.node.results if r is not None}
+    edges = [
+        (at[name], n, graph.types[name].size_bytes)
+        for n, o in enumerate(operators)
+        for name in dict.fromkeys(o.node.inputs)
+        if name in at
+    ]
+    labels: list[int] = []
+    known: dict[tuple, list[int]] = {}
+    for kind, piece, parts in _pieces(graph, operators, edges, count):
+        if kind not in known:
+            known[kind] = _acyclic(piece, METHODS[method](piece, parts) if parts > 1 else [0] * piece.count)
+        first = max(labels, default=-1) + 1
+        labels += [first + label for label in known[kind]]
+    return _grouping(graph, operators, labels)
+
+
+def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
+    """All but leaves, updates, and what constants alone decide."""
+    varying: set[str] = set()
+    out = []
+    classes = range(len(costs.classes))
+    for node in graph.nodes:
+        if node.op in ("input", "param", "buffer") or any(name in varying for name in node.inputs):
+            varying.update(r for r in node.results if r is not None)
+            if not node.is_leaf and node.op != "update":
+                call = call_of(node, graph.types)
+                grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
+                times = [costs.op(call, grads, c) for c in classes]
+                passes = [tuple(t.forward.affine for t in times), tuple(t.backward.affine for t in times)]
+                out.append(_Operator(node, *passes))
+    return out
+
+
+def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece, int]]:
+    """Parts of the model in order, with what is equal for equal ones and how many groups each is to become:
+    as many as its share of the seconds asks for."""
+    index = {id(o.node): n for n, o in enumerate(operators)}
+    steps = [n for n in graph.nodes if not n.is_leaf]
+    total = sum(o.seconds for o in operators)
+    inside: dict[int, list[tuple[int, int, int]]] = {}
+    for edge in edges:
+        inside.setdefault(edge[1], []).append(edge)
+    for kind, start, stop in _spans(steps, find_runs(graph, steps), count):
+        mine = tuple(index[id(s)] for s in steps[start:stop] if id(s) in index)
+        if mine:
+            kept = [
+                (a - mine[0], b - mine[0], n) for to in mine for a, b, n in inside.get(to, ()) if a >= mine[0]
+            ]
+            seconds = tuple(operators[n].seconds for n in mine)
+            parts = min(len(mine), max(1, round(count * sum(seconds) / total)))
+            yield kind, _Piece(len(mine), tuple(kept), seconds), parts
+
+
+def _spans(steps: list[Node], runs, count: int) -> Iterator[tuple[tuple, int, int]]:
+    """Ranges of steps: what is between the repeated runs, and the blocks of these, several at a time where
+    there are more blocks than groups."""
+    at = 0
+    for run in runs:
+        yield ("between", at), at, run.start
+        each = math.ceil(run.count / count)
+        for block in range(0, run.count, each):
+            blocks = min(each, run.count - block)
+            start = run.start + block * run.period
+            yield ("run", run.start, blocks), start, start + blocks * run.period
+        at = run.stop
+    yield ("between", at), at, len(steps)
+
+
+def partition(piece: _Piece, parts: int) -> Sequence[int]:
+    """METIS: vertices weigh the root of their microseconds, edges their bytes."""
+    size: dict[tuple[int, int], int] = {}
+    for a, b, size_bytes in piece.edges:
+        for pair in ((a, b), (b, a)):
+            size[pair] = size.get(pair, 0) + size_bytes
+    largest = max(size.values(), default=1)
+    adjacent: list[list[int]] = [[] for _ in range(piece.count)]
+    for a, b in size:
+        adjacent[a].append(b)
+    starts = [0]
+    for neighbours in adjacent:
+        starts.append(starts[-1] + len(neighbours))
+    _, labels = pymetis.part_graph(
+        parts,
+        xadj=starts,
+        adjncy=[b for neighbours in adjacent for b in neighbours],
+        vweights=[1 + math.isqrt(round(s * 1e6)) for s in piece.seconds],
+        # METIS adds up edges in 32 bits
+        eweights=[
+            1 + 10_000 * size[a, b] // largest for a, neighbours in enumerate(adjacent) for b in neighbours
+        ],
+        options=pymetis.Options(ufactor=round(1000 * (IMBALANCE - 1)), seed=0),
+    )
+    return labels
+
+
+def centres(piece: _Piece, parts: int) -> Sequence[int]:
+    """Every operator joins the centre that is the fewest edges away, in either direction."""
+    near: list[list[int]] = [[] for _ in range(piece.count)]
+    for a, b, _ in piece.edges:
+        near[a].append(b)
+        near[b].append(a)
+    expensive = sorted(range(piece.count), key=lambda n: (-piece.seconds[n], n))[:parts]
+    labels = [-1] * piece.count
+    for label, centre in enumerate(sorted(expensive)):
+        labels[centre] = label
+    waiting = deque(sorted(expensive))
+    while waiting:
+        at = waiting.popleft()
+        for other in near[at]:
+            if labels[other] < 0:
+                labels[other] = labels[at]
+                waiting.append(other)
+    for n, label in enumerate(labels):  # what no path leads to joins what is before it
+        if label < 0:
+            labels[n] = labels[n - 1] if n else 0
+    return labels
+
+
+METHODS: dict[str, Split] = {"partition": partition, "centres": centres}
+
+
+def _acyclic(piece: _Piece, labels: Sequence[int]) -> list[int]:
+    """Labels in topological order, from 0 on."""
+    places: dict[int, list[int]] = {}
+    for n, label in enumerate(labels):
+        places.setdefault(label, []).append(n)
+    order = {
+        label: k for k, label in enumerate(sorted(places, key=lambda la: sum(places[la]) / len(places[la])))
+    }
+    sources: list[list[int]] = [[] for _ in range(piece.count)]
+    for a, b, _ in piece.edges:
+        sources[b].append(a)
+    out: list[int] = []
+    for n, label in enumerate(labels):
+        out.append(max([order[label], *(out[a] for a in sources[n])]))
+    dense = {label: k for k, label in enumerate(sorted(set(out)))}
+    return [dense[label] for label in out]
+
+
+def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Grouping:
+    params = {n.result: n for n in graph.params}
+    group_of = {r: label for o, label in zip(operators, labels) for r in o.node.results if r is not None}
+    members: dict[int, list[_Operator]] = {}
+    sent: dict[tuple[int, int], dict[str, int]] = {}
+    for o, label in zip(operators, labels):
+        members.setdefault(label, []).append(o)
+        for name in o.node.inputs:
+            if group_of.get(name, label) != label:
+                sent.setdefault((group_of[name], label), {})[name] = graph.types[name].size_bytes
+    groups, owned = [], set()
+    for label in sorted(members):
+        names = dict.fromkeys(name for o in members[label] for name in o.node.inputs if name in params)
+        mine = tuple(name for name in names if name not in owned)  # a tied one is its first user's
+        owned.update(mine)
+        groups.append(_group(graph, members[label], mine))
+    edges = [
+        Edge(a, b, sum(of.values()), sum(size for name, size in of.items() if name in graph.requires_grad))
+        for (a, b), of in sorted(sent.items())
+    ]
+    return Grouping(tuple(groups), tuple(edges))
+
+
+def _group(graph: Graph, members: list[_Operator], params: tuple[str, ...]) -> Group:
+    classes = range(len(members[0].forward))
+    kept = {
+        r: graph.types[r].size_bytes
+        for o in members
+        if o.node.op not in VIEWS
+        for r in o.node.results
+        if r in graph.requires_grad
+    }
+    return Group(
+        nodes=tuple(next(r for r in o.node.results if r is not None) for o in members),
+        params=params,
+        param_bytes=sum(graph.types[name].size_bytes for name in params if name in graph.requires_grad),
+        forward=tuple(_sum(o.forward[c] for o in members) for c in classes),
+        backward=tuple(_sum(o.backward[c] for o in members) for c in classes),
+        kept_bytes=sum(kept.values()),
+    )
+
+
+def _sum(lines) -> Affine:
+    fixed, slope = zip(*lines)
+    return sum(fixed), sum(slope)

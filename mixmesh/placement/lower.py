@@ -1,0 +1,256 @@
+"""A strategy as an ordinary program: every group data parallel under a ratio of its own.
+
+Each operator keeps the placements that it has in the program of data parallelism; only the ratio, and so the
+ranks that take part, are its group's. Between groups of different ratios a value *moves*; gradients are
+synchronised by attributes of the parameters, as in ZeRO.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..errors import InputError
+from ..ir import (
+    PARTIAL,
+    REPLICATE,
+    Instruction,
+    Partial,
+    Placement,
+    Program,
+    Ratio,
+    Ref,
+    Shard,
+    TensorType,
+    even_ratio,
+    make_ratio,
+    map_refs,
+    redistribution,
+    support,
+)
+
+SYNCS = ("allreduce", "sharded", "ps")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How a group runs: the share of every rank (zeros outside) and how its gradients are synchronised.
+
+    "allreduce" leaves all of the ranks with the sum; with "sharded" each is given the rows that it owns, in
+    proportion to its share, updates them and passes them on; with "ps" the ``root`` owns all of them.
+    Raises InputError for another ``sync``, or for a root that takes no part.
+    """
+
+    ratio: Ratio
+    sync: str = "allreduce"
+    root: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.sync not in SYNCS:
+            raise InputError("unknown synchronisation of gradients", expected=", ".join(SYNCS), got=self.sync)
+        ranks = support(self.ratio)
+        if (self.sync == "ps") != (self.root is not None) or self.root not in (None, *ranks):
+            raise InputError(
+                "a parameter server is one of the ranks that use it",
+                expected=f"root among {', '.join(map(str, ranks))} with ps, none without",
+                got=f"sync={self.sync!r}, root={self.root}",
+            )
+
+    @property
+    def owners(self) -> Ratio | None:
+        """The shares in which ranks own gradients and optimizer state; None if all keep all of them."""
+        if self.sync == "allreduce" or len(support(self.ratio)) == 1:
+            return None
+        if self.sync == "sharded":
+            return self.ratio
+        return make_ratio([1.0 if r == self.root else 0.0 for r in range(len(self.ratio))])
+
+
+def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
+    """``program``, data parallel over all ranks, with every operator under the ratio it is given by the name
+    of its first result. Operators that are given none, those of constants, run on all ranks in use.
+
+    Raises InputError if a ratio is for another number of ranks.
+    """
+    for p in placed.values():
+        if len(p.ratio) != program.world_size:
+            raise InputError(
+                "a ratio is for another number of ranks",
+                expected=f"{program.world_size} shares",
+                got=f"{len(p.ratio)} shares",
+            )
+    return _Lowering(program, placed).program()
+
+
+Key = tuple[Placement, Ratio | tuple[int, ...]]  # of what is not cut, only who holds it matters
+
+
+def key_of(placement: Placement, ratio: Ratio) -> Key:
+    return placement, ratio if isinstance(placement, Shard) else support(ratio)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A value as it is held."""
+
+    name: str
+    placement: Placement
+    ratio: Ratio
+
+
+class _Lowering:
+    def __init__(self, program: Program, placed: Mapping[str, Placed]) -> None:
+        self.source, self.placed = program, placed
+        self.value_of: dict[str, str] = {}  # name in the program -> the value, however it is held
+        self.leaves: dict[str, Instruction] = {}
+        for i in program.instructions:
+            if i.is_redistribution:
+                self.value_of[i.result] = self.value_of[i.inputs[0]]
+            else:
+                self.value_of.update((r, r) for r in i.results if r is not None)
+                if i.is_leaf:
+                    self.leaves[i.result] = i
+        used = {r for p in placed.values() for r in support(p.ratio)}
+        self.common = _ratio_over(used, program.world_size)
+        self.home: dict[str, Placed] = {}  # by value
+        self.ratios: dict[Ratio, str] = {}
+        self.held: dict[str, dict[Key, _Form]] = {}
+        self.taken = set(self.value_of)
+        self.out: list[Instruction] = []
+
+    def program(self) -> Program:
+        computations = [i for i in self.source.instructions if not (i.is_leaf or i.is_redistribution)]
+        for i in computations:
+            placed = self.placed_of(i)
+            self.home.update((r, placed) for r in i.results if r is not None)
+        self.needs = self._leaf_needs(computations)
+        for name, leaf in self.leaves.items():
+            if leaf.op == "param" and name not in self.needs:
+                self._append(leaf, (name,), (self._type(leaf, 0, self.common),))  # no operator uses it
+        for i in computations:
+            self._computation(i, self.placed_of(i).ratio)
+        loss = self.value_of[self.source.loss]
+        result = self._need(loss, PARTIAL, self.home[loss].ratio)
+        ratios = tuple((name, ratio) for ratio, name in self.ratios.items())
+        return Program(self.source.name, self.source.world_size, ratios, tuple(self.out), result)
+
+    def _computation(self, i: Instruction, ratio: Ratio) -> None:
+        names = iter([self.need(name, ratio) for name in i.inputs])
+        args = map_refs(i.args, lambda _: Ref(next(names)))
+        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in i.kwargs)
+        types = tuple(self._type(i, n, ratio) for n in range(len(i.types)))
+        for name, t in zip(i.results, types):
+            if name is not None:
+                self._hold(name, name, t.placement, ratio)
+        self._append(i, i.results, types, args, kwargs)
+
+    def placed_of(self, i: Instruction) -> Placed:
+        """An update of a buffer runs where its value is."""
+        name = next((r for r in i.results if r is not None), None)
+        if name is None:
+            return self.home.get(self.value_of[i.inputs[0]]) or Placed(self.common)
+        return self.placed.get(name) or Placed(self.common)
+
+    def _leaf_needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
+        needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
+        for i in computations:
+            placed = self.placed_of(i)
+            for name in i.inputs:
+                value = self.value_of[name]
+                if value in self.leaves:
+                    placement = self.source.types[name].placement
+                    needs.setdefault(value, {})[key_of(placement, placed.ratio)] = (placement, placed)
+        return needs
+
+    def need(self, name: str, ratio: Ratio) -> str:
+        """What holds a value of the source as it is held there, under ``ratio``."""
+        return self._need(self.value_of[name], self.source.types[name].placement, ratio)
+
+    def _need(self, value: str, placement: Placement, ratio: Ratio) -> str:
+        if value in self.leaves and value not in self.held:
+            self._load(value)
+        known = self.held[value].get(key_of(placement, ratio))
+        if known is not None:
+            return known.name
+        if isinstance(placement, Partial) and not any(
+            form.placement == REPLICATE and support(form.ratio) == support(ratio)
+            for form in self.held[value].values()
+        ):
+            self._need(value, REPLICATE, ratio)  # an addend does not move
+        return self._convert(value, placement, ratio)
+
+    def _load(self, value: str) -> None:
+        """A leaf is loaded once: as it is needed, or whole if it is needed in several ways."""
+        leaf, needed = self.leaves[value], list(self.needs[value].values())
+        placement, placed = needed[0]
+        ratio, attrs = placed.ratio, leaf.attrs
+        if len(needed) > 1:
+            placement, ratio = (
+                REPLICATE,
+                _ratio_over({r for _, p in needed for r in support(p.ratio)}, self.source.world_size),
+            )
+        if leaf.op == "const" or isinstance(placement, Partial):
+            placement = REPLICATE
+        if leaf.op == "param" and placed.owners is not None and leaf.type.value.shape:
+            attrs += (("owned", self._ratio_name(placed.owners)), ("stage", 1))
+        t = self._placed_type(leaf.type, placement, ratio)
+        self._hold(value, value, placement, ratio)
+        self.out.append(
+            Instruction((value,), (t,), leaf.op, leaf.args, leaf.kwargs, attrs, location=leaf.location)
+        )
+
+    def _convert(self, value: str, placement: Placement, ratio: Ratio) -> str:
+        source = min(self.held[value].values(), key=lambda form: _effort(form, placement, ratio))
+        same_ranks = support(source.ratio) == support(ratio)
+        cuts = {f.ratio for f in (source, _Form("", placement, ratio)) if isinstance(f.placement, Shard)}
+        op = redistribution(source.placement, placement) if same_ranks and len(cuts) == 1 else "move"
+        if isinstance(placement, Partial):
+            op = "as_partial"
+        elif same_ranks and not cuts:
+            op = redistribution(source.placement, placement)
+        name = self._fresh(value, placement)
+        t = self._placed_type(self.source.types[value], placement, ratio)
+        self._hold(value, name, placement, ratio)
+        self.out.append(Instruction((name,), (t,), op, (Ref(source.name),)))
+        return name
+
+    def _hold(self, value: str, name: str, placement: Placement, ratio: Ratio) -> None:
+        self.held.setdefault(value, {})[key_of(placement, ratio)] = _Form(name, placement, ratio)
+
+    def _append(self, i: Instruction, results, types, args=None, kwargs=None) -> None:
+        args, kwargs = i.args if args is None else args, i.kwargs if kwargs is None else kwargs
+        self.out.append(Instruction(results, types, i.op, args, kwargs, i.attrs, location=i.location))
+
+    def _type(self, i: Instruction, n: int, ratio: Ratio) -> TensorType:
+        return self._placed_type(i.types[n], i.types[n].placement, ratio)
+
+    def _placed_type(self, t: TensorType, placement: Placement, ratio: Ratio) -> TensorType:
+        """A ratio is named only where it matters."""
+        named = isinstance(placement, Shard) or not all(ratio)
+        return TensorType(t.value, (placement,), self._ratio_name(ratio) if named else None)
+
+    def _ratio_name(self, ratio: Ratio) -> str:
+        return self.ratios.setdefault(ratio, f"r{len(self.ratios)}")
+
+    def _fresh(self, value: str, placement: Placement) -> str:
+        suffix = f"s{placement.dim}" if isinstance(placement, Shard) else str(placement)[0].lower()
+        name, count = f"{value}.{suffix}", 1
+        while name in self.taken:
+            count += 1
+            name = f"{value}.{suffix}{count}"
+        self.taken.add(name)
+        return name
+
+
+def _ratio_over(ranks: set[int], world_size: int) -> Ratio:
+    return (
+        make_ratio([1.0 if r in ranks else 0.0 for r in range(world_size)])
+        if ranks
+        else even_ratio(world_size)
+    )
+
+
+def _effort(form: _Form, placement: Placement, ratio: Ratio) -> tuple[bool, bool, bool]:
+    """What to make a form of a value from: a whole copy that is there, then the same cut, then a sum."""
+    whole = form.placement == REPLICATE and {*support(ratio)} <= {*support(form.ratio)}
+    return (not whole, form.placement != placement, isinstance(form.placement, Partial))
