@@ -5,7 +5,7 @@ a NIC out and in and a link inside, which the channels that cross them share. Gr
 their own, as in the runtime.
 
 Forward, a redistribution starts at its place and is awaited at its first use. In the backward pass it starts
-after that use and is awaited at once; only the gradients of stored parameters, and the sums of buckets, go on
+after that use and is awaited at its place; the gradients of stored parameters, and the sums of buckets, go on
 beside the computing and are awaited when the pass ends, before the optimizer. Nothing else makes ranks wait
 for each other, so the step is a steady-state period: from one end of the waiting to the next, beginning with
 the optimizer. Where ranks do not all wait for the same last collective, that is no shorter than the period.
@@ -354,9 +354,12 @@ class _Backward(_Order):
         points = {point for groups in self.simulation.points.values() for point, _ in groups}
         again = self._repeated()
         moved = self._moved()
+        self.returning: set[str] = set()  # what goes back to a place that is still to come
         coming: set[str] = set()
         for n in range(len(program.instructions), -1, -1):
             i = program.instructions[n] if n < len(program.instructions) else None
+            if i is not None and i.is_redistribution and i.result in self.returning:
+                self.close(awaited=gradient_name(i.result))
             for gather in again.get(n, ()):
                 self.start(
                     repeated_name(gather.result), exchange_of(program, gather), repeated_name(gather.result)
@@ -368,12 +371,10 @@ class _Backward(_Order):
                     self.close(awaited=repeated_name(name))
                 self._factors(n, i)
                 self.works.append((sheet.work_of[n], gradient_name(shown(i)), i.op))
-            if 2 * n in points:
-                self.close(point=2 * n)
+            if n in points:
+                self.close(point=n)
             for redistribution in moved.get(n, ()):
                 self._gradient(redistribution)
-            if 2 * n - 1 in points:
-                self.close(point=2 * n - 1)
 
     def _moved(self) -> dict[int, list[Instruction]]:
         """Redistributions with a gradient, by where autograd's node for them was made, last first."""
@@ -412,7 +413,7 @@ class _Backward(_Order):
             self.start(name, exchange, taken_in=(-1, name))
         else:
             self.start(name, exchange, name)
-            self.close(awaited=name)
+            self.returning.add(i.result)
 
     def _factors(self, n: int, i: Instruction) -> None:
         """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
@@ -447,8 +448,8 @@ Points = tuple[tuple[int, tuple[int, ...]], ...]
 def _ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    ``2 n`` is after instruction n, ``2 n - 1`` after the redistributions that end there. A rank that makes
-    no use of a parameter is in none: it sends its zeros when its pass ends.
+    A point is the instruction after whose backward that is. A rank that makes no use of a parameter is in
+    none: it sends its zeros when its pass ends.
     """
     out: dict[str, Points] = {}
     for p in program.params:
@@ -460,14 +461,10 @@ def _ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
             user = program.instructions[n]
             if not sheet.flows[n]:
                 continue
-            point, types = 2 * n, user.types
-            if user.is_redistribution:
-                types = (p.type,)
-                if communicates(program, user):
-                    point = 2 * sheet.uses.get(user.result, [n])[0] - 1
+            types = (p.type,) if user.is_redistribution else user.types
             who = left.intersection(*(program.participants(t) for t in types))
             if who:
-                found.append((point, tuple(sorted(who))))
+                found.append((n, tuple(sorted(who))))
                 left -= who
         out[p.result] = tuple(found)
     return out

@@ -10,9 +10,10 @@ runs on every rank that communicates. And the autograd engine takes, of the node
 one created last; with all nodes above it in the graph created later still, the backward collectives run
 in exactly the reverse order of the program on each rank.
 
-A redistribution is started at its place in the program and awaited at its first use. That of a parameter
-is not awaited in the backward pass at all: its gradient is handed to a sink, which adds it to the
-parameter when it has arrived.
+A redistribution is started at its place in the program and awaited at its first use. In the backward pass
+it is the other way round: it starts where it was awaited and is awaited where it was started, and what was
+computed in between is computed in between again. That of a parameter is not awaited in the backward pass at
+all: its gradient is handed to a sink, which adds it to the parameter when it has arrived.
 """
 
 from __future__ import annotations
@@ -74,7 +75,11 @@ class Redistribution:
         """The beginning of a redistribution with autograd."""
         if torch.is_grad_enabled() and not self.communicates:
             return Pending(self, x, done(self._local(x)))
-        return Pending(self, x, self.forward(None if x is None else x.detach(), async_op=True))
+        handle = self.forward(None if x is None else x.detach(), async_op=True)
+        if x is None or not (torch.is_grad_enabled() and x.requires_grad):
+            return Pending(self, x, handle)
+        gradient = _Gradient()
+        return Pending(self, x, handle, gradient, _Leave.apply(x, gradient))
 
     def apply(self, x: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
         """With autograd. Appends to ``tokens`` what must go into the loss."""
@@ -152,13 +157,27 @@ class Redistribution:
 Sink = Callable[[Tensor | None, Handle, int], None]
 
 
+@dataclass(eq=False)
+class _Gradient:
+    """The gradient of a redistribution on its way back, between the two nodes of autograd that know it."""
+
+    handle: Handle | None = None
+
+    def wait(self) -> Tensor | None:
+        handle, self.handle = self.handle, None
+        return handle.wait()
+
+
 @dataclass(frozen=True)
 class Pending:
-    """A differentiable redistribution on its way."""
+    """A differentiable redistribution on its way. ``left`` is what autograd has of its start, empty, where
+    ``gradient`` is awaited; None if nothing goes back there."""
 
     how: Redistribution
     x: Tensor | None
     handle: Handle
+    gradient: _Gradient | None = None
+    left: Tensor | None = None
 
     def finish(self, tokens: list[Tensor], sink: Sink | None = None) -> Tensor | None:
         """The result. Appends to ``tokens`` what must go into the loss. With a ``sink``, ``x`` is a
@@ -166,17 +185,33 @@ class Pending:
         if not torch.is_grad_enabled() or not self.how.communicates:
             return self.handle.wait()
         anchor = torch.empty(0, device=self.how.comm.device, requires_grad=True)
-        x = None if sink is not None else self.x
-        parameter = self.x if sink is not None else None
-        y, token = _Redistribute.apply(anchor, x, parameter, self, sink)
+        left = None if sink is not None else self.left
+        y, token = _Arrive.apply(anchor, left, self, sink)
         tokens.append(token)
         return y
 
 
-class _Redistribute(torch.autograd.Function):
+class _Leave(torch.autograd.Function):
+    """The start of a redistribution: nothing forward; backward it waits for the gradient."""
+
     @staticmethod
-    def forward(ctx, anchor, x, parameter, pending: Pending, sink: Sink | None):
-        ctx.how, ctx.parameter, ctx.sink = pending.how, parameter, sink
+    def forward(ctx, x: Tensor, gradient: _Gradient):
+        ctx.gradient = gradient
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        return ctx.gradient.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """The end of a redistribution, with whose backward the gradient's begins."""
+
+    @staticmethod
+    def forward(ctx, anchor, left: Tensor | None, pending: Pending, sink: Sink | None):
+        ctx.how, ctx.sink = pending.how, sink
+        ctx.parameter = pending.x if sink is not None else None
+        ctx.gradient = pending.gradient if left is not None else None
         ctx.set_materialize_grads(False)
         y = pending.handle.wait()
         if y is not None and pending.x is not None and y.data_ptr() == pending.x.data_ptr():
@@ -186,10 +221,14 @@ class _Redistribute(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor | None, _token):
         handle = ctx.how.backward(gradient)
-        if ctx.sink is None:
-            return None, handle.wait(), None, None, None
-        ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
-        return None, None, None, None, None
+        if ctx.sink is not None:
+            ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
+        elif ctx.gradient is not None:
+            ctx.gradient.handle = handle
+            return None, torch.empty(0, dtype=ctx.how.dtype, device=ctx.how.comm.device), None, None
+        else:
+            handle.wait()
+        return None, None, None, None
 
 
 def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistribution:

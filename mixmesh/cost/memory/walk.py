@@ -12,7 +12,16 @@ from dataclasses import dataclass, field, replace
 
 from ...ir import Instruction, Partial, Program, Shard, TensorType
 from ...rules import Call, call_of
-from ..placed import Cut, cut_of, first_uses, is_computation, is_resharded, is_stored, synchronised
+from ..placed import (
+    DUAL_COLLECTIVE,
+    Cut,
+    cut_of,
+    first_uses,
+    is_computation,
+    is_resharded,
+    is_stored,
+    synchronised,
+)
 from ..sums import IN_FLIGHT_BYTES, gradient_sums, order_of_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .views import contiguous, is_dense, reshaped, view_of
@@ -97,6 +106,7 @@ class Walk:
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
         self.flying: list[_Storage] = []
+        self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
         self.complete: dict[int, Moment] = {}  # by index, where the last gradient of a parameter is there
         self.uses: dict[str, list[int]] = {}
         for n, i in enumerate(program.instructions):
@@ -280,6 +290,8 @@ class Walk:
             if not any(r in program.requires_grad for r in i.results):
                 self.ledger.drop(*self.saved.pop(n, ()))
                 continue
+            if i.is_redistribution and i.result in self.returning:
+                self._come_back(i)
             for name in dict.fromkeys(i.inputs):
                 if self._resharded(name) and name not in again:
                     again[name] = self.ledger.take(
@@ -396,10 +408,18 @@ class Walk:
             self._accumulate(i.inputs[0], self._new(source))
             return
         arriving = self._new(source)
-        back = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(i.op, i.op)
-        beside = (*staging(back, i.type, source, self.cuda), *ordering(i.type, source, self.cuda, back))
-        self.ledger.moment(f"gradient of %{i.result}", *beside)
+        beside = staging(_back(i), i.type, source, self.cuda)
+        carried = [self.ledger.take(size_bytes, cut, stays=True) for size_bytes, cut in beside]
+        self.ledger.moment(f"gradient of %{i.result}")
         self.ledger.drop(*(g.storage for g in outgoing))
+        self.returning[i.result] = arriving, carried
+
+    def _come_back(self, i: Instruction) -> None:
+        """Where a redistribution started its gradient is awaited."""
+        arriving, carried = self.returning.pop(i.result)
+        source = self.program.types[i.inputs[0]]
+        self.ledger.moment(f"gradient of %{i.result}", *ordering(i.type, source, self.cuda, _back(i)))
+        self.ledger.drop(*carried)
         self._accumulate(i.inputs[0], arriving)
 
     def _land(self) -> None:
@@ -437,6 +457,11 @@ def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator
             at, cut = complete[last], whole(bucket.params[0].type)
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
             yield replace(at, held=held)
+
+
+def _back(i: Instruction) -> str:
+    """The collective of a redistribution's gradient."""
+    return DUAL_COLLECTIVE.get(i.op, i.op)
 
 
 def staging(op: str, source: TensorType, target: TensorType, cuda: bool) -> Iterable[tuple[float, Cut]]:

@@ -1,0 +1,197 @@
+"""Execution order: when every rank computes what, and so when it starts and awaits what it exchanges.
+
+A step's joint graph (``StepGraph``) has for every instruction a forward and a backward task, for every
+parameter the sum of its gradient, and the optimizer. The b-level of a task is how long the step goes on at
+least once it has begun,
+
+    level(t) = seconds(t) + max over successors s of level(s),
+
+and a list scheduler lets every resource (the computing thread of a rank, each process group) begin, of what
+can begin first, the task of the highest level (HeteroG, CoNEXT'20, section 4.2; Graham, 1969). A collective
+begins as soon as its source is there and is awaited where its result is used.
+
+Where we depart from HeteroG: all ranks follow one order, that of the program's text, and the backward pass is
+its reverse, since that is what autograd does. So the forward tasks are scheduled and the order is taken as it
+is, then the backward tasks and it is taken in reverse; whichever the simulator finds faster is kept. One
+order for all ranks is one order for every process group, without which ranks would wait for each other for
+ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..cost.placed import Sheet, communicates, synchronised
+from ..ir import Program
+from .graph import Group, StepGraph, step_graph
+
+GAIN = 0.005  # of the estimated step, below which an order is not worth a simulation
+
+
+@dataclass(frozen=True)
+class Played:
+    """Tasks in the order in which they began, when each could begin, and when the last had ended."""
+
+    order: tuple[int, ...]
+    ready_s: dict[int, float]
+    end_s: float
+
+
+Priority = Callable[[int, float], tuple]  # of a task that could begin at so many seconds: least is first
+
+
+def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
+    """Begins ``tasks`` one by one, of those whose predecessors among them have begun the one of the least
+    ``priority``. Every rank computes one at a time, every process group carries one at a time."""
+    inside = set(tasks)
+    successors = {t: [s for s in graph.tasks[t].successors if s in inside] for t in tasks}
+    missing: dict[int, int] = dict.fromkeys(tasks, 0)
+    for found in successors.values():
+        for s in found:
+            missing[s] += 1
+    kinds = range(len(graph.tasks[0].seconds))
+    clock = [0.0 for _ in kinds]
+    arrival = {t: [0.0 for _ in kinds] for t in tasks}  # of all that a task needs, by kind of rank
+    free: dict[Group, float] = defaultdict(float)
+    waiting = [t for t in tasks if not missing[t]]
+    order, ready_s, end_s = [], {}, 0.0
+    while waiting:
+        begin = {t: max(map(max, clock, arrival[t])) for t in waiting}
+        t = min(waiting, key=lambda t: priority(t, begin[t]))
+        waiting.remove(t)
+        task, needs = graph.tasks[t], arrival.pop(t)
+        order.append(t)
+        ready_s[t] = max(needs)
+        if task.group is None:
+            clock = ends = [max(c, a) + s for c, a, s in zip(clock, needs, task.seconds)]
+        else:
+            start = max(max(clock[k], needs[k]) for k in task.kinds)
+            done = free[task.group] = max(start, free[task.group]) + task.seconds[0]
+            ends = [done if k in task.kinds else a for k, a in zip(kinds, needs)]
+        end_s = max(end_s, *ends)
+        for s in successors[t]:
+            arrival[s] = list(map(max, arrival[s], ends))
+            missing[s] -= 1
+            if not missing[s]:
+                waiting.append(s)
+    return Played(tuple(order), ready_s, end_s)
+
+
+class Orders:
+    """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
+
+    def __init__(self, sheet: Sheet) -> None:
+        self.sheet, self.graph = sheet, step_graph(sheet)
+        instructions = sheet.program.instructions
+        # leaves, and what parameters are turned into, stand where they are needed
+        self.main = [
+            n
+            for n, i in enumerate(instructions)
+            if not i.is_leaf and not (i.is_redistribution and sheet.program.producers[i.inputs[0]].is_leaf)
+        ]
+        self.placed = set(self.main)
+        self.index = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
+
+    def listed(self, begin: float, t: int) -> tuple:
+        """A list scheduler's priority: what can begin first, collectives, the highest level."""
+        return begin, self.graph.tasks[t].group is None, -self.graph.levels[t], t
+
+    def forward(self) -> list[int]:
+        """By list scheduling of the forward tasks."""
+        played = play(self.graph, self.main, lambda t, begin: self.listed(begin, t))
+        return self.complete(played.order)
+
+    def backward(self) -> list[int]:
+        """By list scheduling of the backward tasks, in reverse."""
+        played = play(self.graph, self._back(self.main), lambda t, begin: self.listed(begin, t))
+        back = [self.graph.backward(t) for t in reversed(played.order)]
+        return self.complete([n for n in back if n in self.placed])
+
+    def _back(self, order: Sequence[int]) -> list[int]:
+        """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
+        flows, instructions = self.sheet.flows, self.sheet.program.instructions
+        rest = [n for n, i in enumerate(instructions) if n not in self.placed]
+        return [self.graph.backward(n) for n in reversed((*rest, *order)) if flows[n]]
+
+    def passes(self, order: Sequence[int]) -> tuple[Played, Played]:
+        """The forward and the backward pass in an order of all instructions."""
+        main = [n for n in order if n in self.placed]
+        place = {n: k for k, n in enumerate(main)}
+        back = {t: k for k, t in enumerate(self._back(main))}
+        tasks = self.graph.tasks
+        return (
+            play(self.graph, main, lambda t, _: (place[t],)),
+            play(self.graph, list(back), lambda t, _: (tasks[t].group is None, back[t])),
+        )
+
+    def estimate_s(self, order: Sequence[int]) -> float:
+        return sum(p.end_s for p in self.passes(order))
+
+    def complete(self, main: Sequence[int]) -> list[int]:
+        """All instructions: those of ``main`` in this order, what they need before them. What no gradient
+        passes stands no later than where it stood, and what gathers parameters one operator ahead."""
+        program, flows = self.sheet.program, self.sheet.flows
+        out: list[int] = []
+        done: set[int] = set()
+        early = [n for n in self.main if not flows[n]]
+        ahead = 0  # before the last operator that had parameters gathered
+
+        def need(n: int) -> Iterator[int]:
+            for name in program.instructions[n].inputs:
+                m = self.index[name]
+                if m not in done and m not in self.placed:
+                    yield from need(m)
+                    if m not in done:
+                        done.add(m)
+                        yield m
+
+        def put(n: int) -> None:
+            nonlocal ahead
+            mine = list(need(n))
+            if any(communicates(program, program.instructions[m]) for m in mine):
+                out[ahead:ahead] = mine
+                ahead = len(out)
+            else:
+                out.extend(mine)
+            done.add(n)
+            out.append(n)
+
+        for n in main:
+            for m in [m for m in early if m < n and m not in done]:
+                inputs = (self.index[name] for name in program.instructions[m].inputs)
+                if all(k in done or k not in self.placed for k in inputs):
+                    put(m)
+            early = [m for m in early if m not in done]
+            if n not in done:
+                put(n)
+        for n in range(len(program.instructions)):
+            if n not in done:
+                put(n)
+        return out
+
+
+def reordered(sheet: Sheet) -> tuple[Program, ...]:
+    """The sheet's program in orders that list scheduling thinks faster, the fastest first."""
+    orders = Orders(sheet)
+    program = sheet.program
+    now_s = orders.estimate_s(range(len(program.instructions)))
+    found: dict[tuple[int, ...], float] = {}
+    for order in (orders.forward(), orders.backward()):
+        found[tuple(order)] = orders.estimate_s(order)
+    better = sorted((s, order) for order, s in found.items() if s < now_s * (1 - GAIN))
+    return tuple(
+        program.changed(instructions=tuple(program.instructions[n] for n in order)) for _, order in better
+    )
+
+
+def ready_seconds(sheet: Sheet) -> dict[str, float]:
+    """Per parameter whose gradient is summed, when in the backward pass it is there on the slowest rank."""
+    orders, program = Orders(sheet), sheet.program
+    _, backward = orders.passes(range(len(program.instructions)))
+    return {
+        i.result: backward.ready_s[orders.graph.backward(n)]
+        for n, i in enumerate(program.instructions)
+        if synchronised(program, i)
+    }
