@@ -7,8 +7,8 @@ synchronised by attributes of the parameters, as in ZeRO.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ..errors import InputError
 from ..ir import (
@@ -22,7 +22,6 @@ from ..ir import (
     Ref,
     Shard,
     TensorType,
-    even_ratio,
     make_ratio,
     map_refs,
     redistribution,
@@ -63,7 +62,7 @@ class Placed:
             return None
         if self.sync == "sharded":
             return self.ratio
-        return make_ratio([1.0 if r == self.root else 0.0 for r in range(len(self.ratio))])
+        return even_over((self.root,), len(self.ratio))
 
 
 def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
@@ -111,7 +110,7 @@ class _Lowering:
                 if i.is_leaf:
                     self.leaves[i.result] = i
         used = {r for p in placed.values() for r in support(p.ratio)}
-        self.common = _ratio_over(used, program.world_size)
+        self.common = even_over(used or range(program.world_size), program.world_size)
         self.home: dict[str, Placed] = {}  # by value
         self.ratios: dict[Ratio, str] = {}
         self.held: dict[str, dict[Key, _Form]] = {}
@@ -121,14 +120,14 @@ class _Lowering:
     def program(self) -> Program:
         computations = [i for i in self.source.instructions if not (i.is_leaf or i.is_redistribution)]
         for i in computations:
-            placed = self.placed_of(i)
-            self.home.update((r, placed) for r in i.results if r is not None)
+            self.home.update((r, self.placed_of(i)) for r in i.results if r is not None)
         self.needs = self._leaf_needs(computations)
         for name, leaf in self.leaves.items():
             if leaf.op == "param" and name not in self.needs:
-                self._append(leaf, (name,), (self._type(leaf, 0, self.common),))  # no operator uses it
+                # no operator uses it
+                self.out.append(replace(leaf, types=(self._type(leaf, 0, self.common),)))
         for i in computations:
-            self._computation(i, self.placed_of(i).ratio)
+            self._computation(i, self._updated(i) if i.op == "update" else self.placed_of(i).ratio)
         loss = self.value_of[self.source.loss]
         result = self._need(loss, PARTIAL, self.home[loss].ratio)
         ratios = tuple((name, ratio) for ratio, name in self.ratios.items())
@@ -142,14 +141,26 @@ class _Lowering:
         for name, t in zip(i.results, types):
             if name is not None:
                 self._hold(name, name, t.placement, ratio)
-        self._append(i, i.results, types, args, kwargs)
+        self.out.append(replace(i, types=types, args=args, kwargs=kwargs))
 
     def placed_of(self, i: Instruction) -> Placed:
-        """An update of a buffer runs where its value is."""
-        name = next((r for r in i.results if r is not None), None)
-        if name is None:
-            return self.home.get(self.value_of[i.inputs[0]]) or Placed(self.common)
+        name = next((r for r in i.results if r is not None), "")
         return self.placed.get(name) or Placed(self.common)
+
+    def _updated(self, i: Instruction) -> Ratio:
+        """A buffer is updated by whoever reads it."""
+        for name, needed in self.needs.items():
+            leaf = self.leaves[name]
+            if leaf.op == "buffer" and leaf.args == i.args[:1]:
+                return self._over(needed.values())
+        return self.common
+
+    def _over(self, needed: Iterable[tuple[Placement, Placed]]) -> Ratio:
+        """A ratio of all the ranks that need a leaf."""
+        ratios = {placed.ratio for _, placed in needed}
+        if len(ratios) == 1:
+            return ratios.pop()
+        return even_over({r for ratio in ratios for r in support(ratio)}, self.source.world_size)
 
     def _leaf_needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
@@ -172,54 +183,38 @@ class _Lowering:
         known = self.held[value].get(key_of(placement, ratio))
         if known is not None:
             return known.name
-        if isinstance(placement, Partial) and not any(
-            form.placement == REPLICATE and support(form.ratio) == support(ratio)
-            for form in self.held[value].values()
-        ):
+        if isinstance(placement, Partial) and not any(p == REPLICATE for p, _ in self.held[value]):
             self._need(value, REPLICATE, ratio)  # an addend does not move
         return self._convert(value, placement, ratio)
 
     def _load(self, value: str) -> None:
         """A leaf is loaded once: as it is needed, or whole if it is needed in several ways."""
-        leaf, needed = self.leaves[value], list(self.needs[value].values())
-        placement, placed = needed[0]
-        ratio, attrs = placed.ratio, leaf.attrs
-        if len(needed) > 1:
-            placement, ratio = (
-                REPLICATE,
-                _ratio_over({r for _, p in needed for r in support(p.ratio)}, self.source.world_size),
-            )
-        if leaf.op == "const" or isinstance(placement, Partial):
+        leaf, needed = self.leaves[value], self.needs[value].values()
+        placement, placed = next(iter(needed))
+        if leaf.op == "const" or len(needed) > 1 or isinstance(placement, Partial):
             placement = REPLICATE
-        if leaf.op == "param" and placed.owners is not None and leaf.type.value.shape:
+        ratio, attrs = self._over(needed), leaf.attrs
+        owned = leaf.op == "param" and leaf.type.value.shape and value in self.source.requires_grad
+        if owned and placed.owners is not None:
             attrs += (("owned", self._ratio_name(placed.owners)), ("stage", 1))
-        t = self._placed_type(leaf.type, placement, ratio)
         self._hold(value, value, placement, ratio)
-        self.out.append(
-            Instruction((value,), (t,), leaf.op, leaf.args, leaf.kwargs, attrs, location=leaf.location)
-        )
+        t = self._placed_type(leaf.type, placement, ratio)
+        self.out.append(replace(leaf, results=(value,), types=(t,), attrs=attrs))
 
     def _convert(self, value: str, placement: Placement, ratio: Ratio) -> str:
         source = min(self.held[value].values(), key=lambda form: _effort(form, placement, ratio))
-        same_ranks = support(source.ratio) == support(ratio)
-        cuts = {f.ratio for f in (source, _Form("", placement, ratio)) if isinstance(f.placement, Shard)}
-        op = redistribution(source.placement, placement) if same_ranks and len(cuts) == 1 else "move"
-        if isinstance(placement, Partial):
-            op = "as_partial"
-        elif same_ranks and not cuts:
-            op = redistribution(source.placement, placement)
+        ends = (source.placement, source.ratio), (placement, ratio)
+        cuts = {r for p, r in ends if isinstance(p, Shard)}
+        moves = support(source.ratio) != support(ratio) or len(cuts) > 1
         name = self._fresh(value, placement)
         t = self._placed_type(self.source.types[value], placement, ratio)
         self._hold(value, name, placement, ratio)
+        op = "move" if moves else redistribution(source.placement, placement)
         self.out.append(Instruction((name,), (t,), op, (Ref(source.name),)))
         return name
 
     def _hold(self, value: str, name: str, placement: Placement, ratio: Ratio) -> None:
         self.held.setdefault(value, {})[key_of(placement, ratio)] = _Form(name, placement, ratio)
-
-    def _append(self, i: Instruction, results, types, args=None, kwargs=None) -> None:
-        args, kwargs = i.args if args is None else args, i.kwargs if kwargs is None else kwargs
-        self.out.append(Instruction(results, types, i.op, args, kwargs, i.attrs, location=i.location))
 
     def _type(self, i: Instruction, n: int, ratio: Ratio) -> TensorType:
         return self._placed_type(i.types[n], i.types[n].placement, ratio)
@@ -242,12 +237,8 @@ class _Lowering:
         return name
 
 
-def _ratio_over(ranks: set[int], world_size: int) -> Ratio:
-    return (
-        make_ratio([1.0 if r in ranks else 0.0 for r in range(world_size)])
-        if ranks
-        else even_ratio(world_size)
-    )
+def even_over(ranks: Collection[int], world_size: int) -> Ratio:
+    return make_ratio([1.0 if r in ranks else 0.0 for r in range(world_size)])
 
 
 def _effort(form: _Form, placement: Placement, ratio: Ratio) -> tuple[bool, bool, bool]:

@@ -16,7 +16,7 @@ from itertools import combinations
 from ..cost import CostModel
 from ..errors import InputError
 from ..ir import Program, Ratio, make_ratio, support
-from .lower import SYNCS, Placed, lower
+from .lower import SYNCS, Placed, even_over, lower
 
 MAX_SUBSETS_OF = 4  # device groups of which every subset is a choice; of more, the fastest so many
 
@@ -141,7 +141,7 @@ class Space:
                 yield Action((g,), "single", Placed(self.even((rank,))))
 
     def even(self, ranks: Sequence[int]) -> Ratio:
-        return make_ratio([1.0 if r in ranks else 0.0 for r in range(self.program.world_size)])
+        return even_over(ranks, self.program.world_size)
 
     def shares(self, ranks: Sequence[int]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
