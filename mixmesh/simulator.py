@@ -48,7 +48,7 @@ from .cost.placed import (
     is_stored,
     synchronised,
 )
-from .cost.resources import Link, link_s_per_byte, links_of
+from .cost.resources import Link, links_of
 from .cost.sums import GradientSum, gradient_sums, order_of_sums
 from .ir import LEAVES, Instruction, Program
 from .rules import RULES
@@ -145,7 +145,7 @@ class Simulation:
         self.crossed: list[frozenset[int]] = []  # per channel: links, by number
         self.links: dict[Link, int] = {}
         self._calls: dict[tuple[str, Exchange], _Call] = {}
-        self._s_per_byte: dict[tuple[str, tuple[int, ...]], dict[Link, float]] = {}
+        self._s_per_byte: dict[tuple, dict[Link, float]] = {}
         self._sums: dict[tuple, _Sums] = {}
         self.loss = self._loss(program)
         self.first_use = {name: uses[0] for name, uses in self.sheet.uses.items()}
@@ -236,9 +236,9 @@ class Simulation:
         return self._calls[key]
 
     def _call(self, purpose: str, exchange: Exchange) -> _Call:
-        kind = (exchange.name, exchange.ranks)
+        kind = (exchange.name, exchange.ranks, exchange.sent)
         if kind not in self._s_per_byte:
-            self._s_per_byte[kind] = link_s_per_byte(self.costs.cluster, *kind)
+            self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
         seconds, size_bytes = exchange.seconds(self.costs), exchange.size_bytes
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]

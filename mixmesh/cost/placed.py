@@ -7,7 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 
+from ..cluster import Cluster
 from ..ir import (
     Instruction,
     Partial,
@@ -25,6 +27,7 @@ from ..ir import (
 from ..rules import call_of
 from .curve import ZERO
 from .model import CostModel, OpTime
+from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
 
 # the redistribution that a redistribution's gradient is, by name
 DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
@@ -55,16 +58,29 @@ def work_type(program: Program, i: Instruction) -> TensorType:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet."""
+    """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
+    ratio changes, what ranks have ``sent`` each other."""
 
     name: str
     size_bytes: int
     ranks: tuple[int, ...]
+    sent: Sent | None = None
 
     def seconds(self, costs: CostModel) -> float:
-        if len(self.ranks) < 2:
+        if len(self.ranks) < 2 or self.sent == ():
             return 0.0
-        return costs.collective(self.name, self.ranks).seconds(self.size_bytes)
+        size_bytes = self.size_bytes
+        if self.sent:
+            # what was measured or estimated sends every pair as much: scaled to what the fullest link carries
+            usual = max(self.link_s_per_byte(costs.cluster, usual=True).values())
+            size_bytes *= max(self.link_s_per_byte(costs.cluster).values()) / usual
+        return costs.collective(self.name, self.ranks).seconds(size_bytes)
+
+    def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
+        """Seconds for which it occupies each link, per byte of the whole tensor."""
+        if self.sent is not None and not usual:
+            return sent_s_per_byte(cluster, self.sent)
+        return link_s_per_byte(cluster, self.name, self.ranks)
 
 
 def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
@@ -85,7 +101,30 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
         return None
     if name == "all_to_all" and is_cut_alike(program, before, after):
         return None
-    return Exchange(name, size_bytes, ranks)
+    sent = None
+    if name == "all_to_all" and before.ratio != after.ratio:
+        a, b = (after, before) if backward else (before, after)
+        sent = _sent(*(_pieces(program, t) for t in (a, b)), a.placement.dim == b.placement.dim)
+    return Exchange(name, size_bytes, ranks, sent)
+
+
+def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
+    return _shares(t.value.shape[t.placement.dim], program.ratio(t.ratio), t.placement.unit)
+
+
+@lru_cache(maxsize=4096)
+def _sent(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool) -> Sent:
+    """What passes between two ranks where pieces of these shares become those."""
+    found = []
+    starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
+    for a, held in enumerate(src):
+        for b, wanted in enumerate(dst):
+            share = held * wanted
+            if same_dim:
+                share = min(starts[a + 1], ends[b + 1]) - max(starts[a], ends[b])
+            if a != b and share > 1e-9:
+                found.append((a, b, share))
+    return tuple(found)
 
 
 def communicates(program: Program, i: Instruction) -> bool:
@@ -234,10 +273,9 @@ class Sheet:
                     self.work_of[n] = number((plain, cut), times[plain], cut)
 
     def pattern_of(self, program: Program) -> tuple:
-        """What decides which collectives there are and between whom: the ranks that take part, and which
-        changes of ratio move nothing."""
-        alike = (is_cut_alike(program, program.types[i.inputs[0]], i.type) for i in self.borders)
-        return (supports(program), tuple(alike))
+        """What decides which collectives there are and between whom: the ranks that take part, and what
+        changes of ratio move."""
+        return (supports(program), *(exchange_of(program, i) for i in self.borders))
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:
@@ -311,12 +349,11 @@ class Sheet:
 
 
 def _moves_borders(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution changes nothing but the ratio."""
+    """Whether a redistribution cuts by another ratio what is cut already."""
     if not i.is_redistribution:
         return False
-    source = program.types[i.inputs[0]]
-    cut = isinstance(source.placement, Shard)
-    return cut and source.placement == i.type.placement and source.ratio != i.type.ratio
+    ends = program.types[i.inputs[0]], i.type
+    return all(isinstance(t.placement, Shard) for t in ends) and ends[0].ratio != ends[1].ratio
 
 
 def is_factored(i: Instruction) -> bool:

@@ -69,6 +69,27 @@ def _pairs(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:
     return load
 
 
+Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the whole tensor
+
+
+def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
+    """As ``link_s_per_byte``, where ranks send each other what is ``sent``."""
+    load: dict[Link, float] = defaultdict(float)
+    ways: dict[tuple[str, int], float] = defaultdict(float)  # of each device, within its machine
+    for a, b, share in sent:
+        here, there = cluster.machine_index_of(a), cluster.machine_index_of(b)
+        if here == there:
+            ways["out", a] += share
+            ways["in", b] += share
+        else:
+            load["out", here] += share
+            load["in", there] += share
+    for (_, rank), share in ways.items():
+        link = ("inside", cluster.machine_index_of(rank))
+        load[link] = max(load[link], share)
+    return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
+
+
 def _bytes_per_s(cluster: Cluster, link: Link) -> float:
     machine = cluster.machines[link[1]]
     return machine.link_bytes_per_s if link[0] == "inside" else machine.nic_bytes_per_s
