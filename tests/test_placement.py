@@ -13,8 +13,10 @@ from mixmesh.baselines import data_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import even_ratio, parse_program
-from mixmesh.placement import METHODS, Space, make_grouping
+from mixmesh.cost.placed import exchange_of
+from mixmesh.errors import InputError
+from mixmesh.ir import even_ratio, parse_program, support
+from mixmesh.placement import METHODS, Placed, Space, make_grouping
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
@@ -134,3 +136,92 @@ def test_any_strategy_equals_the_single_device(name, seed):
     assert parse_program(str(program)) == program
     report = verify(model, batch, program, traced=graph, steps=3, optimizer=torch.optim.AdamW)
     assert report.ok and report.max_gradient_error_f64 < 1e-9, report
+
+
+def test_a_move_costs_what_crosses_the_fullest_link():
+    """From the second device of the first machine to the last machine, half of a batch that was even."""
+    program = parse_program("""program p world=5 {
+      ratio r0 = [0.5, 0.5, 0, 0, 0] ratio r1 = [0.5, 0, 0, 0, 0.5]
+      %x = input("x") : f32[1000, 1000] S(0)@r0
+      %y = move(%x) : f32[1000, 1000] S(0)@r1
+      %loss = aten.mean(%y) : f32[] P(sum)@r1
+      return %loss
+    }""")
+    exchange = exchange_of(program, program.instructions[1])
+    assert exchange.sent == ((1, 4, 0.5),) and exchange.ranks == (0, 1, 4)
+    latency = COSTS.collective("all_to_all", exchange.ranks).latency_s
+    assert exchange.seconds(COSTS) - latency == pytest.approx(0.5 * 4e6 / (20e9 / 8))
+
+
+def test_a_move_within_an_even_batch_is_free():
+    strategies = [Placed((0.5, 0.5, 0, 0, 0)), Placed((0.500001, 0.499999, 0, 0, 0))]
+    s = space("mlp")
+    program = s.lower([strategies[k % 2] for k in range(len(s.groups))])
+    moves = [exchange_of(program, i) for i in program.instructions if i.op == "move"]
+    assert moves and not any(moves)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_choices_are_different_and_synchronise_what_there_is(name):
+    s = space(name)
+    for k, group in enumerate(s.groups):
+        placed = [a.placed for a in s.actions(k)]
+        assert len(set(placed)) == len(placed)
+        assert {p.sync for p in placed} == (
+            {"allreduce", "sharded", "ps"} if group.param_bytes else {"allreduce"}
+        )
+        assert {support(p.ratio) for p in placed} >= {(r,) for r in range(5)} | {tuple(range(5))}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_follow_each_other(name, method):
+    s = space(name, method)
+    assert all(e.source < e.target and e.size_bytes >= e.gradient_bytes for e in s.grouping.edges)
+    operators = [n for n in s.program.graph.nodes if not n.is_leaf and n.op != "update"]
+    grouped = [name for group in s.groups for name in group.nodes]
+    assert len(set(grouped)) == len(grouped) and {*grouped} <= {r for n in operators for r in n.results}
+    assert sum(g.param_bytes for g in s.groups) == sum(n.types[0].size_bytes for n in s.program.graph.params)
+    # the two halves of the mean seconds of a device add up, however the operators are grouped
+    alone = make_grouping(s.program.graph, COSTS, 1, method).groups[0]
+    assert sum(g.seconds[0] for g in s.groups) == pytest.approx(alone.seconds[0])
+
+
+def test_equal_layers_are_grouped_alike():
+    sizes = [len(g.nodes) for g in make_grouping(layered(12), COSTS, 24).groups]
+    repeated = "4, 3, " * 9  # the first layers and the end are pieces of their own
+    assert repeated in ", ".join(map(str, sizes)), sizes
+
+
+def layered(count: int):
+    lines = ['%x0 = input("x") : f32[64, 64] R']
+    for n in range(count):
+        lines += [
+            f'%w{n} = param("w{n}") : f32[64, 64] R',
+            f"%a{n} = aten.linear(%x{n}, %w{n}) : f32[64, 64] R",
+            f"%b{n} = aten.tanh(%a{n}) : f32[64, 64] R",
+            f"%c{n} = aten.sigmoid(%b{n}) : f32[64, 64] R",
+            f"%d{n} = aten.mul.Tensor(%b{n}, %c{n}) : f32[64, 64] R",
+            f"%e{n} = aten.gelu(%d{n}) : f32[64, 64] R",
+            f"%f{n} = aten.relu(%e{n}) : f32[64, 64] R",
+            f"%x{n + 1} = aten.add.Tensor(%x{n}, %f{n}) : f32[64, 64] R",
+        ]
+    body = "\n".join([*lines, f"%loss = aten.mean(%x{count}) : f32[] R", "return %loss"])
+    return parse_program("program layers world=1 {\n" + body + "\n}").graph
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Placed((1.0, 0.0), "gossip"),
+        lambda: Placed((1.0, 0.0), "ps", 1),
+        lambda: Placed((0.5, 0.5), "allreduce", 1),
+        lambda: space("mlp").lower([]),
+        lambda: space("mlp").lower([Placed((0.5, 0.5))] * len(space("mlp").groups)),
+        lambda: make_grouping(traced("mlp")[2].graph, COSTS, 0),
+        lambda: make_grouping(traced("mlp")[2].graph, COSTS, 4, "names"),
+    ],
+)
+def test_bad_strategies_are_refused(make):
+    with pytest.raises(InputError, match="expected"):
+        make()
