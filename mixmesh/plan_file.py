@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import PlanError
-from .ir import Program, Samples, parse_program, print_program, samples_of
+from .ir import Program, Samples, owned_type, parse_program, print_program, samples_of, stage_of
 
 FORMAT = 1
 
@@ -200,7 +200,7 @@ def accumulation(plan: Plan) -> Samples | None:
 
     Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-steps.
     """
-    if plan.micro_batches is None or all(m.steps <= 1 for m in plan.micro_batches):
+    if not accumulates(plan.micro_batches):
         return None
     samples = samples_of(plan.program)
     got = tuple(sum(m.sizes) for m in plan.micro_batches)
@@ -222,3 +222,30 @@ def accumulation(plan: Plan) -> Samples | None:
             hint="a number of steps of one's own needs ZeRO stage 0, 1 or 2",
         )
     return samples
+
+
+def accumulates(micro_batches: tuple[MicroBatch, ...] | None) -> bool:
+    """Whether any rank takes more than one micro-step."""
+    return micro_batches is not None and any(m.steps > 1 for m in micro_batches)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Samples of every micro-step, per rank. ``scatters``: gradients of ZeRO stage 2 are summed in every one
+    of them, so that no whole gradient lives in between."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    scatters: bool
+
+
+def schedule(program: Program, micro_batches: tuple[MicroBatch, ...], samples: Samples) -> Schedule:
+    """Where ranks meet in every micro-step all take as many, those without samples too; so they do in stage 2
+    if their numbers are equal. Otherwise each takes those that have samples, and at least one."""
+    taken = {m.steps for m in micro_batches if m.steps}
+    scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
+    together = samples.meets or (scattered and len(taken) == 1)
+    if together:
+        sizes = (m.sizes or (0,) * max(taken) for m in micro_batches)
+    else:
+        sizes = (tuple(n for n in m.sizes if n) or (0,) for m in micro_batches)
+    return Schedule(tuple(sizes), together and scattered)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ir import Instruction, Program
+from ..ir import Instruction, Program, owned_type, stage_of
 from .placed import first_uses, synchronised
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -19,24 +19,31 @@ IN_FLIGHT_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class GradientSum:
-    """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``."""
+    """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
+    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any."""
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]
+    owned: str | None = None
+    stage: int = 0
 
     @property
     def size_bytes(self) -> int:
         return sum(p.type.value.size_bytes for p in self.params)
 
+    @property
+    def collective(self) -> str:
+        return "all_reduce" if self.owned is None else "reduce_scatter"
+
 
 @dataclass(frozen=True, slots=True)
 class Summed:
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, and what must agree within a bucket."""
+    use, and what must agree within a bucket: dtype, ranks, the owners' ratio and the stage."""
 
     place: int
     first_use: int
-    kind: tuple[str, tuple[int, ...]]
+    kind: tuple[str, tuple[int, ...], str | None, int]
 
 
 def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) -> tuple[Summed, ...]:
@@ -44,11 +51,20 @@ def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) 
     without a use comes last. ``first_use`` is that of the program, where it is known already."""
     used = first_uses(program) if first_use is None else first_use
     found = [
-        Summed(place, used.get(p.result, -1), (p.type.value.dtype, program.participants(p.type)))
+        Summed(
+            place,
+            used.get(p.result, -1),
+            (p.type.value.dtype, program.participants(p.type), *_owners(program, p)),
+        )
         for place, p in enumerate(program.params)
         if synchronised(program, p)
     ]
     return tuple(sorted(found, key=lambda s: -s.first_use))
+
+
+def _owners(program: Program, param: Instruction) -> tuple[str | None, int]:
+    owned = owned_type(program, param)
+    return (None, 0) if owned is None else (owned.ratio, stage_of(param))
 
 
 def gradient_sums(
@@ -57,9 +73,9 @@ def gradient_sums(
     """The buckets of a program, in the order in which every rank starts them.
 
     A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
-    first, up to ``cap_bytes`` each. A bucket holds one dtype and one set of ranks. Numbered ones come in
-    the order of their numbers, then the others by when their last gradient is ready. ``order`` is that of
-    the program with whatever buckets, where it is known already.
+    first, up to ``cap_bytes`` each. A bucket holds one dtype, one set of ranks and one of owners. Numbered
+    ones come in the order of their numbers, then the others by when their last gradient is ready. ``order``
+    is that of the program with whatever buckets, where it is known already.
     """
     groups: dict[tuple, list[Summed]] = {}
     filled: dict[tuple, tuple[int, int]] = {}  # per dtype and ranks: (open bucket, bytes in it)
@@ -81,4 +97,6 @@ def gradient_sums(
         return (0, number) if number >= 0 else (1, -min(s.first_use for s in members))
 
     ordered = sorted(groups.items(), key=ready)
-    return tuple(GradientSum(tuple(params[s.place] for s in members), key[1][1]) for key, members in ordered)
+    return tuple(
+        GradientSum(tuple(params[s.place] for s in members), *kind[1:]) for (_, kind), members in ordered
+    )

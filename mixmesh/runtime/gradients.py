@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
-from ..ir import Program, stage_of
+from ..ir import Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
 from .owned import Group, Owned, counts, cut, pack
@@ -45,21 +45,16 @@ class Bucket:
 
 
 def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
-    """The buckets of a program, in the order in which the backward pass completes them (``cost.sums``), one
-    with several kinds of owners or stages divided.
+    """The buckets of a program, in the order in which the backward pass completes them (``cost.sums``).
 
     Raises MixmeshError for a parameter that is used with ``sfb`` and without.
     """
     for param in program.factored:
         summed_by_sfb(program, param)
-    found = []
-    for s in gradient_sums(program, cap_bytes):
-        kinds: dict[tuple, list[str]] = {}
-        for p in s.params:
-            owned = p.attr("owned")
-            kinds.setdefault((owned, stage_of(p) if owned else 0), []).append(p.args[0])
-        found += [Bucket(tuple(names), s.ranks, *kind) for kind, names in kinds.items()]
-    return tuple(found)
+    return tuple(
+        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage)
+        for s in gradient_sums(program, cap_bytes)
+    )
 
 
 class Sums(Enum):

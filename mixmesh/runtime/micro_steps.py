@@ -25,11 +25,9 @@ from ..ir import (
     Shard,
     micro_step_program,
     once_program,
-    owned_type,
     shard_offsets,
-    stage_of,
 )
-from ..plan_file import Plan, accumulation
+from ..plan_file import Plan, accumulation, schedule
 from .gradients import Sums, Taken, add
 
 
@@ -52,21 +50,14 @@ class MicroSteps:
         if samples is None:
             return None
         program = plan.program
-        taken = {m.steps for m in plan.micro_batches if m.steps}
-        scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
-        together = samples.meets or (scattered and len(taken) == 1)
-        sizes = plan.micro_batches[rank].sizes
-        if together:
-            sizes = sizes or (0,) * max(taken)
-        else:
-            sizes = tuple(n for n in sizes if n) or (0,)
+        planned = schedule(program, plan.micro_batches, samples)
         return cls(
             samples,
             micro_step_program(program, samples),
             once_program(program, samples),
-            sizes,
+            planned.sizes[rank],
             shard_offsets(samples.counts)[rank],
-            Sums.EVERY_PASS if together and scattered else Sums.NONE,
+            Sums.EVERY_PASS if planned.scatters else Sums.NONE,
         )
 
     def cut(self, inputs: Mapping[str, Tensor], start: int, size: int) -> dict[str, Tensor]:

@@ -1,0 +1,86 @@
+"""A micro-step as costs see it: a rank takes a part of its samples, and the whole of everything else.
+
+In the program of a micro-step what is cut between samples names ratios of its own, equal to the step's. So a
+cut tells whether the *part* of its samples that a rank takes scales what it holds: activations and the work
+on them, but neither stored parameters nor the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..ir import Program, Samples, Shard, micro_step_program
+from ..plan_file import Schedule
+
+MARK = " of a micro-step"  # behind the name of a ratio; no program text has such names
+
+
+def costed_micro_step(program: Program, samples: Samples) -> Program:
+    """What every micro-step of ``program`` runs, with samples marked."""
+
+    def marked(name, t):
+        is_cut = name in samples.values and isinstance(t.placement, Shard)
+        return replace(t, ratio=t.ratio + MARK) if is_cut else t
+
+    step = micro_step_program(program, samples)
+    instructions = tuple(
+        replace(i, types=tuple(map(marked, i.results, i.types)))
+        if any(r in samples.values for r in i.results)
+        else i
+        for i in step.instructions
+    )
+    return with_ratios_of(replace(step, instructions=instructions), program)
+
+
+def with_ratios_of(step: Program, program: Program) -> Program:
+    """A costed micro-step under the ratios of ``program``."""
+    return step.changed(ratios=(*program.ratios, *((name + MARK, ratio) for name, ratio in program.ratios)))
+
+
+def is_marked(ratio: str | None) -> bool:
+    return ratio is not None and ratio.endswith(MARK)
+
+
+def unmarked(ratio: str | None) -> str | None:
+    return ratio.removesuffix(MARK) if ratio is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Micro-steps that are alike: ``part`` is the part of its samples that each rank takes, None for a rank
+    that takes none of these steps. ``is_last`` is the pass that all sums follow."""
+
+    part: tuple[float | None, ...]
+    repeats: int
+    is_last: bool
+
+
+def passes(schedule: Schedule) -> Iterator[Pass]:
+    """The micro-steps of a step in order, alike ones together. Ranks that take fewer than others begin with
+    them, and all end together."""
+    totals = [max(sum(sizes), 1) for sizes in schedule.sizes]
+    earlier = [len(sizes) - 1 for sizes in schedule.sizes]
+    done = 0
+    for count in sorted({n for n in earlier if n}):
+        part = (
+            sizes[0] / total if n >= count else None
+            for sizes, total, n in zip(schedule.sizes, totals, earlier)
+        )
+        yield Pass(tuple(part), count - done, False)
+        done = count
+    yield Pass(tuple(sizes[-1] / total for sizes, total in zip(schedule.sizes, totals)), 1, True)
+
+
+def largest_parts(schedule: Schedule) -> tuple[float, ...]:
+    """The largest part of its samples that each rank has in a micro-step."""
+    return tuple(max(sizes) / max(sum(sizes), 1) for sizes in schedule.sizes)
+
+
+def scaled(
+    shares: Sequence[float], ratio: str | None, part: Sequence[float | None] | None
+) -> tuple[float, ...]:
+    """Shares of what is cut by ``ratio`` in a micro-step of these parts."""
+    if part is None or not is_marked(ratio):
+        return tuple(shares)
+    return tuple(share * (p or 0.0) for share, p in zip(shares, part))
