@@ -104,7 +104,7 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
     sent = None
     if name == "all_to_all" and before.ratio != after.ratio:
         a, b = (after, before) if backward else (before, after)
-        sent = _sent(*(_pieces(program, t) for t in (a, b)), a.placement.dim == b.placement.dim)
+        sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
     return Exchange(name, size_bytes, ranks, sent)
 
 
@@ -113,7 +113,7 @@ def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _sent(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool) -> Sent:
+def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
     """What passes between two ranks where pieces of these shares become those."""
     found = []
     starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]

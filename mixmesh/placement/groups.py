@@ -13,17 +13,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pymetis
 
 from ..cost import VIEWS, CostModel
+from ..cost.memory.kept import extra_bytes, kept
 from ..errors import InputError
 from ..ir import Graph, Node
 from ..rules import call_of
 from ..synthesis.fold import find_runs
-from .strategy import Edge, Group, Grouping
+from .strategy import Group, Grouping, Value
 
 NUM_GROUPS = 40
 IMBALANCE = 5.0  # of METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
@@ -210,42 +211,57 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
     params = {n.result: n for n in graph.params}
     group_of = {r: label for o, label in zip(operators, labels) for r in o.node.results if r is not None}
     members: dict[int, list[_Operator]] = {}
-    sent: dict[tuple[int, int], dict[str, int]] = {}
+    users: dict[str, dict[int, None]] = {}  # of values that leave their group
     for o, label in zip(operators, labels):
         members.setdefault(label, []).append(o)
         for name in o.node.inputs:
             if group_of.get(name, label) != label:
-                sent.setdefault((group_of[name], label), {})[name] = graph.types[name].size_bytes
+                users.setdefault(name, {})[label] = None
+    kept_bytes = _kept_bytes(graph, operators)
     groups, owned = [], set()
     for label in sorted(members):
         names = dict.fromkeys(name for o in members[label] for name in o.node.inputs if name in params)
         mine = tuple(name for name in names if name not in owned)  # a tied one is its first user's
         owned.update(mine)
-        groups.append(_group(graph, members[label], mine))
-    edges = [
-        Edge(a, b, sum(of.values()), sum(size for name, size in of.items() if name in graph.requires_grad))
-        for (a, b), of in sorted(sent.items())
+        groups.append(_group(graph, members[label], mine, kept_bytes))
+    values = [
+        Value(group_of[name], tuple(labels), graph.types[name].size_bytes, name in graph.requires_grad)
+        for name, labels in users.items()
     ]
-    return Grouping(tuple(groups), tuple(edges))
+    return Grouping(tuple(groups), tuple(values))
 
 
-def _group(graph: Graph, members: list[_Operator], params: tuple[str, ...]) -> Group:
+def _group(
+    graph: Graph, members: list[_Operator], params: tuple[str, ...], kept_bytes: Mapping[str, int]
+) -> Group:
     classes = range(len(members[0].forward))
-    kept = {
-        r: graph.types[r].size_bytes
-        for o in members
-        if o.node.op not in VIEWS
-        for r in o.node.results
-        if r in graph.requires_grad
-    }
     return Group(
         nodes=tuple(next(r for r in o.node.results if r is not None) for o in members),
         params=params,
         param_bytes=sum(graph.types[name].size_bytes for name in params if name in graph.requires_grad),
         forward=tuple(_sum(o.forward[c] for o in members) for c in classes),
         backward=tuple(_sum(o.backward[c] for o in members) for c in classes),
-        kept_bytes=sum(kept.values()),
+        kept_bytes=sum(kept_bytes.get(r, 0) for o in members for r in o.node.results if r is not None),
     )
+
+
+def _kept_bytes(graph: Graph, operators: list[_Operator]) -> dict[str, int]:
+    """Bytes that the backward pass needs, by value; those of a view by what it is a view of."""
+    base: dict[str, str] = {}
+    out: dict[str, int] = {}
+    for o in operators:
+        node, name = o.node, next(r for r in o.node.results if r is not None)
+        if node.op in VIEWS and node.inputs:
+            base.update((r, base.get(node.inputs[0], node.inputs[0])) for r in node.results if r is not None)
+        if not any(r in graph.requires_grad for r in node.results):
+            continue
+        call = call_of(node, graph.types)
+        for what, place in kept(call, tuple(n in graph.requires_grad for n in node.inputs)):
+            value = node.inputs[place] if what == "input" else name
+            value = base.get(value, value)
+            out[value] = max(out.get(value, 0), graph.types[value].size_bytes)
+        out[name] = out.get(name, 0) + round(extra_bytes(call))
+    return out
 
 
 def _sum(lines) -> Affine:

@@ -15,7 +15,7 @@ from itertools import combinations
 
 from ..cost import CostModel
 from ..errors import InputError
-from ..ir import Program, Ratio, make_ratio, support
+from ..ir import Instruction, Program, Ratio, make_ratio, support
 from .lower import SYNCS, Placed, even_over, lower
 
 MAX_SUBSETS_OF = 4  # device groups of which every subset is a choice; of more, the fastest so many
@@ -43,21 +43,44 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Value:
+    """What goes from one group to others: bytes of the whole batch, and whether as many of a gradient come
+    back."""
+
+    source: int
+    targets: tuple[int, ...]
+    size_bytes: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
 class Edge:
-    """Bytes of the whole batch that go from one group to another, and those of gradients that come back."""
+    """All values from one group to another; with ``gradient``, some come back."""
 
     source: int
     target: int
     size_bytes: int
-    gradient_bytes: int
+    gradient: bool
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Groups in topological order: edges go from lower to higher numbers."""
+    """Groups in topological order: values go from lower to higher numbers."""
 
     groups: tuple[Group, ...]
-    edges: tuple[Edge, ...]
+    values: tuple[Value, ...]
+
+    @cached_property
+    def edges(self) -> tuple[Edge, ...]:
+        """The values between each two groups together."""
+        between: dict[tuple[int, int], list[Value]] = {}
+        for value in self.values:
+            for target in value.targets:
+                between.setdefault((value.source, target), []).append(value)
+        return tuple(
+            Edge(*ends, sum(v.size_bytes for v in values), any(v.gradient for v in values))
+            for ends, values in sorted(between.items())
+        )
 
     @cached_property
     def group_of(self) -> dict[str, int]:
@@ -94,6 +117,11 @@ class Space:
         self.groups = grouping.groups
         self.device_groups = device_groups(costs)
         self._actions: dict[tuple[bool, int], tuple[Action, ...]] = {}
+
+    @cached_property
+    def batch(self) -> int:
+        """Samples in the batch, of which every share is a whole number."""
+        return max((i.type.value.shape[0] for i in self.program.instructions if _has_batch(i)), default=1000)
 
     @cached_property
     def proportional(self) -> Ratio:
@@ -163,6 +191,10 @@ class Space:
             )
         placed = [a.placed if isinstance(a, Action) else a for a in actions]
         return lower(self.program, {name: placed[k] for name, k in self.grouping.group_of.items()})
+
+
+def _has_batch(i: Instruction) -> bool:
+    return i.op == "input" and bool(i.type.value.shape)
 
 
 def device_groups(costs: CostModel) -> tuple[tuple[int, ...], ...]:
