@@ -48,9 +48,9 @@ class StepGraph:
         return tuple(out)
 
 
-def step_graph(sheet: Sheet) -> StepGraph:
-    """The joint graph of the sheet's program, under its ratios."""
-    program, costs = sheet.program, sheet.costs
+def step_graph(program: Program, sheet: Sheet) -> StepGraph:
+    """The joint graph of a program under its ratios. ``sheet`` may be of other ratios."""
+    costs = sheet.costs
     kind_of, firsts = _kinds(program, costs.class_of)
     forward_s, backward_s = sheet.seconds(program, ranks=firsts)
     nothing = (0.0,) * len(firsts)

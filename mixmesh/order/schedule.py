@@ -39,7 +39,8 @@ class Played:
     end_s: float
 
 
-Priority = Callable[[int, float], tuple]  # of a task that could begin at so many seconds: least is first
+# of a task, when it is ready and when it could begin, in seconds: what is least is first
+Priority = Callable[[int, float, float], tuple]
 
 
 def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
@@ -58,8 +59,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
     waiting = [t for t in tasks if not missing[t]]
     order, ready_s, end_s = [], {}, 0.0
     while waiting:
-        begin = {t: max(map(max, clock, arrival[t])) for t in waiting}
-        t = min(waiting, key=lambda t: priority(t, begin[t]))
+        t = min(waiting, key=lambda t: priority(t, max(arrival[t]), max(map(max, clock, arrival[t]))))
         waiting.remove(t)
         task, needs = graph.tasks[t], arrival.pop(t)
         order.append(t)
@@ -82,36 +82,46 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
 class Orders:
     """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
 
-    def __init__(self, sheet: Sheet) -> None:
-        self.sheet, self.graph = sheet, step_graph(sheet)
-        instructions = sheet.program.instructions
+    def __init__(self, program: Program, sheet: Sheet) -> None:
+        self.program, self.flows = program, sheet.flows
+        self.graph = step_graph(program, sheet)
+        instructions = program.instructions
         # leaves, and what parameters are turned into, stand where they are needed
         self.main = [
             n
             for n, i in enumerate(instructions)
-            if not i.is_leaf and not (i.is_redistribution and sheet.program.producers[i.inputs[0]].is_leaf)
+            if not i.is_leaf and not (i.is_redistribution and program.producers[i.inputs[0]].is_leaf)
         ]
         self.placed = set(self.main)
         self.index = {r: n for n, i in enumerate(instructions) for r in i.results if r is not None}
 
-    def listed(self, begin: float, t: int) -> tuple:
+    def listed(self, t: int, _: float, begin: float) -> tuple:
         """A list scheduler's priority: what can begin first, collectives, the highest level."""
         return begin, self.graph.tasks[t].group is None, -self.graph.levels[t], t
 
     def forward(self) -> list[int]:
         """By list scheduling of the forward tasks."""
-        played = play(self.graph, self.main, lambda t, begin: self.listed(begin, t))
+        played = play(self.graph, self.main, self.listed)
         return self.complete(played.order)
+
+    def first_come(self) -> list[int]:
+        """As an executor without priorities: what was ready first, forward."""
+        return self.complete(play(self.graph, self.main, lambda t, ready, begin: (begin, ready, t)).order)
 
     def backward(self) -> list[int]:
         """By list scheduling of the backward tasks, in reverse."""
-        played = play(self.graph, self._back(self.main), lambda t, begin: self.listed(begin, t))
+        played = play(self.graph, self._back(self.main), self.listed)
         back = [self.graph.backward(t) for t in reversed(played.order)]
-        return self.complete([n for n in back if n in self.placed])
+        place = {n: float(k) for k, n in enumerate(back)}
+        # what no gradient passes comes no later than it stood
+        earliest = float(len(back))
+        for n in reversed(self.main):
+            earliest = min(earliest, place.setdefault(n, earliest - 0.5))
+        return self.complete(play(self.graph, self.main, lambda t, *_: (place[t], t)).order)
 
     def _back(self, order: Sequence[int]) -> list[int]:
         """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
-        flows, instructions = self.sheet.flows, self.sheet.program.instructions
+        flows, instructions = self.flows, self.program.instructions
         rest = [n for n, i in enumerate(instructions) if n not in self.placed]
         return [self.graph.backward(n) for n in reversed((*rest, *order)) if flows[n]]
 
@@ -122,73 +132,58 @@ class Orders:
         back = {t: k for k, t in enumerate(self._back(main))}
         tasks = self.graph.tasks
         return (
-            play(self.graph, main, lambda t, _: (place[t],)),
-            play(self.graph, list(back), lambda t, _: (tasks[t].group is None, back[t])),
+            play(self.graph, main, lambda t, *_: (place[t],)),
+            play(self.graph, list(back), lambda t, *_: (tasks[t].group is None, back[t])),
         )
 
     def estimate_s(self, order: Sequence[int]) -> float:
         return sum(p.end_s for p in self.passes(order))
 
     def complete(self, main: Sequence[int]) -> list[int]:
-        """All instructions: those of ``main`` in this order, what they need before them. What no gradient
-        passes stands no later than where it stood, and what gathers parameters one operator ahead."""
-        program, flows = self.sheet.program, self.sheet.flows
+        """All instructions: those of ``main`` in this order, what they need before them; what gathers
+        parameters one operator ahead."""
+        instructions = self.program.instructions
         out: list[int] = []
         done: set[int] = set()
-        early = [n for n in self.main if not flows[n]]
         ahead = 0  # before the last operator that had parameters gathered
 
         def need(n: int) -> Iterator[int]:
-            for name in program.instructions[n].inputs:
-                m = self.index[name]
+            for m in dict.fromkeys(self.index[name] for name in instructions[n].inputs):
                 if m not in done and m not in self.placed:
                     yield from need(m)
-                    if m not in done:
-                        done.add(m)
-                        yield m
+                    done.add(m)
+                    yield m
 
-        def put(n: int) -> None:
-            nonlocal ahead
+        for n in main:
             mine = list(need(n))
-            if any(communicates(program, program.instructions[m]) for m in mine):
+            if any(communicates(self.program, instructions[m]) for m in mine):
                 out[ahead:ahead] = mine
                 ahead = len(out)
             else:
-                out.extend(mine)
-            done.add(n)
+                out += mine
             out.append(n)
-
-        for n in main:
-            for m in [m for m in early if m < n and m not in done]:
-                inputs = (self.index[name] for name in program.instructions[m].inputs)
-                if all(k in done or k not in self.placed for k in inputs):
-                    put(m)
-            early = [m for m in early if m not in done]
-            if n not in done:
-                put(n)
-        for n in range(len(program.instructions)):
-            if n not in done:
-                put(n)
-        return out
+        return out + [n for n in range(len(instructions)) if n not in self.placed | done]
 
 
-def reordered(sheet: Sheet) -> tuple[Program, ...]:
-    """The sheet's program in orders that list scheduling thinks faster, the fastest first."""
-    orders = Orders(sheet)
-    program = sheet.program
+def reordered(program: Program, sheet: Sheet) -> tuple[Program, ...]:
+    """The program in orders that list scheduling thinks faster, the fastest first. ``sheet`` is of the same
+    instructions."""
+    orders = Orders(program, sheet)
     now_s = orders.estimate_s(range(len(program.instructions)))
     found: dict[tuple[int, ...], float] = {}
     for order in (orders.forward(), orders.backward()):
         found[tuple(order)] = orders.estimate_s(order)
     better = sorted((s, order) for order, s in found.items() if s < now_s * (1 - GAIN))
-    return tuple(
-        program.changed(instructions=tuple(program.instructions[n] for n in order)) for _, order in better
-    )
+    return tuple(in_order(program, order) for _, order in better)
 
 
-def ready_seconds(sheet: Sheet) -> dict[str, float]:
+def in_order(program: Program, order: Sequence[int]) -> Program:
+    return program.changed(instructions=tuple(program.instructions[n] for n in order))
+
+
+def ready_seconds(program: Program, sheet: Sheet) -> dict[str, float]:
     """Per parameter whose gradient is summed, when in the backward pass it is there on the slowest rank."""
-    orders, program = Orders(sheet), sheet.program
+    orders = Orders(program, sheet)
     _, backward = orders.passes(range(len(program.instructions)))
     return {
         i.result: backward.ready_s[orders.graph.backward(n)]

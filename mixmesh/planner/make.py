@@ -19,6 +19,7 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import infeasible, notes_of, warnings_of
 from .hap import synthesised
+from .ordered import ordered
 from .task import Proposal, Task
 
 # one row per planner: what proposes its programs
@@ -36,6 +37,7 @@ AUTO = (
     "hap",
 )  # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 PLANNERS = ("auto", *PROPOSERS)
+COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 
 
 class Traced(Protocol):
@@ -82,14 +84,17 @@ def make_plan(
 @contextmanager
 def untouched() -> Iterator[None]:
     """Keeps the garbage collector from looking again and again through what was there before, such as a
-    whole PyTorch: it took half of the time of planning."""
+    whole PyTorch, and through programs that planning keeps: together that took two thirds of the time."""
     if gc.get_freeze_count():
         yield  # somebody else did
         return
+    thresholds = gc.get_threshold()
     gc.freeze()
+    gc.set_threshold(COLLECTED_AFTER, *thresholds[1:])
     try:
         yield
     finally:
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 
@@ -116,6 +121,8 @@ def _make_plan(
     if not fitting:
         raise infeasible(task, list(best.values()))
     chosen = min(fitting, key=lambda p: p.key)
+    if planner not in BASELINES:
+        chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)
     program = with_algorithms(chosen.program, task.costs)
     return Plan(

@@ -1,0 +1,27 @@
+"""The execution order and the buckets of a plan that was found, where the simulator says that they pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..buckets import merged
+from ..order import ready_seconds, reordered
+from .task import Proposal, Task
+
+
+def ordered(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal in the fastest of its orders, with the fastest of its buckets; itself if none is faster
+    and fits."""
+    best = proposal
+    with task.timed("order"):
+        programs = reordered(proposal.program, proposal.simulation.sheet)
+    for program in programs:
+        best = min(best, task.best_buckets(proposal.planner, program), key=lambda p: p.key)
+    with task.timed("order"):
+        ready_s = ready_seconds(best.program, best.simulation.sheet)
+        program = merged(best.program, task.costs, ready_s)
+        faster = best.simulation.step_s(program) < best.timeline.step_s
+    if faster:
+        made = task.judge(proposal.planner, program, best.simulation)
+        best = min(best, made, key=lambda p: p.key)
+    return replace(best, gap=proposal.gap)
