@@ -115,6 +115,10 @@ class Estimator:
         peaks = tuple(round(size) + constant for size, constant in zip(held, self.constant))
         return Estimate(max(end, *clock), peaks, tuple(busy), tuple(done))
 
+    def held_bytes(self, k: int, placed: Placed) -> tuple[tuple[int, float], ...]:
+        """What a group holds, by rank that takes part."""
+        return self._cost(k, placed).held
+
     def _meet(self, clock: list[float], source: Ratio, target: Ratio, size_bytes: int) -> None:
         key = (source, target, size_bytes)
         if key not in self._moves:

@@ -1,0 +1,196 @@
+"""Op groups on devices: model parallelism, and a local search over all strategies of a ``Space``."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..ir import support
+from ..placement import Action, Estimate, Estimator, Placed, Space, make_grouping
+from ..ratios import usable_bytes
+from .task import HEADROOM, Proposal, Task
+
+FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
+MAX_EVALUATIONS = 3000
+MAX_S = 10.0
+JUDGED = 6  # strategies that the simulator judges after a search
+LONGEST = 12  # groups that one move of the search changes together
+
+Strategy = tuple[Placed, ...]
+
+
+def space_of(task: Task, method: str = "partition") -> Space:
+    """The strategies of a task: operators grouped by ``method``, each as data parallelism cuts it."""
+    with task.timed("groups"):
+        grouping = make_grouping(task.graph, task.costs, method=method)
+        return Space(task.data_parallel(task.proportional), task.costs, grouping)
+
+
+def model_parallel(task: Task) -> Iterator[Proposal]:
+    """Groups in their order, cut once between each two units: devices, or sets of equal ones in a machine,
+    within which they run data parallel."""
+    space = space_of(task)
+    for strategy in dict.fromkeys(cuts(space, task)):
+        yield judged(task, "model-parallel", space, strategy)
+
+
+def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:
+    """What the simulator says of a strategy."""
+    with task.timed("lower"):
+        program = space.lower(strategy)
+    return task.best_buckets(planner, program)
+
+
+def cuts(space: Space, task: Task) -> Iterator[Strategy]:
+    """Contiguous cuts over devices and over device groups: in proportion to speed, in the order of the ranks;
+    and as much as fits on the fastest first."""
+    single = [(rank,) for rank in range(task.world_size)]
+    usable = [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
+    estimate = Estimator(space, task.optimizer_states)
+    for units in dict.fromkeys((space.device_groups, tuple(single))):
+        if len(units) > 1:
+            yield by_speed(space, units)
+        fastest_first = sorted(units, key=lambda ranks: -sum(space.proportional[r] for r in ranks))
+        for part in FILLED:
+            found = by_memory(space, fastest_first, estimate, [size * part for size in usable])
+            if found is not None:
+                yield found
+
+
+def by_speed(space: Space, units: Sequence[tuple[int, ...]]) -> Strategy:
+    """Every unit gets groups whose seconds are in proportion to its speed."""
+    placed = [Placed(space.shares(ranks)) for ranks in units]
+    ends, total = [], 0.0
+    for ranks in units:
+        total += sum(space.proportional[r] for r in ranks)
+        ends.append(total)
+    seconds = [sum(group.seconds) for group in space.groups]
+    whole, done, n, out = sum(seconds), 0.0, 0, []
+    for s in seconds:
+        while n + 1 < len(units) and done + s / 2 > ends[n] * whole:
+            n += 1
+        out.append(placed[n])
+        done += s
+    return tuple(out)
+
+
+def by_memory(
+    space: Space, units: Sequence[tuple[int, ...]], estimate: Estimator, usable: Sequence[float]
+) -> Strategy | None:
+    """Every unit gets groups until its memory is full; None if all are full before the end."""
+    units = iter(units)
+    ranks = next(units)
+    placed = Placed(space.shares(ranks))
+    held = [float(size) for size in estimate.constant]
+    out: list[Placed] = []
+    for k in range(len(space.groups)):
+        while True:
+            more = estimate.held_bytes(k, placed)
+            if all(held[r] + size <= usable[r] for r, size in more):
+                break
+            found = next(units, None)
+            if found is None:
+                return None
+            ranks, placed = found, Placed(space.shares(found))
+        for rank, size in more:
+            held[rank] += size
+        out.append(placed)
+    return tuple(out)
+
+
+# --- local search -----------------------------------------------------------------------------------------
+
+
+def placed(task: Task) -> Iterator[Proposal]:
+    """The best strategies that a local search finds, and its seeds' best."""
+    space = space_of(task)
+    task.progress("planning: placed, local search")
+    with task.timed("placement"):
+        found = local_search(task, space)
+    for strategy in found.best(JUDGED):
+        yield judged(task, "placed", space, strategy)
+
+
+@dataclass
+class LocalSearch:
+    """Strategies by how good they are estimated to be: what oversteps memory least, then the fastest."""
+
+    space: Space
+    estimate: Estimator
+    usable: Sequence[float]
+    seen: dict[Strategy, tuple[float, float]] = field(default_factory=dict)
+
+    def key(self, strategy: Strategy) -> tuple[float, float]:
+        if strategy not in self.seen:
+            self.seen[strategy] = self.measure(self.estimate(strategy))
+        return self.seen[strategy]
+
+    def measure(self, e: Estimate) -> tuple[float, float]:
+        excess = max(peak / usable for peak, usable in zip(e.peak_memory_bytes, self.usable))
+        return max(excess, 1.0), e.step_s
+
+    def best(self, count: int) -> list[Strategy]:
+        return sorted(self.seen, key=self.seen.__getitem__)[:count]
+
+
+def local_search(
+    task: Task,
+    space: Space,
+    *,
+    seeds: Iterable[Sequence[Action | Placed]] = (),
+    max_evaluations: int = MAX_EVALUATIONS,
+    max_s: float = MAX_S,
+    seed: int = 0,
+) -> LocalSearch:
+    """Changes runs of groups of the best strategy, while that makes it better by estimate.
+
+    It begins with the best of data parallelism, single devices, contiguous cuts and ``seeds``. A move gives
+    some groups that follow each other one choice of the space, mostly one that is in use already.
+    """
+    usable = [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
+    found = LocalSearch(space, Estimator(space, task.optimizer_states), usable)
+    started = time.perf_counter()
+    for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
+        found.key(strategy)
+    draw = random.Random(seed)
+    (best,) = found.best(1)
+    while len(found.seen) < max_evaluations and time.perf_counter() - started < max_s:
+        other = moved(space, best, draw)
+        if found.key(other) < found.key(best):
+            best = other
+        elif other == best:
+            max_evaluations -= 1  # nothing new: an end must come where all is known
+    return found
+
+
+def uniform(space: Space) -> Iterator[Strategy]:
+    """One choice for all groups, each that there is."""
+    heaviest = max(range(len(space.groups)), key=lambda k: space.groups[k].param_bytes)
+    for action in space.actions(heaviest):
+        yield tuple(fitted(space, k, action.placed) for k in range(len(space.groups)))
+
+
+def fitted(space: Space, k: int, placed: Placed) -> Placed:
+    """A choice of another group for group ``k``, which may have nothing to synchronise."""
+    if not space.groups[k].param_bytes:
+        return Placed(placed.ratio)
+    if placed.sync != "ps":
+        return placed
+    return Placed(placed.ratio, "ps", space.root(support(placed.ratio), k))
+
+
+def moved(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
+    """Some groups that follow each other with one other choice."""
+    first = draw.randrange(len(strategy))
+    last = min(len(strategy), first + draw.randint(1, LONGEST))
+    if draw.random() < 0.5:
+        new = strategy[draw.randrange(len(strategy))]
+    else:
+        new = draw.choice(space.actions(first)).placed
+    return tuple(fitted(space, k, new) if first <= k < last else kept for k, kept in enumerate(strategy))
+
+
+def _placed(strategy: Sequence[Action | Placed]) -> Strategy:
+    return tuple(a.placed if isinstance(a, Action) else a for a in strategy)
