@@ -15,6 +15,7 @@ from ..ir import (
     Replicate,
     Shard,
     TensorType,
+    ValueType,
     map_refs,
     redistribution,
 )
@@ -37,9 +38,12 @@ class Builder:
 
     def type(self, name: str, placement: Placement, ratio_name: str | None = None) -> TensorType:
         """The type of a logical value held as ``placement``; a ratio is named only where it matters."""
+        return self.placed(self.graph.types[name], placement, ratio_name)
+
+    def placed(self, value: ValueType, placement: Placement, ratio_name: str | None = None) -> TensorType:
         ratio_name = ratio_name or self.ratio_name
         named = isinstance(placement, Shard) or not self.everyone(ratio_name)
-        return TensorType(self.graph.types[name], (placement,), ratio_name if named else None)
+        return TensorType(value, (placement,), ratio_name if named else None)
 
     def everyone(self, ratio_name: str) -> bool:
         """Whether every rank takes part under a ratio."""
@@ -87,20 +91,18 @@ class Builder:
             name = f"{value}.{suffix}{count}"
         return name
 
-    def node(self, node: Node, inputs: tuple[Placement, ...], outputs: tuple[Placement, ...]) -> None:
-        """An operator whose inputs are held as ``inputs`` already."""
-        names = iter([self.held[n][p] for n, p in zip(node.inputs, inputs)])
-        args = map_refs(node.args, lambda _: Ref(next(names)))
-        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
-        types = []
-        for name, value, placement in zip(node.results, node.types, outputs):
+    def node(self, node: Node, inputs: tuple[Placement, ...], types: tuple[TensorType, ...]) -> None:
+        """An operator whose inputs are held as ``inputs`` already, with the types of its results."""
+        found = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
+        args, kwargs = node.args, node.kwargs
+        if found != node.inputs:
+            names = iter(found)
+            args = map_refs(args, lambda _: Ref(next(names)))
+            kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in kwargs)
+        for name, t in zip(node.results, types):
             if name is not None:
-                self.held[name] = {placement: name}
-                types.append(self.type(name, placement))
-            else:
-                named = isinstance(placement, Shard) or not self.everyone(self.ratio_name)
-                types.append(TensorType(value, (placement,), self.ratio_name if named else None))
-        self.append(Instruction(node.results, tuple(types), node.op, args, kwargs, location=node.location))
+                self.held[name] = {t.placement: name}
+        self.append(Instruction(node.results, types, node.op, args, kwargs, location=node.location))
 
     def finish(self) -> Program:
         """The program; the loss is turned into a partial sum if it is held otherwise."""
@@ -125,10 +127,10 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
     first: set[int] = set()
     for i in instructions:
         if (
-            i.op in ("param", "buffer")
+            any(r in graph.requires_grad for r in i.results)
+            or i.op in ("param", "buffer")
+            or not bound.isdisjoint(i.inputs)
             or any(word in i.op for word in RANDOM)
-            or any(name in bound for name in i.inputs)
-            or any(r in graph.requires_grad for r in i.results)
         ):
             bound.update(r for r in i.results if r is not None)
         elif i.op in COLLECTIVE_OPS:
@@ -138,6 +140,8 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
                 if id(this) not in first:
                     first.add(id(this))
                     waiting += [source[name] for name in this.inputs]
+    if not first:
+        return instructions
     return [i for i in instructions if id(i) in first] + [i for i in instructions if id(i) not in first]
 
 
@@ -153,77 +157,76 @@ def emit(problem: Problem, found: Found) -> Program:
     builder = Builder(fold.whole, problem.ratio)
     nodes = [n for n in fold.whole.nodes if not n.is_leaf]
     leaves = {n.result: n for n in fold.whole.nodes if n.is_leaf}
-    path = [_Placed(node, problem, found, n) for node, n in zip(nodes, fold.origins)]
-    used = {name for placed in path for name in placed.inputs}
+    placed = [_Placed(builder, problem, found, n) for n in range(len(problem.steps))]
+    path = [(node, placed[n]) for node, n in zip(nodes, fold.origins)]
+    used = {name for node, _ in path for name in node.inputs}
     for node in fold.whole.params:
         if node.result not in used:
             builder.leaf(node, REPLICATE)
     loads: dict[str, int] = {}  # whole where steps load a leaf in several ways
-    for placed in path:
-        for name, code in placed.loads:
+    for node, move in path:
+        for position, code in move.loads:
+            name = node.inputs[position]
             loads[name] = code if loads.get(name, code) == code else R
-    for placed in path:
-        for name, value, code in placed.needs:
-            if name in leaves and name not in builder.held:
+    for node, move in path:
+        for position, value, code, placement in move.needs:
+            name = node.inputs[position]
+            held = builder.held.get(name)
+            if held is None:
                 builder.leaf(leaves[name], problem.placement(value, loads.get(name, code)))
-            ensure(builder, problem, name, value, code)
-        builder.node(placed.node, *placed.placements())
+                held = builder.held[name]
+            if placement not in held:
+                ensure(builder, problem, name, value, code)
+        builder.node(node, move.inputs, move.types)
     return builder.finish()
 
 
 class _Placed:
-    """A step of the whole graph with the move of the folded step ``n``, in its own names."""
+    """What the move of the folded step ``n`` says of every step that follows it: which of its inputs are
+    loaded and needed how, by position, and how inputs and results are placed."""
 
-    def __init__(self, node: Node, problem: Problem, found: Found, n: int) -> None:
-        self.node, self.problem, self.move = node, problem, found.moves[n]
-        self.inputs = node.inputs
-        self.values = problem.choices.values[n]  # of the folded step, per input
-        self.given = tuple(r if r is None else problem.ids[r] for r in problem.steps[n].results)
-
-    @property
-    def loads(self) -> list[tuple[str, int]]:
-        loaded = dict(self.move.loads)
-        names = zip(self.inputs, self.values)
-        return [(name, loaded[value]) for name, value in dict.fromkeys(names) if value in loaded]
-
-    @property
-    def needs(self) -> list[tuple[str, int, int]]:
-        """Names with the values of the folded step and the codes in which they are needed."""
-        names = dict(zip(self.values, self.inputs))
-        return [(names[value], value, code) for value, code in self.move.option.needs]
-
-    def placements(self) -> tuple[tuple[Placement, ...], tuple[Placement, ...]]:
-        """Of the inputs and the results."""
-        option, problem = self.move.option, self.problem
-        strategy = option.strategy
-        codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
-        gives = dict(option.gives)
-        inputs = tuple(problem.placement(value, code) for value, code in zip(self.values, codes))
-        outputs = tuple(
-            problem.placement(value, gives[value])
-            if value is not None
-            else unused_placement(self, k, strategy.outputs[k], gives)
-            for k, value in enumerate(self.given)
+    def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
+        node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]
+        given = tuple(r if r is None else problem.ids[r] for r in node.results)
+        at = {value: position for position, value in enumerate(values)}
+        self.loads = tuple((at[value], code) for value, code in move.loads)
+        self.needs = tuple(
+            (at[value], value, code, problem.placement(value, code)) for value, code in move.option.needs
         )
-        return inputs, outputs
+        strategy = move.option.strategy
+        codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
+        self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
+        gives = dict(move.option.gives)
+        self.types = tuple(
+            builder.placed(
+                t,
+                problem.placement(value, gives[value])
+                if value is not None
+                else unused_placement(problem, node, given, strategy.outputs[k], t, gives),
+            )
+            for k, (value, t) in enumerate(zip(given, node.types))
+        )
 
 
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
     """Makes ``name`` held as ``code``, at the least price from what it is held as."""
-    placement = problem.placement(value, code)
-    held = builder.held[name]
-    if placement in held:
-        return
-    prices = {src: problem.convert(value, code_of(src), code) for src in held}
+    prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
     src = min((src for src, price in prices.items() if price is not None), key=lambda p: sum(prices[p]))
-    builder.convert(name, src, placement)
+    builder.convert(name, src, problem.placement(value, code))
 
 
-def unused_placement(placed: _Placed, n: int, bare: Placement, gives: dict[int, int]) -> Placement:
+def unused_placement(
+    problem: Problem,
+    node: Node,
+    given: tuple[int | None, ...],
+    bare: Placement,
+    t: ValueType,
+    gives: dict[int, int],
+) -> Placement:
     """The placement of a result that nobody uses: cut as its sibling of the same shape is."""
-    for value, t in zip(placed.given, placed.node.types):
-        if value is not None and isinstance(bare, Shard) and t.shape == placed.node.types[n].shape:
-            sibling = placed.problem.placement(value, gives[value])
+    for value, other in zip(given, node.types):
+        if value is not None and isinstance(bare, Shard) and other.shape == t.shape:
+            sibling = problem.placement(value, gives[value])
             if isinstance(sibling, Shard) and sibling.dim == bare.dim:
                 return sibling
     return bare
