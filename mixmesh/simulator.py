@@ -29,14 +29,15 @@ link that gets faster can make the predicted step longer. That decides what is a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from .cost import VIEWS, CostModel
 from .cost.memory import PeakMemory
+from .cost.micro_steps import Pass, costed_micro_step, passes, with_ratios_of
 from .cost.placed import (
     Exchange,
     Sheet,
@@ -49,8 +50,9 @@ from .cost.placed import (
     synchronised,
 )
 from .cost.resources import Link, links_of
-from .cost.sums import GradientSum, gradient_sums, order_of_sums
-from .ir import LEAVES, Instruction, Program
+from .cost.sums import IN_FLIGHT_BYTES, GradientSum, gradient_sums, order_of_sums
+from .ir import LEAVES, Instruction, Program, once_program, owned_type, samples_of
+from .plan_file import MicroBatch, Schedule, accumulates, schedule
 from .rules import RULES
 from .timeline import (
     LOSS_SUM,
@@ -59,16 +61,27 @@ from .timeline import (
     bucket_name,
     factors_name,
     gradient_name,
+    parameters_name,
     product_name,
     repeated_name,
 )
 
+MicroBatches = tuple[MicroBatch, ...] | None  # per rank; None, or one each, is a step without micro-steps
+Seconds = Sequence[Sequence[float]]  # by work and kind of rank
+
 
 def simulate(
-    program: Program, costs: CostModel, *, optimizer_states: int = 2, events: bool = False
+    program: Program,
+    costs: CostModel,
+    *,
+    optimizer_states: int = 2,
+    micro_batches: MicroBatches = None,
+    events: bool = False,
 ) -> Timeline:
-    """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2)."""
-    return Simulation(program, costs, optimizer_states).run(program, events=events)
+    """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2);
+    ``micro_batches`` are those of a plan. Raises PlanError for a program that cannot run in micro-steps."""
+    simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
+    return simulation.run(program, micro_batches, events=events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +108,7 @@ class _Step:
     value: str = ""  # what the call brings, awaited later; empty if it never is
     taken_in: tuple[int, str] | None = None  # at the end of the pass: (work of the product or -1, name)
     point: int | None = None  # gradients are complete here
+    used: str = ""  # an owned parameter, brought up to date by now
 
 
 class _Alike:
@@ -132,13 +146,17 @@ def _membership(groups: Iterable[tuple[int, ...]], world_size: int) -> list[tupl
 
 
 class Simulation:
-    """A program ready to be simulated under other ratios and buckets: the order of what happens, with all
-    times that do not depend on them."""
+    """A program ready to be simulated under other ratios and buckets, and if ``accumulating`` in whatever
+    micro-steps: the order of what happens, with all times that do not depend on them."""
 
-    def __init__(self, program: Program, costs: CostModel, optimizer_states: int = 2) -> None:
+    def __init__(
+        self, program: Program, costs: CostModel, optimizer_states: int = 2, *, accumulating: bool = False
+    ) -> None:
         self.costs = costs
-        self.sheet = Sheet(program, costs)
-        self.memory = PeakMemory(costs, optimizer_states)
+        self.samples = samples_of(program) if accumulating else None
+        self.step = program if self.samples is None else costed_micro_step(program, self.samples)
+        self.sheet = Sheet(self.step, costs)
+        self.memory = PeakMemory(costs, optimizer_states, self.samples)
         self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
         self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
         self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
@@ -148,32 +166,40 @@ class Simulation:
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
         self._sums: dict[tuple, _Sums] = {}
         self.loss = self._loss(program)
-        self.first_use = {name: uses[0] for name, uses in self.sheet.uses.items()}
-        self.summed = order_of_sums(program, self.first_use)
-        self.points = _ready_points(program, self.sheet)
+        self.summed = order_of_sums(program)
+        self.points = _ready_points(self.step, self.sheet)
         for i in program.params:
             if synchronised(program, i):
                 self._channel("gradient", program.participants(i.type))
-        self.forward = _Forward(self, program).steps
-        self.backward = _Backward(self, program).steps
-        self.forward_counts = self._counts(self.forward)
-        self.backward_counts = self._counts(self.backward)
+        self.forward = _Forward(self, self.sheet).steps
+        self.backward = _Backward(self, self.sheet).steps
+        self.forward_counts = _counts(self.forward, self.sheet)
+        self.backward_counts = _counts(self.backward, self.sheet)
+        once = None if self.samples is None else once_program(program, self.samples)
+        self.once = None if once is None else Sheet(once, costs)
+        self.once_forward = [] if once is None else _Forward(self, self.once).steps
 
-    def run(self, program: Program, *, events: bool = False) -> Timeline:
+    def run(self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
-        simulation was made from."""
-        run = self._run(program, self.sums(program), events=events)
+        simulation was made from, in these micro-steps."""
+        planned = self._schedule(program, micro_batches)
+        run = self._run(program, self.sums(program), planned, events=events)
         return Timeline(
             max(run.clock),
-            self.peak_memory_bytes(program),
+            self.memory.peaks(program, planned),
             tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
         )
 
-    def step_s(self, program: Program) -> float:
+    def step_s(self, program: Program, micro_batches: MicroBatches = None) -> float:
         """The step's seconds alone."""
-        return max(self._run(program, self.sums(program)).clock)
+        return max(self._run(program, self.sums(program), self._schedule(program, micro_batches)).clock)
+
+    def _schedule(self, program: Program, micro_batches: MicroBatches) -> Schedule | None:
+        if self.samples is None:
+            return None
+        return schedule(program, micro_batches, self.samples)
 
     def least_s(self, program: Program) -> tuple[float, float]:
         """What the step does not go below under these ratios if sums of gradients are free, and what it does
@@ -186,24 +212,39 @@ class Simulation:
         summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
         return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 
-    def _run(self, program: Program, sums: _Sums, *, events: bool = False, whole: bool = True) -> _Run:
-        if self.sheet.pattern_of(program) != self.sheet.pattern:
+    def _run(
+        self,
+        program: Program,
+        sums: _Sums,
+        planned: Schedule | None = None,
+        *,
+        events: bool = False,
+        whole: bool = True,
+    ) -> _Run:
+        step = program if planned is None else with_ratios_of(self.step, program)
+        if self.sheet.pattern_of(step) != self.sheet.pattern:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
         # events tell equal ranks apart
-        alike = _Alike(range(program.world_size) if events else self._kinds(program, whole))
-        forward_s, backward_s = self.sheet.seconds(program, whole=whole, ranks=alike.firsts)
-        run = _Run(self, program, sums, alike, events)
+        alike = _Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
+        run = _Run(self, step, sums, alike, events)
         run.optimizer()
-        run.steps(self.forward, self.forward_counts, forward_s)
-        run.turn_s = min(run.clock)
-        run.loss()
-        run.steps(self.backward, self.backward_counts, backward_s)
-        run.end_of_backward(backward_s)
+        run.start_gathers()
+        if self.once is not None:
+            counts = _counts(self.once_forward, self.once)
+            run.steps(self.once_forward, counts, self.once.seconds(program, ranks=alike.firsts)[0])
+        if planned is None:
+            run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
+            return run
+        in_each = self.sums(program, scattered=True) if planned.scatters else NO_SUMS
+        for one in passes(planned):
+            seconds = self.sheet.seconds(step, ranks=alike.firsts, part=one.part)
+            active = [one.part[rank] is not None for rank in alike.firsts]
+            run.micro_steps(one, sums if one.is_last else in_each, active, *seconds)
         return run
 
-    def _kinds(self, program: Program, whole: bool) -> Iterable[Hashable]:
-        """Per rank what its clock depends on: the device, what it holds of everything, and with whom it
-        meets."""
+    def _kinds(self, program: Program, whole: bool, planned: Schedule | None) -> Iterable[Hashable]:
+        """Per rank what its clock depends on: the device, what it holds of everything, with whom it meets,
+        and its micro-steps."""
         ratios = [ratio for _, ratio in program.ratios]
         if whole:
             # with no size, whether it takes part
@@ -211,7 +252,8 @@ class Simulation:
             held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
         else:
             held = ratios
-        return zip(self.costs.class_of, self._met, *held)
+        sizes = [] if planned is None else [planned.sizes]
+        return zip(self.costs.class_of, self._met, *held, *sizes)
 
     @cached_property
     def _met(self) -> list[int]:
@@ -225,9 +267,6 @@ class Simulation:
         groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
         groups |= dict.fromkeys(s.kind[1] for s in self.summed)
         return _Alike(_membership(groups, self.sheet.world_size))
-
-    def peak_memory_bytes(self, program: Program) -> tuple[int, ...]:
-        return self.memory.peaks(program)
 
     def call(self, exchange: Exchange, purpose: str = "data") -> _Call:
         key = (purpose, exchange)
@@ -269,11 +308,13 @@ class Simulation:
             self.crossed.append(mine)
         return self.channels[key]
 
-    def sums(self, program: Program) -> _Sums:
-        """The sums of gradients under the buckets of ``program``."""
-        key = tuple(p.attr("bucket") if p.attrs else None for p in program.params)
+    def sums(self, program: Program, *, scattered: bool = False) -> _Sums:
+        """The sums of gradients under the buckets of ``program``, or those of them that every micro-step of
+        ZeRO stage 2 makes."""
+        key = (scattered, *(p.attr("bucket") if p.attrs else None for p in program.params))
         if key not in self._sums:
-            self._sums[key] = _sums(self, gradient_sums(program, order=self.summed))
+            every = gradient_sums(program, order=self.summed)
+            self._sums[key] = _sums(self, tuple(s for s in every if s.stage == 2 or not scattered))
         return self._sums[key]
 
     def _loss(self, program: Program) -> _Call | None:
@@ -283,14 +324,15 @@ class Simulation:
         width = 8 if program.types[program.loss].value.dtype == "f64" else 4
         return self.call(Exchange("all_reduce", width, tuple(range(program.world_size))))
 
-    def _counts(self, steps: list[_Step]) -> np.ndarray:
-        """How often each work stands in each step that has any."""
-        busy = [step for step in steps if step.works]
-        counts = np.zeros((len(busy), len(self.sheet.works)))
-        for row, step in zip(counts, busy):
-            for work, _, _ in step.works:
-                row[work] += 1
-        return counts
+
+def _counts(steps: list[_Step], sheet: Sheet) -> np.ndarray:
+    """How often each work stands in each step that has any."""
+    busy = [step for step in steps if step.works]
+    counts = np.zeros((len(busy), len(sheet.works)))
+    for row, step in zip(counts, busy):
+        for work, _, _ in step.works:
+            row[work] += 1
+    return counts
 
 
 # --- the order of what happens ----------------------------------------------------------------------------
@@ -299,8 +341,8 @@ class Simulation:
 class _Order:
     """Steps in the making."""
 
-    def __init__(self, simulation: Simulation, program: Program) -> None:
-        self.simulation, self.sheet, self.program = simulation, simulation.sheet, program
+    def __init__(self, simulation: Simulation, sheet: Sheet) -> None:
+        self.simulation, self.sheet, self.program = simulation, sheet, sheet.program
         self.steps: list[_Step] = []
         self.works: list[tuple[int, str, str]] = []
         self.make()
@@ -321,14 +363,18 @@ class _Order:
         """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
         the loss at the end; what nobody uses at once."""
         end = len(self.program.instructions) if i.result == self.program.loss else n
-        return self.simulation.first_use.get(i.result, end)
+        return self.sheet.uses.get(i.result, (end,))[0]
 
 
 class _Forward(_Order):
     def make(self) -> None:
         program = self.program
         coming: dict[int, list[str]] = {}  # by where they are awaited
+        owned = {p.result for p in program.params if owned_type(program, p) is not None}
         for n, i in enumerate(program.instructions):
+            for name in [name for name in dict.fromkeys(i.inputs) if name in owned]:
+                owned.remove(name)
+                self.close(used=name)
             if n in coming:
                 for name in [name for name in dict.fromkeys(i.inputs) if name in coming[n]]:
                     self.close(awaited=name)
@@ -475,11 +521,14 @@ AT_THE_END = -2  # a point below all others
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """Sums of gradients: what they are, and at which point which ranks issue their part of which."""
+    """Sums of gradients: what they are, and at which point which ranks issue their part of which. What
+    owners have stepped is gathered in the reverse order, by the same buckets."""
 
     names: tuple[str, ...]
     calls: tuple[_Call, ...]
     issues: dict[int, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
+    gathers: tuple[tuple[str, _Call], ...] = ()
+    gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
 
 
 NO_SUMS = _Sums((), (), {})
@@ -503,8 +552,15 @@ def _sums(simulation: Simulation, sums: tuple[GradientSum, ...]) -> _Sums:
         for point, kinds in by_point.items():
             ranks = s.ranks if len(by_point) == 1 else alike.ranks(kinds)
             issues.setdefault(point, []).append((k, ranks))
-    calls = [simulation.call(Exchange("all_reduce", s.size_bytes, s.ranks), "gradient") for s in sums]
-    return _Sums(tuple(bucket_name([p.result for p in s.params]) for s in sums), tuple(calls), issues)
+    members = [[p.result for p in s.params] for s in sums]
+    calls = [simulation.call(Exchange(s.collective, s.size_bytes, s.ranks), "gradient") for s in sums]
+    gathers, gather_of = [], {}
+    for s, names in reversed([*zip(sums, members)]):
+        if s.owned is not None:
+            gather_of |= dict.fromkeys(names, len(gathers))
+            call = simulation.call(Exchange("all_gather", s.size_bytes, s.ranks), "gradient")
+            gathers.append((parameters_name(names), call))
+    return _Sums(tuple(map(bucket_name, members)), tuple(calls), issues, tuple(gathers), gather_of)
 
 
 def shown(i: Instruction) -> str:
@@ -535,19 +591,81 @@ class _Run:
         self.communication = 0.0
         self.turn_s = 0.0  # when the first rank ends its forward pass
         self.events: list[Event] = []
+        self.active = [True] * count  # whether the kind takes this micro-step
+        self.gathers, self.gather_of = sums.gathers, sums.gather_of
+        self.gathered: list[tuple[float, _Call, set[int]]] = []  # with the kinds that have not awaited it
+        self.landed = 0  # how many of them somebody has awaited
+        self.begin(sums)
+
+    def begin(self, sums: _Sums) -> None:
+        """The next backward pass makes these sums."""
         self.sums = sums
-        self.left = [len(call.exchange.ranks) for call in self.sums.calls]
+        self.left = [len(call.exchange.ranks) for call in sums.calls]
         self.issued = [0.0] * len(self.left)
         self.sum_end = [0.0] * len(self.left)
+
+    def micro_steps(
+        self, one: Pass, sums: _Sums, active: list[bool], forward_s: Seconds, backward_s: Seconds
+    ) -> None:
+        """Micro-steps that are alike. Once they take equally long, so do all that follow."""
+        self.active = active
+        forward_s, backward_s = (
+            [np.multiply(row, active) for row in rows] for rows in (forward_s, backward_s)
+        )
+        before: list[float] = []
+        for n in range(one.repeats):
+            start = [*self.clock, *self.busy, self.communication]
+            self.begin(sums)
+            self.micro_step(forward_s, backward_s, is_last=one.is_last)
+            took = [b - a for a, b in zip(start, (*self.clock, *self.busy, self.communication))]
+            if before and not self.keep_events and np.allclose(took, before, rtol=1e-9, atol=0.0):
+                rest = one.repeats - 1 - n
+                count = len(self.clock)
+                self.clock = [t + rest * d for t, d in zip(self.clock, took)]
+                self.busy = [t + rest * d for t, d in zip(self.busy, took[count:])]
+                self.communication += rest * took[-1]
+                break
+            before = took
+
+    def micro_step(self, forward_s: Seconds, backward_s: Seconds, *, is_last: bool = True) -> None:
+        """A forward and a backward pass; of the last one the loss is summed."""
+        simulation = self.simulation
+        self.steps(simulation.forward, simulation.forward_counts, forward_s)
+        if self.gathers:
+            self.fetch(len(self.gathers) - 1)
+        self.turn_s = min(self.clock)
+        if is_last and simulation.loss is not None:
+            self.start(simulation.loss, LOSS_SUM)
+        self.steps(simulation.backward, simulation.backward_counts, backward_s)
+        self.end_of_backward(backward_s)
+
+    def start_gathers(self) -> None:
+        """Begins to gather what the owners have stepped, no more at a time than the runtime does."""
+        under_way = sum(call.exchange.size_bytes for _, call, _ in self.gathered[self.landed :])
+        for name, call in self.gathers[len(self.gathered) :]:
+            if under_way >= IN_FLIGHT_BYTES:
+                break
+            kinds = set(self.alike.of(call.exchange.ranks))
+            self.gathered.append((self.start(call, name), call, kinds))
+            under_way += call.exchange.size_bytes
+
+    def fetch(self, last: int) -> None:
+        """Ranks await the gathers up to the ``last``, in order; with each that is there others may start."""
+        for n in range(last + 1):
+            end, call, waiting = self.gathered[n]
+            kinds = [k for k in waiting if self.active[k]]
+            for k in kinds:
+                self.clock[k] = max(self.clock[k], end)
+            waiting.difference_update(kinds)
+            self.occupy(call, kinds)
+            if n == self.landed:
+                self.landed += 1
+                self.start_gathers()
 
     def optimizer(self) -> None:
         seconds = self.simulation.sheet.optimizer_s(self.program)
         for kind, rank in enumerate(self.alike.firsts):
             self.compute(kind, "optimizer", seconds[rank])
-
-    def loss(self) -> None:
-        if self.simulation.loss is not None:
-            self.start(self.simulation.loss, LOSS_SUM)
 
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
@@ -569,16 +687,16 @@ class _Run:
         """When the last of these ranks is there."""
         return max([self.clock[k] for k in self.alike.of(ranks)])
 
-    def occupy(self, call: _Call, ranks: tuple[int, ...]) -> None:
+    def occupy(self, call: _Call, kinds: Iterable[int]) -> None:
         """The computing threads' half of a collective."""
         if call.host:
             where = call.exchange.ranks
-            for k in self.alike.of(ranks):
+            for k in kinds:
                 self.clock[k] += call.host[where.index(self.alike.firsts[k])]
 
     def start(self, call: _Call, name: str) -> float:
         """All ranks issue a collective here; returns its end."""
-        self.occupy(call, call.exchange.ranks)
+        self.occupy(call, self.alike.of(call.exchange.ranks))
         return self.communicate(call, name, self.last(call.exchange.ranks))
 
     def communicate(self, call: _Call, name: str, issued: float) -> float:
@@ -626,9 +744,9 @@ class _Run:
         for k in self.alike.of(call.exchange.ranks):
             if self.clock[k] < end:
                 self.clock[k] = end
-        self.occupy(call, call.exchange.ranks)
+        self.occupy(call, self.alike.of(call.exchange.ranks))
 
-    def steps(self, steps: list[_Step], counts: np.ndarray, work_s: list[tuple[float, ...]]) -> None:
+    def steps(self, steps: list[_Step], counts: np.ndarray, work_s: Seconds) -> None:
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
         rows = iter((counts @ table).tolist())
         for step in steps:
@@ -642,11 +760,13 @@ class _Run:
                     self.ready[step.value] = (end, step.call)
                 if step.taken_in is not None:
                     self.arriving.append((end, step.call, *step.taken_in))
+            elif step.used in self.gather_of:
+                self.fetch(self.gather_of[step.used])
             elif step.point is not None:
                 for k, ranks in self.sums.issues.get(step.point, ()):
                     self.issue(k, ranks)
 
-    def work(self, step: _Step, seconds: list[float], work_s: list[tuple[float, ...]]) -> None:
+    def work(self, step: _Step, seconds: list[float], work_s: Seconds) -> None:
         clock, busy = self.clock, self.busy
         if self.keep_events:
             for work, name, op in step.works:
@@ -664,13 +784,13 @@ class _Run:
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """These ranks' part in a gradient sum is there."""
         call = self.sums.calls[k]
-        self.occupy(call, ranks)
+        self.occupy(call, self.alike.of(ranks))
         self.issued[k] = max(self.issued[k], self.last(ranks))
         self.left[k] -= len(ranks)
         if not self.left[k]:
             self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
 
-    def end_of_backward(self, work_s: list[tuple[float, ...]]) -> None:
+    def end_of_backward(self, work_s: Seconds) -> None:
         """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
         for k, ranks in self.sums.issues.get(AT_THE_END, ()):
             self.issue(k, ranks)
@@ -679,6 +799,7 @@ class _Run:
             if work >= 0:
                 for kind in self.alike.of(call.exchange.ranks):
                     self.compute(kind, name, work_s[work][kind], "aten.mm")
+        self.arriving.clear()
         for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
         for (_, ranks), channel in self.simulation.channels.items():
@@ -686,4 +807,5 @@ class _Run:
             if end > 0:
                 end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
             for k in self.alike.of(ranks):
-                self.clock[k] = max(self.clock[k], end)
+                if self.active[k]:
+                    self.clock[k] = max(self.clock[k], end)

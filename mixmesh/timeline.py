@@ -5,6 +5,7 @@ Both kinds use the same names, so that they can be laid side by side:
     h                    the instruction whose result is %h; ``h grad`` its backward
     w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
     gradients of w +3    the sum over ranks of a bucket of parameters' gradients
+    parameters of w +3   the gather of what their owners have stepped (ZeRO stages 1 and 2)
     y factors            a gather of a factor of a weight's gradient (``sfb``); ``y factors product``
     all_reduce of the loss
     optimizer            the optimizer's step, with which a timeline begins
@@ -81,6 +82,14 @@ def bucket_name(params: Sequence[str]) -> str:
     """The name of the sum of these parameters' gradients, in whatever order they come."""
     first, *others = sorted(params)
     return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "")
+
+
+PARAMETERS = "parameters of "
+
+
+def parameters_name(params: Sequence[str]) -> str:
+    """The name of the gather of these parameters from their owners, in whatever order they come."""
+    return PARAMETERS + bucket_name(params).removeprefix(BUCKET)
 
 
 # --- the Chrome trace format, which ui.perfetto.dev and chrome://tracing read ---------------------------
@@ -229,12 +238,13 @@ def durations(timeline: Timeline) -> Durations:
 
 
 def _process_groups(timeline: Timeline) -> dict[str, tuple]:
-    """By collective: who meets, and whether for a sum of gradients, which have groups of their own."""
+    """By collective: who meets, and whether for sums of gradients and what their owners made of them, which
+    have groups of their own."""
     ranks: dict[str, set[int]] = defaultdict(set)
     for e in timeline.events:
         if e.stream == "communication":
             ranks[e.name].add(e.rank)
-    return {name: (name.startswith(BUCKET), tuple(sorted(who))) for name, who in ranks.items()}
+    return {name: (name.startswith((BUCKET, PARAMETERS)), tuple(sorted(who))) for name, who in ranks.items()}
 
 
 def communication_s(found: Durations) -> float:

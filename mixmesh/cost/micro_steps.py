@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from ..ir import Program, Samples, Shard, micro_step_program
 from ..plan_file import Schedule
 
+Part = Sequence[float | None] | None  # per rank, of its samples; None for a rank, or all, without micro-steps
 MARK = " of a micro-step"  # behind the name of a ratio; no program text has such names
 
 
@@ -77,10 +78,8 @@ def largest_parts(schedule: Schedule) -> tuple[float, ...]:
     return tuple(max(sizes) / max(sum(sizes), 1) for sizes in schedule.sizes)
 
 
-def scaled(
-    shares: Sequence[float], ratio: str | None, part: Sequence[float | None] | None
-) -> tuple[float, ...]:
+def scaled(shares: tuple[float, ...], ratio: str | None, part: Part) -> tuple[float, ...]:
     """Shares of what is cut by ``ratio`` in a micro-step of these parts."""
     if part is None or not is_marked(ratio):
-        return tuple(shares)
+        return shares
     return tuple(share * (p or 0.0) for share, p in zip(shares, part))

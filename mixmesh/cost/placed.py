@@ -21,11 +21,13 @@ from ..ir import (
     TensorType,
     dual,
     nameless,
+    owned_type,
     shard_sizes,
     support,
 )
 from ..rules import call_of
 from .curve import ZERO
+from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
 from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
 
@@ -303,18 +305,25 @@ class Sheet:
         out: dict[Cut, int] = {}
         for i in self.program.params:
             if i.result in self.program.requires_grad:
-                cut = cut_of(i.type)
+                cut = cut_of(owned_type(self.program, i) or i.type)
                 out[cut] = out.get(cut, 0) + i.type.value.size_bytes
         return out
 
-    def shares(self, cut: Cut, program: Program) -> tuple[float, ...]:
-        return cut_shares(cut, program.ratio(cut[2]), self.world_size)
+    def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:
+        """Shares of what is cut so; in a micro-step, in which ranks take this ``part`` of their samples."""
+        return scaled(cut_shares(cut, program.ratio(cut[2]), self.world_size), cut[2], part)
 
     def seconds(
-        self, program: Program, *, whole: bool = True, ranks: Sequence[int] | None = None
+        self,
+        program: Program,
+        *,
+        whole: bool = True,
+        ranks: Sequence[int] | None = None,
+        part: Part = None,
     ) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
         """Seconds of every work on every rank, or on ``ranks``, under the ratios of ``program``, forward and
-        backward; if not ``whole``, as if a tensor could be cut within an element."""
+        backward; if not ``whole``, as if a tensor could be cut within an element. ``part`` is that of a
+        micro-step."""
         class_of = self.costs.class_of
         ranks = range(self.world_size) if ranks is None else ranks
         known: dict[tuple, tuple[float, float]] = {}
@@ -322,7 +331,7 @@ class Sheet:
         for n, work in enumerate(self.works):
             pairs = []
             ratio = program.ratio(work.cut[2])
-            shares = self.shares(work.cut, program) if whole or not work.cut[0] else ratio
+            shares = self.shares(work.cut, program, part) if whole or not work.cut[0] else ratio
             for rank in ranks:
                 share = shares[rank]
                 key = (n, class_of[rank], share)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, MixmeshError, PlanError
 from ..ir import REPLICATE, Program, owned_type, stage_of
-from ..timeline import BUCKET, bucket_name
+from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
 from .allocator import steady_heap, trim_heap
@@ -34,8 +34,6 @@ from .recording import RecordedComm, Recorder, recorded
 from .scaler import refuse_plain_scaler
 from .shards import Stored, agree, stored_tensors
 from .window import Window
-
-PARAMETERS = "parameters of "  # in place of ``BUCKET``: the gather of what their owners stepped
 
 
 @dataclass(frozen=True)
@@ -247,7 +245,7 @@ class ParallelModel(nn.Module):
             return recorded(channel, recorder, name, op, size_bytes)
 
         def gather_of(channel, group):
-            name = bucket_name([result_of[o.name] for o in group]).replace(BUCKET, PARAMETERS)
+            name = parameters_name([result_of[o.name] for o in group])
             return recorded(channel, recorder, name, "all_gather", sum(o.whole.nbytes for o in group))
 
         try:

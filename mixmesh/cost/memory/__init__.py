@@ -10,10 +10,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...ir import Program
+from ...ir import Program, Samples, owned_type
+from ...plan_file import Schedule
+from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
 from ..placed import Cut, cut_shares
-from .walk import Moment, Sizes, Walk, bucket_moments
+from .walk import Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
     "ALLOWANCE",
@@ -37,8 +39,10 @@ EVERYWHERE: Cut = (0, 1, None)
 class Walked:
     """The moments of a program's step that no bucket has a part in, as an array: (moment, cut)."""
 
-    def __init__(self, program: Program, optimizer_states: int, *, cuda: bool = False) -> None:
-        walk = Walk(program, optimizer_states, cuda=cuda)
+    def __init__(
+        self, program: Program, optimizer_states: int, *, cuda: bool = False, held: Held = Held.NOTHING
+    ) -> None:
+        walk = Walk(program, optimizer_states, cuda=cuda, held=held)
         self.cuda = cuda
         self.moments = tuple(walk.moments())
         self.complete = walk.complete
@@ -86,18 +90,21 @@ class Memory:
         self.sizes = np.concatenate([walked.sizes, copied])
         self.highest = undominated(np.concatenate([walked.highest, copied]))
 
-    def shares(self, program: Program) -> np.ndarray:
-        """(cut, rank)"""
-        shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
+    def shares(self, program: Program, part: Part = None) -> np.ndarray:
+        """(cut, rank); in a micro-step of this ``part`` of the samples."""
+        shares = [
+            scaled(cut_shares(cut, program.ratio(cut[2]), program.world_size), cut[2], part)
+            for cut in self.cuts
+        ]
         return np.array(shares).reshape(len(self.cuts), program.world_size)
 
     def held_bytes(self, program: Program) -> np.ndarray:
         """Bytes (moment, rank) under the ratios of ``program``."""
         return self.sizes @ self.shares(program)
 
-    def peaks(self, program: Program) -> tuple[float, ...]:
+    def peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
         """Bytes per rank."""
-        return tuple((self.highest @ self.shares(program)).max(axis=0).tolist())
+        return tuple((self.highest @ self.shares(program, part)).max(axis=0).tolist())
 
     def peak_moment(self, program: Program, rank: int) -> Moment:
         """When ``rank`` holds most, and what."""
@@ -129,31 +136,46 @@ def held_moments(program: Program, optimizer_states: int, *, cuda: bool = False)
 
 
 class PeakMemory:
-    """Peaks under other ratios and buckets of one program, walked once."""
+    """Peaks under other ratios and buckets of one program, walked once; with ``samples`` in whatever
+    micro-steps."""
 
-    def __init__(self, costs: CostModel, optimizer_states: int = 2) -> None:
-        self.costs, self.optimizer_states = costs, optimizer_states
-        self._walked: dict[str, Walked] = {}
+    def __init__(self, costs: CostModel, optimizer_states: int = 2, samples: Samples | None = None) -> None:
+        self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
+        self._walked: dict[tuple, Walked] = {}
         self._memories: dict[tuple, Memory] = {}
 
-    def peaks(self, program: Program) -> tuple[int, ...]:
-        """Bytes per rank, with what the process itself takes."""
-        kinds = [device.kind for device in self.costs.cluster.devices]
-        tensors = {kind: self.of(program, kind).peaks(program) for kind in dict.fromkeys(kinds)}
+    def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
+        """Bytes per rank, with what the process itself takes.
+
+        Of several micro-steps that of the most samples counts, with the gradients of those before it and the
+        sums of the last.
+        """
+        part = None if planned is None else largest_parts(planned)
+        step = program if planned is None else costed_micro_step(program, self.samples)
+        kinds = []
+        for rank, device in enumerate(self.costs.cluster.devices):
+            several = planned is not None and len(planned.sizes[rank]) > 1
+            held = Held.of(planned.scatters) if several else Held.NOTHING
+            kinds.append((device.kind, held))
+        tensors = {key: self.of(step, *key).peaks(step, part) for key in dict.fromkeys(kinds)}
         constant = self.costs.memory_constant_bytes
         return tuple(
-            round(constant(rank, idle=is_idle(program, rank)) + tensors[kind][rank])
-            for rank, kind in enumerate(kinds)
+            round(constant(rank, idle=is_idle(program, rank)) + tensors[key][rank])
+            for rank, key in enumerate(kinds)
         )
 
-    def of(self, program: Program, kind: str) -> Memory:
-        """The memory of a program on devices of a kind (``cpu``, ``gpu``)."""
-        key = (kind, tuple(i.attr("bucket") if i.attrs else None for i in program.params))
+    def of(self, program: Program, kind: str, held: Held = Held.NOTHING) -> Memory:
+        """The memory of a program on devices of a kind (``cpu``, ``gpu``). Where gradients have owners, their
+        buckets are part of the walk."""
+        buckets = tuple(i.attr("bucket") if i.attrs else None for i in program.params)
+        key = (kind, held, buckets)
         if key not in self._memories:
-            cuda = kind == "gpu"
-            if kind not in self._walked:
-                self._walked[kind] = Walked(program, self.optimizer_states, cuda=cuda)
-            self._memories[key] = Memory(program, self.optimizer_states, cuda=cuda, walked=self._walked[kind])
+            has_owners = any(owned_type(program, i) is not None for i in program.params)
+            walked = key if has_owners else (kind, held)
+            if walked not in self._walked:
+                cuda = kind == "gpu"
+                self._walked[walked] = Walked(program, self.optimizer_states, cuda=cuda, held=held)
+            self._memories[key] = Memory(program, self.optimizer_states, walked=self._walked[walked])
         return self._memories[key]
 
 

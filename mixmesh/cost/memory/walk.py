@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
-from ...ir import Instruction, Partial, Program, Shard, TensorType
+from ...ir import Instruction, Partial, Program, Shard, TensorType, owned_type
 from ...rules import Call, call_of
+from ..micro_steps import unmarked
 from ..placed import (
     DUAL_COLLECTIVE,
     Cut,
@@ -22,7 +24,7 @@ from ..placed import (
     is_stored,
     synchronised,
 )
-from ..sums import IN_FLIGHT_BYTES, gradient_sums, order_of_sums
+from ..sums import IN_FLIGHT_BYTES, GradientSum, gradient_sums, order_of_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .views import contiguous, is_dense, reshaped, view_of
 
@@ -95,12 +97,26 @@ def whole(t: TensorType) -> Cut:
     return 0, 1, t.ratio
 
 
-class Walk:
-    """The moments of one step, buckets of gradients apart; ``states`` is tensors of optimizer state per
-    parameter."""
+class Held(Enum):
+    """What a micro-step finds of the gradients of those before it."""
 
-    def __init__(self, program: Program, states: int, *, cuda: bool = False) -> None:
-        self.program, self.states, self.cuda = program, states, cuda
+    NOTHING = "it is the first"
+    ADDENDS = "what was not summed, whole"
+    SUMS = "of owned parameters the owners' rows"
+
+    @classmethod
+    def of(cls, scatters: bool) -> Held:
+        return cls.SUMS if scatters else cls.ADDENDS
+
+
+class Walk:
+    """The moments of one step, or of a micro-step that finds gradients ``held``. Buckets of gradients are
+    apart, those with owners not; ``states`` is tensors of optimizer state per parameter."""
+
+    def __init__(
+        self, program: Program, states: int, *, cuda: bool = False, held: Held = Held.NOTHING
+    ) -> None:
+        self.program, self.states, self.cuda, self.held = program, states, cuda, held
         self.ledger = _Ledger(program.world_size)
         self.values: dict[str, _View] = {}
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
@@ -112,6 +128,10 @@ class Walk:
         for n, i in enumerate(program.instructions):
             for name in dict.fromkeys(i.inputs):
                 self.uses.setdefault(name, []).append(n)
+        self.owned = {p.result: t for p in program.params if (t := owned_type(program, p)) is not None}
+        self.scatters = [s for s in gradient_sums(program) if s.owned is not None] if self.owned else []
+        self.gathers = self.scatters[::-1] if held is Held.NOTHING else []  # the first micro-step has them
+        self.fetching: list[tuple[GradientSum, _Storage]] = []
 
     def moments(self) -> list[Moment]:
         self.set_up()
@@ -149,9 +169,17 @@ class Walk:
         """What is held between steps, and the batch, which comes whole."""
         for i in self.program.instructions:
             if i.op in ("param", "buffer", "input", "const"):
-                trained = i.op == "param" and i.result in self.program.requires_grad
-                copies = 1 + (self.states if trained else 0)
-                self.ledger.take(copies * i.type.value.size_bytes, cut_of(i.type), stays=True)
+                size, ratio = i.type.value.size_bytes, i.type.ratio
+                # a rank has its whole share of the batch, whatever a micro-step takes of it
+                batch = replace(i.type, ratio=unmarked(ratio)) if i.op == "input" else i.type
+                self.ledger.take(size, cut_of(batch), stays=True)
+                if i.op == "param" and i.result in self.program.requires_grad:
+                    held = self.owned.get(i.result, i.type)
+                    self.ledger.take(self.states * size, cut_of(held), stays=True)
+                    if self.held is Held.ADDENDS or (self.held is Held.SUMS and i.result not in self.owned):
+                        self.gradients[i.result] = self._new(i.type)
+                    elif self.held is Held.SUMS:
+                        self.ledger.take(size, cut_of(held))
                 shape = i.type.value.shape
                 storage = _Storage(0.0, cut_of(i.type), references=2)  # never let go of
                 self.values[i.result] = _View(storage, contiguous(shape))
@@ -162,6 +190,7 @@ class Walk:
     # --- forward --------------------------------------------------------------------------------------
 
     def forward(self) -> None:
+        self._fetch()
         for n, i in enumerate(self.program.instructions):
             for name in dict.fromkeys(i.inputs):
                 self._arrive(name, n)
@@ -271,10 +300,22 @@ class Walk:
         self.ledger.moment(f"%{i.result}", *staging(i.op, source, i.type, self.cuda))
 
     def _arrive(self, name: str, n: int) -> None:
-        """At its first use a gathered value is put in order, if rank order is not memory order."""
+        """At its first use a gathered value is put in order, if rank order is not memory order; an owned
+        parameter lands in its place."""
         i = self.program.producers[name]
+        if name in self.owned and self.fetching:
+            while any(p.result == name for s, _ in self.fetching for p in s.params):
+                self.ledger.drop(self.fetching.pop(0)[1])
+                self._fetch()
         if i.op == "all_gather" and self.uses[name][0] == n:
             self.ledger.moment(f"%{name}", *ordering(self.program.types[i.inputs[0]], i.type, self.cuda))
+
+    def _fetch(self) -> None:
+        """Gathers of what owners have stepped begin, each into a buffer of its own."""
+        while self.gathers and sum(s.size_bytes for s, _ in self.fetching) < IN_FLIGHT_BYTES:
+            s = self.gathers.pop(0)
+            self.fetching.append((s, self.ledger.take(s.size_bytes, whole(s.params[0].type))))
+        self.ledger.moment("the gathers of what owners have stepped")
 
     # --- backward -------------------------------------------------------------------------------------
 
@@ -285,6 +326,7 @@ class Walk:
             self._move_back(last)
         again: dict[str, _Storage] = {}  # gathered once more
         complete = {self.uses.get(p.result, [0])[0] for p in program.params if synchronised(program, p)}
+        missing = [{p.result for p in s.params} for s in self.scatters]
         for n in range(len(program.instructions) - 1, -1, -1):
             i = program.instructions[n]
             if not any(r in program.requires_grad for r in i.results):
@@ -313,6 +355,12 @@ class Walk:
                         self._move_back(moved)
             if n in complete:
                 self.complete[n] = self.ledger.now(BUCKET)
+                here = {name for name in i.inputs if name in self.owned and self.uses[name][0] == n}
+                for s, names in zip(self.scatters, missing):
+                    if names & here:
+                        names -= here
+                        if not names:
+                            self._scatter(s)
 
     def _outgoing(self, i: Instruction) -> list[_View]:
         """The gradients of an instruction's results, zeros for those that have none."""
@@ -422,6 +470,23 @@ class Walk:
         self.ledger.drop(*carried)
         self._accumulate(i.inputs[0], arriving)
 
+    def _scatter(self, s: GradientSum) -> None:
+        """A bucket goes to its owners: in one buffer, and the whole gradients are let go of."""
+        cut = whole(s.params[0].type)
+        flat = self.ledger.take(s.size_bytes, cut) if len(s.params) > 1 else None
+        self.ledger.moment(BUCKET)
+        wholes = [self.gradients.pop(p.result).storage for p in s.params if p.result in self.gradients]
+        if flat is None:
+            self.flying += wholes
+        else:
+            self.ledger.drop(*wholes)
+            self.flying.append(flat)
+        while sum(f.size_bytes for f in self.flying[:-1]) > IN_FLIGHT_BYTES:
+            self._land()
+        if self.held is not Held.SUMS:  # else they are added to what is there
+            for p in s.params:
+                self.ledger.take(p.type.value.size_bytes, cut_of(self.owned[p.result]))
+
     def _land(self) -> None:
         self.ledger.drop(self.flying.pop(0))
 
@@ -432,7 +497,11 @@ class Walk:
         and the quotient (torch.optim); the others one tensor at most, for the weight decay."""
         while self.flying:
             self._land()
-        trained = [i.type for i in self.program.params if i.result in self.program.requires_grad]
+        trained = [
+            self.owned.get(i.result, i.type)
+            for i in self.program.params
+            if i.result in self.program.requires_grad
+        ]
         beside: Sizes = {}
         for t in trained:
             size, cut = float(t.value.size_bytes), cut_of(t)
@@ -453,7 +522,7 @@ def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator
     first_use = first_uses(program)
     for bucket in gradient_sums(program, order=order_of_sums(program, first_use)):
         last = min(first_use.get(i.result, 0) for i in bucket.params)
-        if len(bucket.params) > 1 and last in complete:
+        if len(bucket.params) > 1 and last in complete and bucket.owned is None:
             at, cut = complete[last], whole(bucket.params[0].type)
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
             yield replace(at, held=held)
