@@ -35,13 +35,14 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ),
     ({"simulator"},),
     ({"baselines"}, {"profiler"}, {"verification"}, {"placement"}),
+    ({"policies"},),
     ({"planner", "explain"}, {"report"}),
     ({"api"},),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
-TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench", "workloads"}
+TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies"}
 TORCH_FILES = {"check/types.py"}
 
 PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}

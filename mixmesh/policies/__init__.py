@@ -1,0 +1,11 @@
+"""Learned search over placements: Monte Carlo tree search, TAG's policy for it, HeteroG's policy.
+
+evaluate    what the simulator says of one choice per group
+mcts        tree search, groups in order of cost
+features    a model and a cluster as numbers that no unit is left in
+tag         a network over both that is trained once and guides the search anywhere
+heterog     a network that is trained for one model on one cluster, by REINFORCE
+train       ``python -m mixmesh.policies.train``: how TAG's weights were made
+
+Only ``evaluate``, ``mcts`` and ``features`` do without torch and torch_geometric.
+"""

@@ -1,0 +1,146 @@
+"""HeteroG's policy (CoNEXT'20): a network over the op groups of one model, trained for it on the spot.
+
+For each group it chooses one device, or all devices evenly or in proportion, by AllReduce or a parameter
+server. Graph attention over the groups, a transformer over their sequence, one score per choice. Trained by
+REINFORCE: reward -sqrt(T / T_base), ten times that where memory does not suffice, less a moving mean; a
+bonus for entropy, raised where nothing new comes up; every third step learns from an elite of what was seen.
+
+As released it takes hours on two V100, so three things differ. The scores begin at the best seed's choices
+and the network learns what to change. What does not fit is punished by how much. Elites are what is fastest
+of all seen, not what beats a mean. And the simulator that rewards is the one of this package: gradients have
+their whole size, links are shared, sums of gradients overlap the backward pass.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+from torch import nn
+from torch_geometric.nn import GATv2Conv
+
+from ..placement import Action, Space
+from .evaluate import Actions, Evaluator, Outcome
+from .features import EDGE, Facts
+from .seeds import judged_seeds, like
+
+WIDTH, HEADS, GRAPH_LAYERS = 64, 4, 2
+SAMPLES = 4  # strategies per step
+LEARNING_RATE = 3e-3
+AT_SEED = 0.9  # probability of the best seed's choice, before anything is learned
+ENTROPY, STIRRED = 0.002, 20.0  # of the bonus; times as much where the last steps were all alike
+LOOK_BACK = 20
+ELITES, ELITE_EVERY = 20, 3
+WORST_EXCESS = 3.0  # memory, over what is usable, beyond which all is equally bad
+
+
+class Policy(nn.Module):
+    """``forward`` returns scores [N, choices]."""
+
+    def __init__(self, inputs: int, choices: int) -> None:
+        super().__init__()
+        self.enter = nn.Linear(inputs, WIDTH)
+        self.graph = nn.ModuleList(
+            GATv2Conv(WIDTH, WIDTH // HEADS, HEADS, edge_dim=EDGE) for _ in range(GRAPH_LAYERS)
+        )
+        self.sequence = nn.TransformerEncoderLayer(
+            WIDTH, HEADS, 2 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.leave = nn.Linear(WIDTH, choices)
+        nn.init.zeros_(self.leave.weight)
+        nn.init.zeros_(self.leave.bias)
+
+    def forward(self, x, edges, sizes) -> torch.Tensor:
+        h = torch.tanh(self.enter(x))
+        for layer in self.graph:
+            h = h + nn.functional.elu(layer(h, edges, sizes))
+        return self.leave(self.sequence(h[None])[0])
+
+
+def choices_of(space: Space) -> tuple[Action, ...]:
+    """The M + 4 choices of HeteroG, for the group with most parameters."""
+    most = max(range(len(space.groups)), key=lambda k: space.groups[k].param_bytes)
+    everyone = len(space.device_groups)
+    return tuple(
+        a
+        for a in space.actions(most)
+        if a.shares == "single" or (len(a.device_groups) == everyone and a.placed.sync != "sharded")
+    )
+
+
+def reward(outcome: Outcome, base_s: float) -> float:
+    worst = min(max(max(outcome.memory), 1.0), WORST_EXCESS)
+    fitting = -((outcome.step_s / base_s) ** 0.5)
+    return fitting if worst <= 1 else min(fitting, -1.0) * (1 + 9 * (worst - 1) / (WORST_EXCESS - 1))
+
+
+class Training:
+    """REINFORCE on one space, until the evaluator's budget is spent."""
+
+    def __init__(self, evaluate: Evaluator, facts: Facts, seed: int = 0) -> None:
+        self.evaluate, self.space = evaluate, evaluate.space
+        self.generator = torch.Generator().manual_seed(seed)
+        self.random = random.Random(seed)
+        self.choices = choices_of(self.space)
+        self.actions = [tuple(like(self.space, k, a) for a in self.choices) for k in range(len(facts.groups))]
+        made, self.base_s = judged_seeds(evaluate)
+        self.x = torch.as_tensor(facts.per_group, dtype=torch.float32)
+        self.edges = torch.as_tensor(facts.edges)
+        self.sizes = torch.as_tensor(facts.edge_sizes, dtype=torch.float32)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            self.policy = Policy(self.x.shape[1], len(self.choices))
+        self.elites: dict[tuple[int, ...], Outcome] = {}
+        for actions in made:
+            index = self.index_of(actions)
+            if index is not None:
+                self.elites[index] = evaluate(actions)
+        self.start = self.from_seed(min(self.elites, key=lambda i: self.elites[i].key))
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
+        self.mean: float | None = None
+        self.recent: list[float] = []
+
+    def index_of(self, actions: Actions) -> tuple[int, ...] | None:
+        """A strategy as numbers of choices; None if it is not one of HeteroG's."""
+        found = []
+        for action, mine in zip(actions, self.actions):
+            if action not in mine:
+                return None
+            found.append(mine.index(action))
+        return tuple(found)
+
+    def from_seed(self, index: tuple[int, ...]) -> torch.Tensor:
+        start = torch.zeros(len(index), len(self.choices))
+        odds = AT_SEED / (1 - AT_SEED) * (len(self.choices) - 1)
+        start[torch.arange(len(index)), torch.tensor(index)] = float(torch.tensor(odds).log())
+        return start
+
+    def run(self) -> None:
+        step = 0
+        while not self.evaluate.spent:
+            self.step(with_elite=step % ELITE_EVERY == ELITE_EVERY - 1)
+            step += 1
+
+    def step(self, with_elite: bool) -> None:
+        log_p = torch.log_softmax(self.policy(self.x, self.edges, self.sizes) + self.start, 1)
+        drawn = torch.multinomial(log_p.detach().exp(), SAMPLES, replacement=True, generator=self.generator)
+        batch = [tuple(column) for column in drawn.T.tolist()]
+        if with_elite:
+            batch.append(self.random.choice(list(self.elites)))
+        rewards = []
+        for index in batch:
+            outcome = self.evaluate([mine[n] for mine, n in zip(self.actions, index)])
+            rewards.append(reward(outcome, self.base_s))
+            self.elites[index] = outcome
+        self.elites = dict(sorted(self.elites.items(), key=lambda e: e[1].key)[:ELITES])
+        own = sum(rewards[:SAMPLES]) / SAMPLES
+        self.mean = own if self.mean is None else (self.mean + own) / 2
+        self.recent = [*self.recent, max(rewards[:SAMPLES])][-LOOK_BACK:]
+        stirred = len(self.recent) == LOOK_BACK and len(set(self.recent)) < 5
+        taken = torch.stack([log_p[torch.arange(len(i)), torch.tensor(i)].sum() for i in batch])
+        advantage = torch.tensor(rewards) - self.mean
+        entropy = -(log_p.exp() * log_p).sum()
+        loss = -(taken * advantage).mean() - ENTROPY * (STIRRED if stirred else 1.0) * entropy
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()

@@ -1,0 +1,130 @@
+"""Monte Carlo tree search over strategies (TAG, TPDS'23; PUCT: Silver et al., 2017).
+
+A node holds choices for the first groups in order of cost; the others copy the first one's, so that every
+node is a whole strategy, which the simulator judges: there are no rollouts. Of TAG's search as released, two
+things differ. An untried choice is worth what its parent is, not nothing, or bad parents would be searched
+as widely as good ones; and the search explores less, as rewards here are smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..placement import Action
+from .evaluate import Actions, Evaluator, Outcome
+from .seeds import data_parallel, everywhere
+
+# given the choices made and what the judge says of them: the probability of each choice for the next group
+Priors = Callable[[tuple[Action, ...], Outcome], np.ndarray]
+OUT_OF_MEMORY = -1.0
+EXPLORE = 0.2
+PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
+
+
+def reward(outcome: Outcome, base_s: float) -> float:
+    """The speed-up over the best baseline less one, its fourth root above one; -1 for what does not fit."""
+    if not outcome.fits:
+        return OUT_OF_MEMORY
+    gain = base_s / outcome.step_s - 1
+    return gain if gain <= 1 else gain**0.25
+
+
+@dataclass
+class Node:
+    decided: tuple[Action, ...]
+    value: float
+    outcome: Outcome  # before any choice, that of data parallelism
+    choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
+    mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
+    prior: np.ndarray = field(default_factory=lambda: np.empty(0))
+    visits: np.ndarray = field(default_factory=lambda: np.empty(0))
+    totals: np.ndarray = field(default_factory=lambda: np.empty(0))
+    children: dict[int, Node] = field(default_factory=dict)
+
+
+class Tree:
+    """A search; ``evaluate`` keeps the best that it sees. ``priors`` None: all choices alike."""
+
+    def __init__(
+        self, evaluate: Evaluator, base_s: float, priors: Priors | None = None, seed: int = 0
+    ) -> None:
+        self.evaluate, self.base_s, self.priors = evaluate, base_s, priors
+        self.space = evaluate.space
+        self.order = self.space.grouping.by_cost
+        self._copies: dict[Action, Actions] = {}
+        self.rng = np.random.default_rng(seed)
+        self.root = Node((), 0.0, evaluate(next(data_parallel(self.space))))
+        self._expand(self.root)
+
+    def run(self, max_playouts: int | None = None) -> None:
+        """Playouts until the evaluator's budget is spent, or at most so many."""
+        most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
+        for _ in range(most):
+            if self.evaluate.spent:
+                break
+            self.playout()
+
+    def playout(self) -> None:
+        """One way down to a new node, or to a strategy that is complete."""
+        node, path = self.root, []
+        while len(node.decided) < len(self.order):
+            if not len(node.prior):
+                self._expand(node)
+            index = self._select(node)
+            path.append((node, index))
+            known = node.children.get(index)
+            if known is None:
+                known = node.children[index] = self._leaf(node, node.choices[index])
+                node = known
+                break
+            node = known
+        for parent, index in path:
+            parent.visits[index] += 1
+            parent.totals[index] += node.value
+
+    def descend(self, index: int) -> None:
+        """Makes a choice for good: its node is the root of what follows."""
+        node = self.root.children.get(index) or self._leaf(self.root, self.root.choices[index])
+        if not len(node.prior):
+            self._expand(node)
+        self.root = node
+
+    def completed(self, decided: tuple[Action, ...]) -> Actions:
+        """A choice for every group, in the order of the groups: those not decided copy the first."""
+        if decided[0] not in self._copies:
+            self._copies[decided[0]] = everywhere(self.space, decided[0])
+        chosen = list(self._copies[decided[0]])
+        for k, action in zip(self.order, decided):
+            chosen[k] = action
+        return tuple(chosen)
+
+    def _select(self, node: Node) -> int:
+        """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
+        tried, total = node.visits, node.visits.sum()
+        mean = np.where(tried > 0, node.totals / np.maximum(tried, 1), self._untried(node))
+        c = EXPLORE * np.sqrt(len(node.choices) / 10)
+        return int(np.argmax(mean + c * node.prior * np.sqrt(total + 1) / (1 + tried)))
+
+    def _untried(self, node: Node) -> float:
+        return (node.value + node.totals.sum()) / (1 + node.visits.sum())
+
+    def _leaf(self, parent: Node, action: Action) -> Node:
+        decided = (*parent.decided, action)
+        outcome = self.evaluate(self.completed(decided))
+        return Node(decided, reward(outcome, self.base_s), outcome)
+
+    def _expand(self, node: Node) -> None:
+        """Choices with their probabilities, in an order of chance, so that ties are broken so; none where all
+        groups are decided."""
+        if len(node.decided) == len(self.order):
+            return
+        choices = self.space.actions(self.order[len(node.decided)])
+        prior = np.full(len(choices), 1 / len(choices))
+        if self.priors is not None:
+            prior = self.priors(node.decided, node.outcome)
+        mixed = node.mixed = self.rng.permutation(len(choices))
+        node.choices, node.prior = tuple(choices[n] for n in mixed), prior[mixed]
+        node.visits, node.totals = np.zeros(len(choices)), np.zeros(len(choices))
