@@ -120,6 +120,26 @@ def experts(count: int, padded: int = 0) -> Job:
     return _language(model, samples=48, seq=seq, batches=DATA_BATCHES)
 
 
+class SharedExpertLayer(MoeLayer):
+    """A mixture of experts, and beside them one that takes every token (DeepSeekMoE: Dai et al., 2024)."""
+
+    def __init__(self, width: int, heads: int, hidden: int, *, experts: int, seq: int) -> None:
+        super().__init__(width, heads, hidden, experts=experts, seq=seq)
+        self.shared = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, width))
+
+    def forward(self, x):
+        x = self.norm1(x + self.attention(x))
+        return self.norm2(x + self.mixture(x) + self.shared(x))
+
+
+def shared() -> Job:
+    """Two layers of 192, each with 8 experts, two per token, and one that is shared; 48 sequences of 32."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [SharedExpertLayer(192, 4, 768, experts=8, seq=32) for _ in range(2)]
+    model = LanguageModel(layers, words=256, seq=32, width=192)
+    return _language(model, samples=48, seq=32, batches=DATA_BATCHES)
+
+
 class Perceptron(nn.Module):
     """Wide layers and a squared error: many parameters for little work."""
 

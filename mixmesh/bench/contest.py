@@ -1,0 +1,132 @@
+"""Programs for one job on one emulated cluster, timed in turns in one run: what ``mixmesh bench order``,
+``sync`` and ``sfb`` have in common."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..algorithms import with_algorithms
+from ..cluster import Cluster
+from ..cost import CostModel, Profile
+from ..ir import Graph, Program
+from ..plan_file import Plan
+from ..simulator import simulate
+from ..trace import trace
+from . import jobs
+from .measure import call
+from .training import WORKER, Progress, loss_error, single_losses
+from .training_cases import Effort
+from .training_results import LOSS_TOLERANCE, Speedup, Timing
+
+OURS = "ours"
+Programs = Callable[[Graph, CostModel], Mapping[str, Program]]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """``programs`` of ``job`` (of ``bench/jobs.py``); that of the name ``ours`` must be so many times as fast
+    as each of ``targets``. ``cluster`` is a cluster file."""
+
+    name: str
+    job: str
+    cluster: str
+    programs: Programs
+    targets: tuple[tuple[str, float], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class ContestResult:
+    """Seconds of a step, predicted and measured; ``loss_error`` is the largest of all programs, relative to
+    a single device."""
+
+    contest: Contest
+    predicted_s: dict[str, float]
+    timings: tuple[Timing, ...]
+    loss_error: float
+    emulation: str
+
+    def timing(self, name: str) -> Timing:
+        return next(t for t in self.timings if t.name == name)
+
+    @property
+    def speedups(self) -> dict[str, Speedup]:
+        """Of ours over each of the others."""
+        ours = self.timing(OURS)
+        return {t.name: Speedup.of(ours, t) for t in self.timings if t.name != OURS}
+
+    @property
+    def targets(self) -> dict[str, bool]:
+        speedups = self.speedups
+        met = {f"{least:g}x {name}": speedups[name].median >= least for name, least in self.contest.targets}
+        return {**met, "losses": self.loss_error <= LOSS_TOLERANCE}
+
+    def row(self) -> dict:
+        return {
+            "case": self.contest.name,
+            "job": self.contest.job,
+            "predicted_s": self.predicted_s,
+            "measured_s": {t.name: t.median_s for t in self.timings},
+            "rounds_s": {t.name: t.rounds_s for t in self.timings},
+            "speedup": {name: s.median for name, s in self.speedups.items()} if self.contest.targets else {},
+            "targets": self.targets,
+            "loss_error": self.loss_error,
+        }
+
+
+def hold(contest: Contest, effort: Effort, folder: Path, say: Progress) -> ContestResult:
+    """Profiles the job, makes its programs and has them take turns."""
+    cluster = Cluster.parse(contest.cluster, where=f"bench, {contest.name}")
+    profile_path, cluster_path = folder / "profile.json", folder / "cluster.toml"
+    cluster_path.write_text(contest.cluster)
+    say(f"profiling {contest.job}")
+    call(WORKER, cluster, "profile", contest.job, str(cluster_path), str(profile_path), str(effort.profile_s))
+    costs = CostModel(cluster, Profile.load(profile_path))
+    say("planning")
+    made = jobs.make(contest.job)
+    programs = contest.programs(trace(made.model, made.batch).graph, costs)
+    predicted_s, saved = {}, {}
+    for name, program in programs.items():
+        predicted = simulate(program, costs)
+        predicted_s[name] = predicted.step_s
+        plan = Plan(
+            program=with_algorithms(program, costs),
+            planner=name,
+            predicted_step_s=predicted.step_s,
+            predicted_peak_memory_bytes=predicted.peak_memory_bytes,
+            cluster_fingerprint=cluster.fingerprint,
+        )
+        plan.save(folder / f"{name}.plan")
+        saved[name] = (contest.job, str(folder / f"{name}.plan"))
+    turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
+    printed, emulation = call(WORKER, cluster, "times", json.dumps(saved), "", json.dumps(turns), say=say)
+    found = json.loads(printed)
+    say("the losses of a single device")
+    losses = found["losses"]
+    checked = min(effort.checked_steps, *map(len, losses.values()))
+    reference = single_losses(contest.job, checked)
+    return ContestResult(
+        contest,
+        predicted_s,
+        tuple(Timing(name, "", tuple(s)) for name, s in found["step_s"].items()),
+        max(loss_error(made[:checked], reference) for made in losses.values()),
+        emulation,
+    )
+
+
+def report(bench: str, results: Sequence[ContestResult], command: str) -> dict:
+    """What ``--json`` prints and the file holds."""
+    targets = [met for r in results for met in r.targets.values()]
+    return {
+        "bench": bench,
+        "command": command,
+        "emulation": sorted({r.emulation for r in results}),
+        "targets_met": sum(targets),
+        "targets": len(targets),
+        "cases": [r.row() for r in results],
+    }
