@@ -24,12 +24,14 @@ def plan(
     planner: str = "auto",
     profile: Profile | str | Path | None = None,
     optimizer: Callable[[Iterable], optim.Optimizer] | None = None,
+    search_s: float = 20.0,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
 
     ``profile`` holds measured costs; without one they are estimated from the cluster file.
-    ``optimizer`` decides how many tensors of state a parameter has. ``progress`` is told what is being
+    ``optimizer`` decides how many tensors of state a parameter has. ``search_s`` is how long the planners
+    heterog and tag may search. ``progress`` is told what is being
     done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import optimizer_states
@@ -46,6 +48,7 @@ def plan(
         planner=planner,
         profile=profile,
         optimizer_states=states,
+        search_s=search_s,
         progress=progress,
     )
 

@@ -25,6 +25,10 @@ PlannerName = Annotated[
 ProfileFile = Annotated[
     Path | None, typer.Option("--profile", metavar="P.json", help="Measured costs, from mixmesh profile.")
 ]
+SearchSeconds = Annotated[
+    float,
+    typer.Option("--search-seconds", metavar="S", min=0, help="For heterog and tag: how long to search."),
+]
 
 
 def plan(
@@ -32,12 +36,13 @@ def plan(
     cluster: ClusterFile,
     planner: PlannerName = "auto",
     profile: ProfileFile = None,
+    search_s: SearchSeconds = 20.0,
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest program for a job on a cluster, and print it."""
     described = Cluster.load(cluster)
-    _, _, made = plan_job(job, described, planner, profile, weights=False)
+    _, _, made = plan_job(job, described, planner, profile, weights=False, search_s=search_s)
     if out is not None:
         made.save(out)
     if as_json:
@@ -50,7 +55,13 @@ def plan(
 
 
 def plan_job(
-    job: str, cluster: Cluster, planner: str, profile: Path | None, *, weights: bool = True
+    job: str,
+    cluster: Cluster,
+    planner: str,
+    profile: Path | None,
+    *,
+    weights: bool = True,
+    search_s: float = 20.0,
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import load_profile, plan_traced
@@ -67,7 +78,13 @@ def plan_job(
         traced = trace(loaded.model, loaded.batch)
         states = optimizer_states(loaded.optimizer)
         made = plan_traced(
-            traced, cluster, planner=planner, profile=costs, optimizer_states=states, progress=say
+            traced,
+            cluster,
+            planner=planner,
+            profile=costs,
+            optimizer_states=states,
+            search_s=search_s,
+            progress=say,
         )
     return loaded, traced, made
 

@@ -19,8 +19,9 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import infeasible, notes_of, warnings_of
 from .hap import synthesised
+from .learned import heterog, tag
 from .ordered import ordered
-from .task import Proposal, Task
+from .task import SEARCH_S, Proposal, Task
 
 # one row per planner: what proposes its programs
 PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
@@ -30,6 +31,8 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "fsdp-even": simple.fsdp_even,
     "hap": synthesised,
     "tensor-parallel": simple.tensor_parallel_proportional,
+    "heterog": heterog,
+    "tag": tag,
 }
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 AUTO = (
@@ -69,16 +72,18 @@ def make_plan(
     planner: str = "auto",
     profile: Profile | None = None,
     optimizer_states: int = 2,
+    search_s: float = SEARCH_S,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2).
+    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2);
+    ``search_s`` is how long planners may search that have no end of their own (heterog, tag).
 
     Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
     if nothing fits.
     """
     check_planner(planner)
     with untouched():
-        return _make_plan(traced, cluster, planner, profile, optimizer_states, progress)
+        return _make_plan(traced, cluster, planner, profile, optimizer_states, search_s, progress)
 
 
 @contextmanager
@@ -104,11 +109,13 @@ def _make_plan(
     planner: str,
     profile: Profile | None,
     optimizer_states: int,
+    search_s: float,
     progress: Callable[[str], None] | None,
 ) -> Plan:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
-    task = Task(graph, CostModel(cluster, profile), optimizer_states, progress or (lambda _: None))
+    costs = CostModel(cluster, profile)
+    task = Task(graph, costs, optimizer_states, progress or (lambda _: None), search_s)
     check_batch(graph, cluster)
     names = AUTO if planner == "auto" else (planner,)
     best: dict[str, Proposal] = {}

@@ -20,6 +20,7 @@ from ..synthesis import Choices
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
+SEARCH_S = 20.0  # of planners that search as long as they may
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,16 @@ class Proposal:
 class Task:
     """A graph on a cluster: programs made once, simulated once, and judged by one measure."""
 
-    def __init__(self, graph: Graph, costs: CostModel, optimizer_states: int, progress) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        costs: CostModel,
+        optimizer_states: int,
+        progress,
+        search_s: float = SEARCH_S,
+    ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
-        self.progress = progress
+        self.progress, self.search_s = progress, search_s
         self.timings_s: dict[str, float] = {}
         self._inner_s: list[float] = []
         with self.timed("search"):

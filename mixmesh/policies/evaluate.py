@@ -6,11 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..placement import Action, Estimate, Estimator, Space
+from ..placement import Action, Estimate, Estimator, Placed, Space
 from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
 
 Actions = tuple[Action, ...]  # one per group, in the order of the groups
+Strategy = tuple[Placed, ...]  # what they come down to
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,21 @@ class Outcome:
         return (max(max(self.memory), 1.0), self.step_s)
 
 
-Judge = Callable[[Actions], Outcome]
+Judge = Callable[[Strategy], Outcome]
 
 
 def estimated(space: Space, optimizer_states: int, headroom: float) -> Judge:
     """The judge by the estimate of groups. ``headroom`` is the part of a device's memory left free."""
     estimate, usable = Estimator(space, optimizer_states), _usable(space, headroom)
-    return lambda actions: _outcome(estimate(actions), usable)
+    return lambda strategy: _outcome(estimate(strategy), usable)
 
 
 def simulated(space: Space, optimizer_states: int, headroom: float) -> Judge:
     """The judge by the simulator: the whole program of a strategy."""
     usable = _usable(space, headroom)
 
-    def judge(actions: Actions) -> Outcome:
-        program = space.lower(actions)
+    def judge(strategy: Strategy) -> Outcome:
+        program = space.lower(strategy)
         return _outcome(Simulation(program, space.costs, optimizer_states).run(program), usable)
 
     return judge
@@ -73,10 +74,10 @@ class Evaluator:
     judge: Judge
     max_calls: int = 2**31
     max_s: float = float("inf")
-    best: Actions | None = None
+    best: Strategy | None = None
     outcome: Outcome | None = None
     improved: list[tuple[int, Outcome]] = field(default_factory=list)
-    _known: dict[tuple, Outcome] = field(default_factory=dict)
+    _known: dict[Strategy, Outcome] = field(default_factory=dict)
     _started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -87,15 +88,19 @@ class Evaluator:
     def spent(self) -> bool:
         return self.calls >= self.max_calls or time.perf_counter() - self._started_s >= self.max_s
 
-    def __call__(self, actions: Sequence[Action]) -> Outcome:
-        key = tuple(a.placed for a in actions)
+    def __call__(self, strategy: Sequence[Action | Placed]) -> Outcome:
+        key = placed_of(strategy)
         if key not in self._known:
-            outcome = self._known[key] = self.judge(tuple(actions))
+            outcome = self._known[key] = self.judge(key)
             if self.outcome is None or outcome.key < self.outcome.key:
-                self.best, self.outcome = tuple(actions), outcome
+                self.best, self.outcome = key, outcome
                 self.improved.append((self.calls, outcome))
         return self._known[key]
 
-    def ranked(self) -> list[tuple]:
-        """Every strategy seen, as what is placed for each group, the best first."""
+    def ranked(self) -> list[Strategy]:
+        """All that were judged, the best first."""
         return sorted(self._known, key=lambda key: self._known[key].key)
+
+
+def placed_of(strategy: Sequence[Action | Placed]) -> Strategy:
+    return tuple(a.placed if isinstance(a, Action) else a for a in strategy)

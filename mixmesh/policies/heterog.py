@@ -14,13 +14,14 @@ their whole size, links are shared, sums of gradients overlap the backward pass.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch_geometric.nn import GATv2Conv
 
-from ..placement import Action, Space
-from .evaluate import Actions, Evaluator, Outcome
+from ..placement import Action, Placed, Space
+from .evaluate import Evaluator, Outcome, Strategy
 from .features import EDGE, Facts
 from .seeds import judged_seeds, like
 
@@ -77,13 +78,20 @@ def reward(outcome: Outcome, base_s: float) -> float:
 class Training:
     """REINFORCE on one space, until the evaluator's budget is spent."""
 
-    def __init__(self, evaluate: Evaluator, facts: Facts, seed: int = 0) -> None:
+    def __init__(
+        self,
+        evaluate: Evaluator,
+        facts: Facts,
+        more: Iterable[Sequence[Action | Placed]] = (),
+        seed: int = 0,
+    ) -> None:
+        """``more`` are seeds beside data parallelism and single devices."""
         self.evaluate, self.space = evaluate, evaluate.space
         self.generator = torch.Generator().manual_seed(seed)
         self.random = random.Random(seed)
         self.choices = choices_of(self.space)
         self.actions = [tuple(like(self.space, k, a) for a in self.choices) for k in range(len(facts.groups))]
-        made, self.base_s = judged_seeds(evaluate)
+        made, self.base_s = judged_seeds(evaluate, more)
         self.x = torch.as_tensor(facts.per_group, dtype=torch.float32)
         self.edges = torch.as_tensor(facts.edges)
         self.sizes = torch.as_tensor(facts.edge_sizes, dtype=torch.float32)
@@ -91,22 +99,23 @@ class Training:
             torch.manual_seed(seed)
             self.policy = Policy(self.x.shape[1], len(self.choices))
         self.elites: dict[tuple[int, ...], Outcome] = {}
-        for actions in made:
-            index = self.index_of(actions)
+        for strategy in made:
+            index = self.index_of(strategy)
             if index is not None:
-                self.elites[index] = evaluate(actions)
+                self.elites[index] = evaluate(strategy)
         self.start = self.from_seed(min(self.elites, key=lambda i: self.elites[i].key))
         self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98))
         self.mean: float | None = None
         self.recent: list[float] = []
 
-    def index_of(self, actions: Actions) -> tuple[int, ...] | None:
+    def index_of(self, strategy: Strategy) -> tuple[int, ...] | None:
         """A strategy as numbers of choices; None if it is not one of HeteroG's."""
         found = []
-        for action, mine in zip(actions, self.actions):
-            if action not in mine:
+        for placed, mine in zip(strategy, self.actions):
+            index = next((n for n, action in enumerate(mine) if action.placed == placed), None)
+            if index is None:
                 return None
-            found.append(mine.index(action))
+            found.append(index)
         return tuple(found)
 
     def from_seed(self, index: tuple[int, ...]) -> torch.Tensor:

@@ -1,0 +1,82 @@
+"""HeteroG and TAG: searches over placements that a network guides, within a number of seconds.
+
+They ask the estimate of groups; the simulator judges the best that they found, as it judges all else.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+from ..errors import InputError
+from ..ratios import with_ratio
+from .placed import JUDGED, cuts, judged, space_of
+from .polish import polish
+from .task import HEADROOM, Proposal, Task
+
+MAX_CALLS = 20_000  # of the estimate: more seconds are of no use on a small model
+
+
+def tag(task: Task) -> Iterator[Proposal]:
+    """TAG: tree search, its choices weighed by a network that was trained on other models and clusters."""
+    need_torch_geometric("tag")
+    from ..policies.features import Facts
+    from ..policies.mcts import Tree
+    from ..policies.seeds import judged_seeds
+    from ..policies.tag import TagPriors, load
+
+    evaluate = evaluator(task, "partition")
+    with task.timed("placement"):
+        _, base_s = judged_seeds(evaluate, cuts(evaluate.space, task))
+        facts = Facts(evaluate.space, task.optimizer_states, HEADROOM)
+        Tree(evaluate, base_s, TagPriors(load(), facts)).run()
+    yield from best_of(task, "tag", evaluate)
+
+
+def heterog(task: Task) -> Iterator[Proposal]:
+    """HeteroG: a network that is trained for this model on this cluster."""
+    need_torch_geometric("heterog")
+    from ..policies.features import Facts
+    from ..policies.heterog import Training
+
+    evaluate = evaluator(task, "centres")
+    with task.timed("placement"):
+        facts = Facts(evaluate.space, task.optimizer_states, HEADROOM)
+        Training(evaluate, facts, cuts(evaluate.space, task)).run()
+    yield from best_of(task, "heterog", evaluate)
+
+
+def evaluator(task: Task, method: str):
+    from ..policies.evaluate import Evaluator, estimated
+
+    space = space_of(task, method)
+    judge = estimated(space, task.optimizer_states, HEADROOM)
+    return Evaluator(space, judge, MAX_CALLS, task.search_s)
+
+
+def best_of(task: Task, planner: str, evaluate) -> Iterator[Proposal]:
+    """The best strategies of a search; where all groups run alike, with the shares of the LP too."""
+    for strategy in evaluate.ranked()[:JUDGED]:
+        made = judged(task, planner, evaluate.space, strategy)
+        yield made
+        if len(made.program.ratios) == 1:
+            yield from with_best_shares(task, made)
+
+
+def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:
+    ((name, ratio),) = made.program.ratios
+    ranks = tuple(r for r, share in enumerate(ratio) if share)
+    better = task.ratio(made.simulation, made.program, ranks)
+    if better is not None:
+        program = with_ratio(made.program, name, better)
+        yield polish(task, task.best_buckets(made.planner, program, made.simulation))
+
+
+def need_torch_geometric(planner: str) -> None:
+    if importlib.util.find_spec("torch_geometric") is None:
+        raise InputError(
+            f"the planner {planner} needs torch_geometric",
+            expected="torch_geometric 2.6 or newer",
+            got="none installed",
+            hint="pip install 'mixmesh[learned]'",
+        )
