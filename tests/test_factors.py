@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_graphs import TWO, cluster
 from torch import nn
 
 from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
-from mixmesh.factors import factorable, saved_s, with_factors
+from mixmesh.factors import Product, cheapest_cut, cut_factors, factorable, saved_s, with_factors
 from mixmesh.ir import make_ratio
 from mixmesh.planner import make_plan
 from mixmesh.trace import trace
@@ -79,3 +83,33 @@ def test_it_verifies():
     made = with_factors(p, frozenset(factorable(p)))
     report = verify(model, batch, made)
     assert report.ok, report
+
+
+TENSORS = "abcdef"
+seconds = st.integers(-20, 20).map(lambda n: n / 8)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(seconds, st.sets(st.sampled_from(TENSORS), max_size=3)), max_size=8),
+    st.lists(st.integers(0, 16).map(lambda n: n / 8), min_size=6, max_size=6),
+)
+def test_the_cut_is_the_cheapest(found, prices):
+    """Against all subsets of the products."""
+    products = [Product(str(n), saved, tuple(sorted(needed))) for n, (saved, needed) in enumerate(found)]
+    gather_s = dict(zip(TENSORS, prices))
+
+    def cost(chosen) -> float:
+        needed = {name for p in chosen for name in p.needed}
+        return sum(gather_s[name] for name in needed) - sum(p.saved_s for p in chosen)
+
+    subsets = (s for count in range(len(products) + 1) for s in combinations(products, count))
+    cut = cheapest_cut(products, gather_s)
+    assert cost([p for p in products if p.weight in cut]) == pytest.approx(min(map(cost, subsets)))
+
+
+@pytest.mark.parametrize("rows, repeated", [(8, True), (4096, False)])
+def test_the_cut_follows_the_batch(rows, repeated):
+    p = program(rows)
+    costs = CostModel(cluster(TWO, 1))
+    assert ("up.weight" in {p.producers[name].args[0] for name in cut_factors(p, costs)}) == repeated
