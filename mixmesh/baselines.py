@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from .cost import CostModel
 from .ir import REPLICATE, Graph, Program, Ratio, make_ratio
 from .rules import Units
-from .synthesis import Choices, Prices, Problem, emit, search
+from .synthesis import Choices, Found, Prices, Problem, emit, search
 from .zero import stored_by_owners
 
 # the least communication within the passes, at no price for gradients: what data parallelism is
@@ -22,8 +22,10 @@ def data_parallel(
     ratio: Ratio,
     units: Units | None = None,
     choices: Choices | None = None,
+    spell: Callable[[Problem, Found], Program] = emit,
 ) -> Program:
-    """Every rank runs the model on its share of the batch; parameters are replicated."""
+    """Every rank runs the model on its share of the batch; parameters are replicated. ``spell`` makes the
+    program of the path."""
     problem = Problem(
         graph,
         costs,
@@ -34,7 +36,7 @@ def data_parallel(
         shard_params=False,
         batch_only=True,
     )
-    return emit(problem, search(problem, weight=1.05, max_states=2_000))
+    return spell(problem, search(problem, weight=1.05, max_states=2_000))
 
 
 def tensor_parallel(

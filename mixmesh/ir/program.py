@@ -137,7 +137,8 @@ class Program:
         """A copy with other ratios, or other attributes of instructions. What follows from names and types
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
-        for known in ("types", "requires_grad"):
+        same = () if "instructions" in fields else ("producers", "params", "factored", "graph")
+        for known in ("types", "requires_grad", *same):
             if known in self.__dict__:
                 made.__dict__[known] = self.__dict__[known]
         return made

@@ -9,7 +9,7 @@ from ..baselines import device_seconds, fully_sharded
 from ..factors import best_factors
 from ..ir import Program, Ratio
 from ..ratios import with_ratio
-from ..synthesis import NoProgram, Prices, Problem, emit, search
+from ..synthesis import NoProgram, Prices, Problem, search
 from .polish import polish
 from .task import HEADROOM, Proposal, Task
 
@@ -108,10 +108,10 @@ class Synthesis:
             except NoProgram:
                 return None, 0, None
             self.task.states_expanded += found.states_expanded
-            number = hash(tuple((m.option.needs, m.option.gives, m.loads) for m in found.moves))
+            number = found.number
             if number in seen:
                 return None, number, found.gap
-            program = emit(problem, found)
+            program = self.task.spell(problem, found)
             shape = shape_of(program)
             known = shape in seen
             seen.update((number, shape))

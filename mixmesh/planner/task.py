@@ -13,10 +13,10 @@ from ..buckets import bucketed
 from ..cost import CostModel
 from ..errors import Infeasible
 from ..ir import Graph, Program, Ratio, make_ratio, support
-from ..ratios import optimal_ratio, usable_bytes
+from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
 from ..simulator import Simulation, Timeline
-from ..synthesis import Choices
+from ..synthesis import Choices, Found, Problem, emit
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
@@ -61,6 +61,7 @@ class Task:
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
         self._data_parallel: dict[Ratio, Program] = {}
+        self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
         self._simulations: dict[int, tuple[Program, Simulation]] = {}  # by identity, which is kept alive
 
     @contextmanager
@@ -92,9 +93,16 @@ class Task:
     def data_parallel(self, ratio: Ratio) -> Program:
         if ratio not in self._data_parallel:
             with self.timed("search"):
-                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices)
+                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices, self.spell)
             self._data_parallel[ratio] = made
         return self._data_parallel[ratio]
+
+    def spell(self, problem: Problem, found: Found) -> Program:
+        """The program of a path; one, and one simulation, for all ratios under which the same ranks go it."""
+        key = (support(problem.ratio), found.number)
+        if key not in self._programs:
+            self._programs[key] = emit(problem, found)
+        return with_ratio(self._programs[key], "r0", problem.ratio)
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from functools import cached_property
 
 from .bound import Bound
 from .problem import Problem, Vector
@@ -28,7 +29,7 @@ class NoProgram(ValueError):
     """No option of some step can be reached."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """The cheapest path. ``cost_s`` is its stage sum, ``bound_s`` what no path goes below."""
 
@@ -42,6 +43,11 @@ class Found:
     def gap(self) -> float:
         """How much dearer than the cheapest the path may be, as a share."""
         return max(self.cost_s / self.bound_s - 1, 0.0) if self.bound_s > 0 else 0.0
+
+    @cached_property
+    def number(self) -> int:
+        """A number that tells the path from others."""
+        return hash(tuple([(m.option.needs, m.option.gives, m.loads) for m in self.moves]))
 
     @property
     def optimal(self) -> bool:
