@@ -196,6 +196,15 @@ class Simulation:
         """The step's seconds alone."""
         return max(self._run(program, self.sums(program), self._schedule(program, micro_batches)).clock)
 
+    def passes_s(self, device_class: int, share: float) -> float:
+        """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
+        total = 0.0
+        counts = zip(self.forward_counts.sum(axis=0).tolist(), self.backward_counts.sum(axis=0).tolist())
+        for work, (forward, backward) in zip(self.sheet.works, counts):
+            time, part = work.times[device_class], share if work.cut[0] else 1.0
+            total += forward * time.forward.at(part) + backward * time.backward.at(part)
+        return total
+
     def _schedule(self, program: Program, micro_batches: MicroBatches) -> Schedule | None:
         if self.samples is None:
             return None

@@ -13,6 +13,7 @@ from ..algorithms import with_algorithms
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
+from ..cost.placed import Sheet
 from ..errors import InputError
 from ..ir import Graph
 from ..plan_file import Candidate, Plan
@@ -21,6 +22,7 @@ from .answers import infeasible, notes_of, warnings_of
 from .hap import synthesised
 from .learned import heterog, tag
 from .ordered import ordered
+from .poplar import poplar
 from .task import SEARCH_S, Proposal, Task
 
 # one row per planner: what proposes its programs
@@ -30,6 +32,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "ddp-proportional": simple.ddp_proportional,
     "fsdp-even": simple.fsdp_even,
     "hap": synthesised,
+    "poplar": poplar,
     "tensor-parallel": simple.tensor_parallel_proportional,
     "heterog": heterog,
     "tag": tag,
@@ -39,6 +42,7 @@ AUTO = (
     *BASELINES,
     "hap",
 )  # what ``auto`` asks, in this order: the baselines are the bar that others must pass
+LAST_RESORT = ("poplar",)  # and what it asks if nothing fits
 PLANNERS = ("auto", *PROPOSERS)
 COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 
@@ -117,9 +121,11 @@ def _make_plan(
     costs = CostModel(cluster, profile)
     task = Task(graph, costs, optimizer_states, progress or (lambda _: None), search_s)
     check_batch(graph, cluster)
-    names = AUTO if planner == "auto" else (planner,)
+    names = (*AUTO, *LAST_RESORT) if planner == "auto" else (planner,)
     best: dict[str, Proposal] = {}
     for name in names:
+        if planner == "auto" and name in LAST_RESORT and any(p.feasible for p in best.values()):
+            continue
         task.progress(f"planning: {name}")
         proposals = list(PROPOSERS[name](task))
         if proposals:
@@ -128,10 +134,12 @@ def _make_plan(
     if not fitting:
         raise infeasible(task, list(best.values()))
     chosen = min(fitting, key=lambda p: p.key)
-    if planner not in BASELINES:
+    if planner not in BASELINES and chosen.micro_batches is None:
         chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)
     program = with_algorithms(chosen.program, task.costs)
+    # with micro-steps the simulation's is that of one of them
+    sheet = chosen.simulation.sheet if chosen.micro_batches is None else Sheet(program, task.costs)
     return Plan(
         program=program,
         planner=chosen.planner,
@@ -148,7 +156,8 @@ def _make_plan(
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(*warnings_of(graph, program), *gaps(program, task.costs)),
-        notes=notes_of(program, chosen.simulation.sheet),
+        micro_batches=chosen.micro_batches,
+        notes=notes_of(program, sheet),
     )
 
 

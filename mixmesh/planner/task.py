@@ -15,7 +15,7 @@ from ..errors import Infeasible
 from ..ir import Graph, Program, Ratio, make_ratio, support
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
-from ..simulator import Simulation, Timeline
+from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
@@ -33,6 +33,7 @@ class Proposal:
     feasible: bool
     simulation: Simulation = field(compare=False, repr=False)
     gap: float | None = None  # how much dearer than the cheapest the search may have left it
+    micro_batches: MicroBatches = None
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -62,7 +63,8 @@ class Task:
         self.best_s = float("inf")  # of all that fits so far
         self._data_parallel: dict[Ratio, Program] = {}
         self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
-        self._simulations: dict[int, tuple[Program, Simulation]] = {}  # by identity, which is kept alive
+        # by identity, which is kept alive
+        self._simulations: dict[tuple[int, bool], tuple[Program, Simulation]] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -107,37 +109,49 @@ class Task:
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
-    def simulation(self, program: Program) -> Simulation:
-        """One for each program, whatever its ratio; the first ones are asked for again."""
-        key = id(program.instructions)
+    def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
+        """One for each program, whatever its ratio and micro-steps; the first ones are asked for again."""
+        key = (id(program.instructions), accumulating)
         if key not in self._simulations:
             with self.timed("simulate"):
-                made = Simulation(program, self.costs, self.optimizer_states)
+                made = Simulation(program, self.costs, self.optimizer_states, accumulating=accumulating)
             self._simulations[key] = (program, made)
         return self._simulations[key][1]
 
     def judge(
-        self, planner: str, program: Program, simulation: Simulation | None = None, step: str = "simulate"
+        self,
+        planner: str,
+        program: Program,
+        simulation: Simulation | None = None,
+        step: str = "simulate",
+        micro_batches: MicroBatches = None,
     ) -> Proposal:
         simulation = simulation or self.simulation(program)
         with self.timed(step):
-            timeline = simulation.run(program)
+            timeline = simulation.run(program, micro_batches)
         fits = all(
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
-        return Proposal(planner, program, timeline, fits, simulation)
+        return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
 
-    def best_buckets(self, planner: str, program: Program, simulation: Simulation | None = None) -> Proposal:
+    def best_buckets(
+        self,
+        planner: str,
+        program: Program,
+        simulation: Simulation | None = None,
+        micro_batches: MicroBatches = None,
+    ) -> Proposal:
         simulation = simulation or self.simulation(program)
         with self.timed("simulate"):
-            variants = sorted(bucketed(program, BUCKET_BYTES), key=simulation.step_s)
+            made = bucketed(program, BUCKET_BYTES)
+            variants = sorted(made, key=lambda p: simulation.step_s(p, micro_batches))
         # the fastest that fits; the memory of those behind it need not be known
         judged = []
         for variant in variants:
-            judged.append(self.judge(planner, variant, simulation))
+            judged.append(self.judge(planner, variant, simulation, micro_batches=micro_batches))
             if judged[-1].feasible:
                 break
         return min(judged, key=lambda p: p.key)

@@ -20,6 +20,7 @@ from .walk import Held, Moment, Sizes, Walk, bucket_moments
 __all__ = [
     "ALLOWANCE",
     "HEAP_BYTES",
+    "Held",
     "Memory",
     "PeakMemory",
     "SMALL_ALLOWANCE",

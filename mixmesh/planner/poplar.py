@@ -1,0 +1,176 @@
+"""Poplar (AAAI'25): ZeRO with a micro-batch, an accumulation count and a part of the state for each device.
+
+For every stage and set of devices:
+
+room       how many samples a device can hold in a micro-step, and how much of what owners hold (``Room``)
+curves     seconds of a forward and backward pass over the size of the micro-batch, up to that
+allocate   micro-batch, accumulation and last micro-batch of each device (``mixmesh.zero.allocate``)
+owners     shares of what is owned, in proportion to the speed of the optimizer as far as memory allows
+judge      the simulator's word on it; the best stage is chosen
+
+Where we depart from the paper: it takes the first stage that fits, and cuts what is owned evenly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..cost.memory import Held
+from ..errors import PlanError
+from ..ir import Program, Ratio, make_ratio, samples_of, support
+from ..plan_file import MicroBatch
+from ..ratios import with_ratio
+from ..simulator import Simulation
+from ..zero import Allocation, allocate, with_stage
+from .hap import device_sets
+from .room import Room
+from .task import HEADROOM, Proposal, Task
+
+STAGES = (0, 1, 2, 3)
+HIDDEN = (1.0, 0.25)  # of the collectives' seconds, what a micro-step waits for
+SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rows that are not divided
+RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
+ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
+GROWTH = 1.2  # from one micro-batch of a curve to the next
+
+
+def poplar(task: Task) -> Iterator[Proposal]:
+    """The best allocation of every stage, on all devices and on the faster ones alone."""
+    fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
+    best_s = float("inf")
+    for needed, ranks in device_sets(fastest_first, task.costs.class_of):
+        if not needed and best_s < float("inf"):
+            return
+        found = []
+        for stage in STAGES:
+            task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
+            found += Staged(task, stage, ranks).proposals()
+        yield from found
+        fastest_s = min((p.timeline.step_s for p in found if p.feasible), default=float("inf"))
+        if best_s < float("inf") and fastest_s >= best_s:
+            return  # nor will fewer devices help
+        best_s = min(best_s, fastest_s)
+
+
+class Staged:
+    """Data parallelism of some devices in a stage of ZeRO."""
+
+    def __init__(self, task: Task, stage: int, ranks: tuple[int, ...]) -> None:
+        self.task, self.stage, self.ranks = task, stage, ranks
+        plain = task.data_parallel(task.shares(ranks))
+        even = make_ratio([1.0 if r in ranks else 0.0 for r in range(task.world_size)])
+        self.program = with_stage(plain, stage, even)
+        (self.owners,) = {name for name, _ in self.program.ratios[len(plain.ratios) :]} or {None}
+        self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples
+
+    def proposals(self) -> Iterator[Proposal]:
+        """The best of several counts of micro-steps, and the step without any."""
+        if self.stage and self.owners is None:
+            return  # nothing can be owned
+        for accumulating in (True, False):
+            if accumulating and not can_accumulate(self.program):
+                continue
+            for spare in SPARE:
+                found = list(self.judged(HEADROOM + spare, accumulating))
+                yield from found
+                if not found or any(p.feasible for p in found):
+                    break
+
+    def judged(self, headroom: float, accumulating: bool) -> Iterator[Proposal]:
+        simulation = self.task.simulation(self.program, accumulating=accumulating)
+        held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
+        room = Room(self.task, simulation, simulation.step, self.ranks, self.owners, held, headroom)
+        in_each_s = micro_step_s(simulation, self.program)
+        seen: set = set()
+        for price_s in [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]:
+            made = self.allocated(room, price_s, simulation)
+            if made is None or made in seen or accumulating != (max(made[0].accumulation_steps) > 1):
+                continue
+            seen.add(made)
+            allocation, owners = made
+            ranks = support(allocation.samples)
+            if ranks != self.ranks:
+                if ranks not in seen:
+                    seen.add(ranks)
+                    yield from Staged(self.task, self.stage, ranks).proposals()
+                continue
+            program = with_ratio(self.program, "r0", make_ratio(allocation.samples))
+            if owners is not None:
+                program = with_ratio(program, self.owners, owners)
+            micro_batches = rows(allocation) if accumulating else None
+            yield self.task.best_buckets("poplar", program, simulation, micro_batches)
+
+    def allocated(
+        self, room: Room, price_s: float, simulation: Simulation
+    ) -> tuple[Allocation, Ratio | None] | None:
+        """The allocation that leaves room for all that is owned, with the shares of the owners; None if
+        there is none. As little as possible is reserved of each device's memory, the same share of all."""
+        best = self.attempt(room, 1.0, price_s, simulation)
+        low, high = -1, RESERVES
+        while best is not None and self.owners is not None and low + 1 < high:
+            middle = (low + high) // 2
+            made = self.attempt(room, middle / RESERVES, price_s, simulation)
+            low, high, best = (middle, high, best) if made is None else (low, middle, made)
+        return best
+
+    def attempt(
+        self, room: Room, reserve: float, price_s: float, simulation: Simulation
+    ) -> tuple[Allocation, Ratio | None] | None:
+        largest = room.largest(reserve)
+        able = [r for r in self.ranks if largest[r]]
+        if not able:
+            return None
+        curves = [self.curve(r, largest[r], simulation) for r in able]
+        together = 2 if simulation.samples is None else self.stage
+        found = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
+        allocation = on_ranks(found, able, self.task.world_size)
+        if self.owners is None:
+            return allocation, None
+        owners = room.owners(allocation.micro_batch)
+        return None if owners is None else (allocation, owners)
+
+    def curve(self, rank: int, largest: int, simulation: Simulation) -> tuple[list[int], list[float]]:
+        """Micro-batch sizes up to the largest, and the seconds of a forward and backward pass of each."""
+        sizes, kind = [1], self.task.costs.class_of[rank]
+        while sizes[-1] < largest:
+            sizes.append(min(max(sizes[-1] + 1, round(sizes[-1] * GROWTH)), largest))
+        for m in sizes:
+            if (kind, m) not in self.passes_s:
+                self.passes_s[kind, m] = simulation.passes_s(kind, m / self.task.batch)
+        return sizes, [self.passes_s[kind, m] for m in sizes]
+
+
+def can_accumulate(program: Program) -> bool:
+    """Not if a value of the whole batch depends on parameters."""
+    try:
+        samples_of(program)
+    except PlanError:
+        return False
+    return True
+
+
+def micro_step_s(simulation: Simulation, program: Program) -> float:
+    """Seconds of the collectives of a micro-step."""
+    calls = [step.call for step in (*simulation.forward, *simulation.backward) if step.call is not None]
+    return sum(call.seconds for call in (*calls, *simulation.sums(program, scattered=True).calls))
+
+
+def on_ranks(found: Allocation, ranks: Sequence[int], world_size: int) -> Allocation:
+    """An allocation to some ranks as one to all, the others without samples."""
+
+    def spread(values: Sequence[int]) -> tuple[int, ...]:
+        known = dict(zip(ranks, values))
+        return tuple(known.get(r, 0) for r in range(world_size))
+
+    return replace(
+        found,
+        micro_batch=spread(found.micro_batch),
+        accumulation_steps=spread(found.accumulation_steps),
+        last_micro_batch=spread(found.last_micro_batch),
+    )
+
+
+def rows(allocation: Allocation) -> tuple[MicroBatch, ...]:
+    parts = zip(allocation.micro_batch, allocation.accumulation_steps, allocation.last_micro_batch)
+    return tuple(MicroBatch(*part) for part in parts)

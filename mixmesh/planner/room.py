@@ -1,0 +1,109 @@
+"""How much of a device's memory samples and owned state may take, of data parallelism in a stage of ZeRO.
+
+At every moment that can be the peak a rank holds
+
+    fixed + m * per_sample + z * owned <= usable
+
+with m the samples of its micro-step and z its share of what owners hold; of the batch it is taken to hold
+its share by speed. Rows are not divided, so that what is planned here is held against the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost.memory import Held
+from ..cost.micro_steps import is_marked
+from ..ir import Program, Ratio, make_ratio
+from ..ratios import usable_bytes
+from ..simulator import Simulation
+from .task import Task
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Bytes per moment of one rank, ``usable`` less what the process takes."""
+
+    fixed: np.ndarray
+    per_sample: np.ndarray
+    owned: np.ndarray
+    usable: float
+
+    def samples(self, share: float) -> float:
+        """The most that fit beside a share of what owners hold; below 0 if not even that fits."""
+        return _least(self.usable - self.fixed - share * self.owned, self.per_sample)
+
+    def share(self, samples: int) -> float:
+        """The most that an owner can hold beside so many samples."""
+        return _least(self.usable - self.fixed - samples * self.per_sample, self.owned)
+
+
+def _least(room: np.ndarray, slope: np.ndarray) -> float:
+    if (room[slope == 0] < 0).any():
+        return -1.0
+    return float((room[slope > 0] / slope[slope > 0]).min(initial=np.inf))
+
+
+class Room:
+    """``owners`` is the name of the ratio of what is owned, None in stage 0."""
+
+    def __init__(
+        self,
+        task: Task,
+        simulation: Simulation,
+        program: Program,
+        ranks: Sequence[int],
+        owners: str | None,
+        held: Held,
+        headroom: float,
+    ) -> None:
+        self.task, self.ranks, self.owned = task, ranks, owners is not None
+        shares = task.shares(tuple(ranks))
+        by_kind: dict[tuple, _Moments] = {}
+        self.moments: dict[int, _Moments] = {}
+        for r in ranks:
+            device = task.costs.cluster.devices[r]
+            usable = usable_bytes(task.costs, r, headroom) - task.costs.memory_constant_bytes(r)
+            key = (device.kind, usable, shares[r])
+            if key not in by_kind:
+                memory = simulation.memory.of(program, device.kind, held)
+                terms = np.zeros((3, len(memory.cuts)))
+                for n, (size, _, ratio) in enumerate(memory.cuts):
+                    if not size:
+                        terms[0, n] = 1.0
+                    elif ratio == owners:
+                        terms[2, n] = 1.0
+                    elif is_marked(ratio) or simulation.samples is None:
+                        terms[1, n] = 1 / task.batch
+                    else:
+                        terms[0, n] = shares[r]
+                by_kind[key] = _Moments(*(memory.highest @ term for term in terms), usable)
+            self.moments[r] = by_kind[key]
+
+    def largest(self, reserve: float) -> dict[int, int]:
+        """The largest micro-batch of every rank beside that part of all that it could own; 0 if none fits."""
+        out = {}
+        for r, moments in self.moments.items():
+            share = reserve * min(max(moments.share(0), 0.0), 1.0) if self.owned else 0.0
+            # rounding must not cost a sample that fits exactly
+            out[r] = int(min(max(moments.samples(share) + 1e-9, 0), self.task.batch))
+        return out
+
+    def owners(self, samples: Sequence[int]) -> Ratio | None:
+        """Shares beside micro-batches of so many samples: in proportion to the speed of the optimizer, as far
+        as each rank has the memory; None if that is too little."""
+        able = [r for r in self.ranks if samples[r]]
+        most = {r: min(self.moments[r].share(samples[r]), 1.0) for r in able}
+        if sum(most.values()) < 1:
+            return None
+        speed = {r: 1 / max(self.task.costs.optimizer_s(r, 1.0), 1e-30) for r in able}
+        shares: dict[int, float] = {}
+        while len(shares) < len(able):
+            open_ = [r for r in able if r not in shares]
+            level = (1 - sum(shares.values())) / sum(speed[r] for r in open_)
+            full = [r for r in open_ if level * speed[r] > most[r]]
+            shares |= {r: most[r] for r in full} if full else {r: level * speed[r] for r in open_}
+        return make_ratio([max(shares.get(r, 0.0), 0.0) for r in range(self.task.world_size)])
