@@ -28,6 +28,7 @@ from .strategy import Group, Grouping, Value
 
 NUM_GROUPS = 40
 IMBALANCE = 5.0  # of METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
+LEAST_OPERATORS = 4  # of a part, on average
 
 Affine = tuple[float, float]  # fixed seconds, and those of the whole batch beside them
 
@@ -137,7 +138,10 @@ def _spans(steps: list[Node], runs, count: int) -> Iterator[tuple[tuple, int, in
 
 
 def partition(piece: _Piece, parts: int) -> Sequence[int]:
-    """METIS: vertices weigh the root of their microseconds, edges their bytes."""
+    """METIS: vertices weigh the root of their microseconds, edges their bytes. Parts of very few operators
+    are none that METIS finds; there, the most expensive are the centres."""
+    if piece.count < LEAST_OPERATORS * parts:
+        return centres(piece, parts)
     size: dict[tuple[int, int], int] = {}
     for a, b, size_bytes in piece.edges:
         for pair in ((a, b), (b, a)):

@@ -121,7 +121,7 @@ class _Lowering:
         computations = [i for i in self.source.instructions if not (i.is_leaf or i.is_redistribution)]
         for i in computations:
             self.home.update((r, self.placed_of(i)) for r in i.results if r is not None)
-        self.needs = self._leaf_needs(computations)
+        self.needs = self._needs(computations)
         for name, leaf in self.leaves.items():
             if leaf.op == "param" and name not in self.needs:
                 # no operator uses it
@@ -142,6 +142,10 @@ class _Lowering:
             if name is not None:
                 self._hold(name, name, t.placement, ratio)
         self.out.append(replace(i, types=types, args=args, kwargs=kwargs))
+        for name in i.results:
+            # on its way as soon as it is there, awaited where it is used
+            for placement, placed in self.needs.get(name, {}).values():
+                self._need(name, placement, placed.ratio)
 
     def placed_of(self, i: Instruction) -> Placed:
         name = next((r for r in i.results if r is not None), "")
@@ -149,10 +153,9 @@ class _Lowering:
 
     def _updated(self, i: Instruction) -> Ratio:
         """A buffer is updated by whoever reads it."""
-        for name, needed in self.needs.items():
-            leaf = self.leaves[name]
-            if leaf.op == "buffer" and leaf.args == i.args[:1]:
-                return self._over(needed.values())
+        for name, leaf in self.leaves.items():
+            if leaf.op == "buffer" and leaf.args == i.args[:1] and name in self.needs:
+                return self._over(self.needs[name].values())
         return self.common
 
     def _over(self, needed: Iterable[tuple[Placement, Placed]]) -> Ratio:
@@ -162,15 +165,15 @@ class _Lowering:
             return ratios.pop()
         return even_over({r for ratio in ratios for r in support(ratio)}, self.source.world_size)
 
-    def _leaf_needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
+    def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
+        """By value, how and by whom it is needed."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
             placed = self.placed_of(i)
             for name in i.inputs:
-                value = self.value_of[name]
-                if value in self.leaves:
-                    placement = self.source.types[name].placement
-                    needs.setdefault(value, {})[key_of(placement, placed.ratio)] = (placement, placed)
+                placement = self.source.types[name].placement
+                key = key_of(placement, placed.ratio)
+                needs.setdefault(self.value_of[name], {})[key] = (placement, placed)
         return needs
 
     def need(self, name: str, ratio: Ratio) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from ..ir import support
+from ..ir import make_ratio, support
 from ..placement import Action, Estimate, Estimator, Placed, Space, make_grouping
 from ..ratios import usable_bytes
+from .polish import whole_counts
 from .task import HEADROOM, Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
@@ -104,12 +105,14 @@ def by_memory(
 
 
 def placed(task: Task) -> Iterator[Proposal]:
-    """The best strategies that a local search finds, and its seeds' best."""
+    """The best strategies that a local search finds."""
     space = space_of(task)
     task.progress("planning: placed, local search")
     with task.timed("placement"):
         found = local_search(task, space)
-    for strategy in found.best(JUDGED):
+    # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
+    alike = min(dict.fromkeys(uniform(space)), key=found.key)
+    for strategy in dict.fromkeys((*found.best(JUDGED), alike)):
         yield judged(task, "placed", space, strategy)
 
 
@@ -144,25 +147,31 @@ def local_search(
     max_s: float = MAX_S,
     seed: int = 0,
 ) -> LocalSearch:
-    """Changes runs of groups of the best strategy, while that makes it better by estimate.
-
-    It begins with the best of data parallelism, single devices, contiguous cuts and ``seeds``. A move gives
-    some groups that follow each other one choice of the space, mostly one that is in use already.
-    """
+    """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
+    the best of data parallelism, single devices, contiguous cuts and ``seeds``."""
     usable = [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
     found = LocalSearch(space, Estimator(space, task.optimizer_states), usable)
-    started = time.perf_counter()
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
         found.key(strategy)
-    draw = random.Random(seed)
+    climb(found, (replaced, replaced, shifted), max_evaluations, max_s, random.Random(seed))
+    return found
+
+
+Move = Callable[[Space, Strategy, random.Random], Strategy]
+
+
+def climb(
+    found: LocalSearch, moves: Sequence[Move], max_evaluations: int, max_s: float, draw: random.Random
+) -> None:
+    """Moves drawn by chance from the best, each kept if it makes the strategy better."""
+    started = time.perf_counter()
     (best,) = found.best(1)
-    while len(found.seen) < max_evaluations and time.perf_counter() - started < max_s:
-        other = moved(space, best, draw)
+    for _ in range(max_evaluations):
+        if time.perf_counter() - started > max_s:
+            break
+        other = draw.choice(moves)(found.space, best, draw)
         if found.key(other) < found.key(best):
             best = other
-        elif other == best:
-            max_evaluations -= 1  # nothing new: an end must come where all is known
-    return found
 
 
 def uniform(space: Space) -> Iterator[Strategy]:
@@ -181,15 +190,25 @@ def fitted(space: Space, k: int, placed: Placed) -> Placed:
     return Placed(placed.ratio, "ps", space.root(support(placed.ratio), k))
 
 
-def moved(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
-    """Some groups that follow each other with one other choice."""
+def replaced(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
+    """Some groups that follow each other with one other choice, of the space or in use already."""
     first = draw.randrange(len(strategy))
     last = min(len(strategy), first + draw.randint(1, LONGEST))
-    if draw.random() < 0.5:
-        new = strategy[draw.randrange(len(strategy))]
-    else:
-        new = draw.choice(space.actions(first)).placed
+    new = draw.choice((draw.choice(strategy), draw.choice(space.actions(first)).placed))
     return tuple(fitted(space, k, new) if first <= k < last else kept for k, kept in enumerate(strategy))
+
+
+def shifted(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
+    """A sample from one rank to another, in all groups of one ratio."""
+    ratio = draw.choice(strategy).ratio
+    counts = list(whole_counts(ratio, space.batch))
+    giver, taker = draw.choice(support(ratio)), draw.choice(support(ratio))
+    if counts[giver] < 2:
+        return strategy
+    counts[giver] -= 1
+    counts[taker] += 1
+    other = make_ratio(counts)
+    return tuple(replace(p, ratio=other) if p.ratio == ratio else p for p in strategy)
 
 
 def _placed(strategy: Sequence[Action | Placed]) -> Strategy:

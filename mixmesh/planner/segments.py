@@ -1,0 +1,114 @@
+"""A ratio per segment of the model (HAP, EuroSys'24, section 5.2): devices whose speeds differ from one
+operator to the next get other shares where others are spent.
+
+A segment is some groups that follow each other, with the shares at which its own work ends everywhere at
+once. Between two segments samples change their ranks. Where to cut is found by dynamic programming over
+estimates; the simulator says whether it pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cost.placed import Exchange, sent_between
+from ..ir import Ratio, make_ratio
+from ..placement import Placed, Space
+from .placed import judged, space_of
+from .polish import whole_counts
+from .task import Proposal, Task
+
+MAX_SEGMENTS = 4
+MAX_BORDERS = 24  # places where a segment may end: those that the fewest bytes cross
+
+
+def segments(task: Task) -> Iterator[Proposal]:
+    """Data parallelism with one ratio, and with two to four."""
+    space = space_of(task)
+    strategies: dict[tuple[Placed, ...], None] = {}
+    with task.timed("ratios"):
+        for last in Chain(space).cheapest(MAX_SEGMENTS):
+            strategies[tuple(map(Placed, last.spread(space.batch)))] = None
+    for strategy in strategies:
+        task.progress(f"planning: segments, {len(set(strategy))}")
+        yield judged(task, "segments", space, strategy)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Groups from ``start`` to ``stop`` under a ratio; ``seconds`` of it and all before it, with moves."""
+
+    start: int
+    stop: int
+    ratio: Ratio
+    seconds: float
+    before: Segment | None = None
+
+    def spread(self, batch: int) -> list[Ratio]:
+        """The ratio of each group up to the end of this segment, in whole samples."""
+        mine = [make_ratio(whole_counts(self.ratio, batch))] * (self.stop - self.start)
+        return [*(self.before.spread(batch) if self.before else ()), *mine]
+
+
+class Chain:
+    """The groups of a space in their order, as prefix sums of fixed and per-share seconds per device."""
+
+    def __init__(self, space: Space) -> None:
+        self.space, self.costs = space, space.costs
+        class_of = self.costs.class_of
+        lines = [[np.add(g.forward[c], g.backward[c]) for c in class_of] for g in space.groups]
+        self.sums = np.concatenate([np.zeros((1, len(class_of), 2)), np.cumsum(lines, axis=0)])
+        crossing = np.zeros(len(space.groups) + 1)  # bytes, there and back, that pass each border
+        for v in space.grouping.values:
+            crossing[v.source + 1 : max(v.targets) + 1] += v.size_bytes * (1 + v.gradient)
+        self.crossing = crossing
+        # groups end where few bytes cross
+        inner = sorted(range(1, len(space.groups)), key=lambda n: crossing[n])[: MAX_BORDERS - 1]
+        self.borders = (*sorted(inner), len(space.groups))
+        self.ranks = tuple(range(len(class_of)))
+        self._segments: dict[tuple[int, int], tuple[Ratio, float]] = {}
+
+    def cheapest(self, most: int) -> Iterator[Segment]:
+        """The last segment of the cheapest chain of one, of two, up to ``most``."""
+        ends = {(0, stop): self._segment(0, stop, None) for stop in self.borders}
+        for count in range(most):
+            if count:
+                longer: dict[tuple[int, int], Segment] = {}
+                for (_, at), before in ends.items():
+                    for stop in self.borders:
+                        if stop > at:
+                            made = self._segment(at, stop, before)
+                            if (at, stop) not in longer or made.seconds < longer[at, stop].seconds:
+                                longer[at, stop] = made
+                ends = longer
+            whole = [s for (_, stop), s in ends.items() if stop == self.borders[-1]]
+            if whole:
+                yield min(whole, key=lambda s: s.seconds)
+
+    def _segment(self, start: int, stop: int, before: Segment | None) -> Segment:
+        if (start, stop) not in self._segments:
+            fixed, slope = (self.sums[stop] - self.sums[start]).T
+            self._segments[start, stop] = balanced(fixed, slope)
+        ratio, seconds = self._segments[start, stop]
+        if before is not None:
+            sent = sent_between(before.ratio, ratio)
+            size = round(self.crossing[start])
+            seconds += before.seconds + Exchange("all_to_all", size, self.ranks, sent).seconds(self.costs)
+        return Segment(start, stop, ratio, seconds, before)
+
+
+def balanced(fixed: np.ndarray, slope: np.ndarray) -> tuple[Ratio, float]:
+    """Shares ``r`` at which ``max over j of fixed_j + slope_j r_j`` is least, the sum of ``r`` being 1, and
+    that maximum: the LP of one stage, in closed form. Who is not done with nothing by then has no share."""
+    order = np.argsort(fixed)
+    slope = np.maximum(slope, 1e-12)
+    for count in range(len(order), 0, -1):
+        ranks = order[:count]
+        least = (1 + (fixed[ranks] / slope[ranks]).sum()) / (1 / slope[ranks]).sum()
+        if least > fixed[ranks].max() or count == 1:
+            break
+    shares = np.zeros(len(fixed))
+    shares[ranks] = (least - fixed[ranks]) / slope[ranks]
+    return make_ratio(np.maximum(shares, 0.0)), float(least)
