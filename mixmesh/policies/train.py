@@ -33,7 +33,7 @@ from .seeds import judged_seeds
 from .tag import Policy, TagPriors
 
 HEADROOM = 0.05  # of memory, as in planning
-MODELS = 60  # each is used with many clusters
+MODELS = 30  # each is used with many clusters
 PLAYOUTS = 800  # for each choice of a game
 CHOICES = 4  # made in a game
 ENOUGH = 100  # visits that make a state worth learning from
@@ -119,7 +119,7 @@ def measured(policy: Policy, samples: list[HeteroData]) -> str:
 
 def main(
     out: Annotated[Path, typer.Option("--out", help="Where the weights go.")],
-    games: Annotated[int, typer.Option("--games", help="In each round.")] = 500,
+    games: Annotated[int, typer.Option("--games", help="In each round.")] = 150,
     rounds: Annotated[int, typer.Option("--rounds")] = 2,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import JobError
 from ..job import WORKLOAD, Job
-from . import images, language
+from . import convolutional, images, language
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,12 @@ WORKLOADS: dict[str, Workload] = {
     ),
     "bert-large": Workload(language.bert_large, 340, 1e6, "Devlin et al., 2019"),
     "bert-large-48": Workload(language.bert_large_48, 640, 1e6, "HeteroG's depth; our own count"),
+    "vgg19-224": Workload(convolutional.vgg19_224, 143.7, 1e6, "Simonyan and Zisserman, 2015"),
+    "resnet200": Workload(convolutional.resnet200, 64.7, 1e6, "He et al., 2016b"),
+    "inception-v3": Workload(convolutional.inception_v3, 23.8, 1e6, "Szegedy et al., 2016; one head"),
+    "mobilenet-v2": Workload(convolutional.mobilenet_v2, 3.5, 1e6, "Sandler et al., 2018"),
+    "nasnet": Workload(convolutional.nasnet, 5.3, 1e6, "Zoph et al., 2018, 4 @ 1056"),
+    "xlnet-large": Workload(language.xlnet_large, 361, 1e6, "Yang et al., 2019; the content stream"),
     "llama-0.5b": Workload(language.llama_05b, 500, 1e6, "Poplar (AAAI'25)"),
     "llama-1.1b": Workload(language.llama_11b, 1100, 1e6, "Poplar (AAAI'25)"),
 }

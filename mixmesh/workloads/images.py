@@ -25,9 +25,9 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(self.features(images)), labels)
 
 
-def _job(model: nn.Module, global_batch: int, side: int = 32) -> Job:
+def _job(model: nn.Module, global_batch: int, side: int = 32, classes: int = CLASSES) -> Job:
     images = torch.randn(global_batch, 3, side, side)
-    return Job(model, {"images": images, "labels": torch.randint(CLASSES, (global_batch,))}, optimizer=adam)
+    return Job(model, {"images": images, "labels": torch.randint(classes, (global_batch,))}, optimizer=adam)
 
 
 class Widen(nn.Module):
@@ -97,11 +97,15 @@ class Bottleneck(nn.Module):
 
 def resnet50(global_batch: int) -> Job:
     """ResNet-50 (He et al., 2016), 3 x 224 x 224, 1000 classes."""
+    return _resnet(global_batch, (3, 4, 6, 3))
+
+
+def _resnet(global_batch: int, stages: tuple[int, ...]) -> Job:
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, padding=3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
     ]  # fmt: skip
     channels = 64
-    for stage, blocks in enumerate((3, 4, 6, 3)):
+    for stage, blocks in enumerate(stages):
         for n in range(blocks):
             layers.append(Bottleneck(channels, 64 << stage, 2 if stage and n == 0 else 1))
             channels = 4 * (64 << stage)

@@ -80,6 +80,72 @@ def transformer(global_batch: int) -> Job:
     return _job(LanguageModel(blocks, words=32_000, seq=10, width=512), global_batch, 10, 32_000)
 
 
+class RelativeAttention(nn.Module):
+    """Scores by content and by distance (Transformer-XL: Dai et al., 2019), as XLNet has them."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads, self.head_width = heads, width // heads
+        self.query, self.key, self.value, self.distance, self.out = (
+            nn.Linear(width, width, bias=False) for _ in range(5)
+        )
+        self.content_bias = nn.Parameter(torch.zeros(heads, 1, self.head_width))
+        self.distance_bias = nn.Parameter(torch.zeros(heads, 1, self.head_width))
+
+    def forward(self, x, distances):
+        q, k, v = (
+            proj(x).unflatten(-1, (self.heads, self.head_width)).transpose(1, 2)
+            for proj in (self.query, self.key, self.value)
+        )
+        r = self.distance(distances).unflatten(-1, (self.heads, self.head_width)).transpose(0, 1)
+        content = (q + self.content_bias) @ k.transpose(2, 3)
+        scores = content + self.shift((q + self.distance_bias) @ r.transpose(1, 2))
+        return self.out(join_heads((scores * self.head_width**-0.5).softmax(-1) @ v))
+
+    def shift(self, scores):
+        """[batch, heads, tokens, 2 * tokens] by distance to [batch, heads, tokens, tokens] by key."""
+        tokens, width = scores.shape[2:]
+        rows = scores.flatten(2)[:, :, tokens:].unflatten(2, (tokens, width - 1))
+        return rows[:, :, :, :tokens]
+
+
+class XlnetLayer(nn.Module):
+    def __init__(self, width: int, heads: int, hidden: int):
+        super().__init__()
+        self.attention = RelativeAttention(width, heads)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x, distances):
+        x = self.norm1(x + self.attention(x, distances))
+        return self.norm2(x + self.down(F.gelu(self.up(x))))
+
+
+class Xlnet(nn.Module):
+    """The content stream of XLNet (Yang et al., 2019): what is fine-tuned."""
+
+    def __init__(self, *, words: int, seq: int, width: int, heads: int, layers: int):
+        super().__init__()
+        self.tokens = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(XlnetLayer(width, heads, 4 * width) for _ in range(layers))
+        self.head = nn.Linear(width, words)
+        self.head.weight = self.tokens.weight
+        angles = torch.outer(torch.arange(seq, -seq, -1.0), 10_000.0 ** (-torch.arange(0, width, 2) / width))
+        self.register_buffer("distances", torch.cat([angles.sin(), angles.cos()], 1), persistent=False)
+
+    def forward(self, tokens, targets):
+        x = self.tokens(tokens)
+        for layer in self.layers:
+            x = layer(x, self.distances)
+        return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def xlnet_large(global_batch: int) -> Job:
+    """XLNet-large: 24 layers of 1024; sequences of 128, our own choice."""
+    model = Xlnet(words=32_000, seq=128, width=1024, heads=16, layers=24)
+    return _job(model, global_batch, 128, 32_000)
+
+
 class LlamaBlock(nn.Module):
     """RMS norms, rotary positions, grouped keys, a gated feed-forward; no biases."""
 
