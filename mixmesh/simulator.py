@@ -410,6 +410,7 @@ class _Backward(_Order):
         again = self._repeated()
         moved = self._moved()
         self.returning: set[str] = set()  # what goes back to a place that is still to come
+        self.gathered: set[str] = set()  # factors
         coming: set[str] = set()
         for n in range(len(program.instructions), -1, -1):
             i = program.instructions[n] if n < len(program.instructions) else None
@@ -476,11 +477,14 @@ class _Backward(_Order):
         if not is_factored(i) or len(ranks := program.participants(i.type)) < 2:
             return
         name = factors_name(i.result)
-        has_weight = i.inputs[1] in program.requires_grad
-        factors = [i.type, program.types[i.inputs[0]]][: 1 + has_weight]
-        for k, factor in enumerate(factors):
-            product = (self.sheet.factor_work_of[n], product_name(i.result)) if k else (-1, name)
-            self.start(name, Exchange("all_gather", factor.value.size_bytes, ranks), taken_in=product)
+        product = (self.sheet.factor_work_of[n], product_name(i.result))
+        needed = [i.type]
+        if i.inputs[1] in program.requires_grad and i.inputs[0] not in self.gathered:
+            self.gathered.add(i.inputs[0])  # by the first product that needs it, for all of them
+            needed.append(program.types[i.inputs[0]])
+        for k, factor in enumerate(needed, 1):
+            last = product if k == len(needed) and i.inputs[1] in program.requires_grad else (-1, name)
+            self.start(name, Exchange("all_gather", factor.value.size_bytes, ranks), taken_in=last)
 
 
 KEEPS_NO_PARAMETER = VIEWS | {"aten.add.Tensor", "aten.sub.Tensor", "aten._to_copy", "aten.embedding"}

@@ -17,6 +17,7 @@ from torch import nn
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
+from mixmesh.factors import factorable, with_factors
 from mixmesh.ir import make_ratio, parse_program
 from mixmesh.runtime import collectives, gradients, parallel, sfb
 from mixmesh.runtime.parallel import parallelize
@@ -92,6 +93,7 @@ def attention_programs() -> dict[str, str]:
         "attention data parallel": spread,
         "attention buckets": with_buckets(spread, 1000),
         "attention fsdp": fully_sharded(spread),
+        "attention factors": with_factors(spread, frozenset(factorable(spread))),
     }
     for price in (0.0, 1.0, 30.0):
         problem = Problem(graph, COSTS, ratio, prices=Prices(gradient_sync=price))

@@ -24,7 +24,7 @@ from .random import RandomPolicy
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
-from .sfb import is_sfb, sfb_op, wait_now
+from .sfb import Factors, is_sfb, sfb_op, wait_now
 from .window import Window, local_move
 
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
@@ -112,6 +112,7 @@ class _Writer:
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
+        self.factors = Factors()
         self.held: set[str] = set()
         self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
         self.reshard = reshard_points(program)
@@ -194,7 +195,7 @@ class _Writer:
         if i.op == "aten.native_dropout" and not self.training:
             self.bound[f"op{n}"] = _PASS[len(i.results)]
         elif is_sfb(i):
-            self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now)
+            self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now, self.factors)
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
         used = [(r is not None) for r in i.results]

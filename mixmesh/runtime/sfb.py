@@ -8,6 +8,7 @@ the gradient of its weight is R: it is in no bucket.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -38,10 +39,42 @@ def summed_by_sfb(program: Program, param: str) -> bool:
     return bool(by_sfb)
 
 
-def sfb_op(program: Program, i: Instruction, comm: Comm, sink) -> Callable[..., tuple[Tensor]]:
+class Factor:
+    """A factor that ``users`` products of one backward pass need; the first one gathers it."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self._handle: Handle | None = None
+
+    def gather(self, start: Callable[[], Handle]) -> Handle:
+        handle = self._handle or start()
+        self.users -= 1
+        self._handle = handle if self.users else None
+        return handle
+
+
+class Factors:
+    """The factors of the forward pass that is running, by the tensor itself."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[weakref.ref[Tensor], weakref.ref[Factor]]] = {}
+
+    def of(self, name: str, x: Tensor) -> Factor:
+        tensor, factor = (ref() for ref in self._known[name]) if name in self._known else (None, None)
+        if tensor is not x or factor is None:
+            factor = Factor()
+            self._known[name] = weakref.ref(x), weakref.ref(factor)
+        factor.users += 1
+        return factor
+
+
+def sfb_op(
+    program: Program, i: Instruction, comm: Comm, sink, factors: Factors
+) -> Callable[..., tuple[Tensor]]:
     """The local operator of an ``aten.linear`` with ``sfb``: x S(dim) of a batch dim, weight and bias R.
 
-    It takes the list of tokens that go into the loss before its inputs (see ``redistribute``).
+    It takes the list of tokens that go into the loss before its inputs (see ``redistribute``). ``factors``
+    are those of the program.
     """
     x_type, *others = (program.types[name] for name in i.inputs)
     x = layout(program, x_type)
@@ -64,7 +97,8 @@ def sfb_op(program: Program, i: Instruction, comm: Comm, sink) -> Callable[..., 
         # the parameters go around autograd: their gradients arrive later, through the sink
         needs_grad = weight.requires_grad or (bias is not None and bias.requires_grad)
         anchor = torch.empty(0, device=x_local.device, requires_grad=needs_grad)
-        y, token = _Sfb.apply(anchor, x_local, (weight, bias), channel, x, sink)
+        factor = factors.of(i.inputs[0], x_local) if weight.requires_grad else None
+        y, token = _Sfb.apply(anchor, x_local, (weight, bias), channel, x, sink, factor)
         tokens.append(token)
         return (y,)
 
@@ -73,10 +107,10 @@ def sfb_op(program: Program, i: Instruction, comm: Comm, sink) -> Callable[..., 
 
 class _Sfb(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, x: Tensor, params, channel: Channel, held: Layout, sink):
+    def forward(ctx, anchor, x: Tensor, params, channel: Channel, held: Layout, sink, factor: Factor | None):
         weight, bias = params
         ctx.save_for_backward(x)
-        ctx.params, ctx.channel, ctx.held, ctx.sink = params, channel, held, sink
+        ctx.params, ctx.channel, ctx.held, ctx.sink, ctx.factor = params, channel, held, sink, factor
         y = torch.nn.functional.linear(x, weight.detach(), None if bias is None else bias.detach())
         return y, anchor.new_empty(0)
 
@@ -87,13 +121,15 @@ class _Sfb(torch.autograd.Function):
         sizes = [ctx.held.sizes[rank] for rank in ctx.channel.ranks]
         whole_gy = all_gather(ctx.channel, gy, sizes, ctx.held.dim, async_op=True)
         if weight.requires_grad:
-            whole_x = all_gather(ctx.channel, x, sizes, ctx.held.dim, async_op=True)
+            whole_x = ctx.factor.gather(
+                lambda: all_gather(ctx.channel, x, sizes, ctx.held.dim, async_op=True)
+            )
             gathered = sum(sizes) * (gy.nbytes + x.nbytes) // max(ctx.held.sizes[ctx.channel.comm.rank], 1)
             ctx.sink(weight, then(_weight_gradient, whole_gy, whole_x), gathered)
         if bias is not None and bias.requires_grad:
             ctx.sink(bias, then(lambda g: g.flatten(0, -2).sum(0), whole_gy), 0)
         gx = gy @ weight.detach() if ctx.needs_input_grad[1] else None
-        return None, gx, None, None, None, None
+        return None, gx, None, None, None, None, None
 
 
 def _weight_gradient(gy: Tensor, x: Tensor) -> Tensor:
