@@ -77,4 +77,5 @@ def simulate(
     from .simulator import simulate as run
 
     check_plan(plan, cluster)
-    return run(plan.program, CostModel(cluster, load_profile(profile)), events=events)
+    costs = CostModel(cluster, load_profile(profile))
+    return run(plan.program, costs, micro_batches=plan.micro_batches, events=events)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from .check import check_plan, check_program
 from .ir import REPLICATE, DType, Graph, Instruction, Program, TensorType, ValueType
-from .plan_file import Plan
+from .plan_file import MicroBatch, Plan
 from .rules import RULES
-from .runtime.interpret import interpret
+from .runtime.interpret_micro_steps import interpret_step
 from .runtime.random import RandomPolicy
 from .trace import TORCH_DTYPE, Traced, trace
 from .trace.capture import Batch, loss_of
@@ -79,13 +79,14 @@ def verify(
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compares the loss, every gradient and every updated buffer of one step, and the losses of
-    ``steps`` steps of ``optimizer`` (plain SGD if there is none). ``model`` is left as it is; ``where``
-    names the plan's file in errors.
+    ``steps`` steps of ``optimizer`` (plain SGD if there is none), in the micro-steps of the plan. ``model``
+    is left as it is; ``where`` names the plan's file in errors.
 
     Raises VerificationError for a program that is not valid, PlanError for a plan of another model.
     """
     say = progress or (lambda text: None)
     program = plan if isinstance(plan, Program) else plan.program
+    micro_batches = None if isinstance(plan, Program) else plan.micro_batches
     if traced is None:
         say("tracing the model")
         traced = trace(model, batch)
@@ -104,12 +105,12 @@ def verify(
         reference = _run_program(whole, tensors, inputs, optimizer, steps)
     else:
         reference = _run_module(model, flat, optimizer, steps)
-    own = _compare(_run_program(program, tensors, inputs, optimizer, steps), reference)
+    own = _compare(_run_program(program, tensors, inputs, optimizer, steps, micro_batches), reference)
     say("running in float64")
     with _default_dtype(torch.float64):
         wide, wide_inputs = _widened(tensors), _widened(inputs)
         wide_reference = _run_program(in_float64(whole), wide, wide_inputs, optimizer, steps)
-        wide_own = _run_program(in_float64(program), wide, wide_inputs, optimizer, steps)
+        wide_own = _run_program(in_float64(program), wide, wide_inputs, optimizer, steps, micro_batches)
         exact = _compare(wide_own, wide_reference)
     # random numbers are drawn in the dtype of the run, so only without them do the two compare
     rounding = None
@@ -227,6 +228,7 @@ def _run_program(
     inputs: Mapping[str, Tensor],
     optimizer: OptimizerOf,
     steps: int,
+    micro_batches: tuple[MicroBatch, ...] | None = None,
 ) -> _Outcome:
     trainable = {
         i.args[0] for i in program.instructions if i.op == "param" and dict(i.kwargs).get("trainable", True)
@@ -238,7 +240,7 @@ def _run_program(
     losses, first = [], None
     for step in range(steps):
         random.step += 1
-        out = interpret(program, own, inputs, random=random)
+        out = interpret_step(program, micro_batches, own, inputs, random=random)
         losses.append(out.loss.item())
         if step and step == steps - 1:
             break

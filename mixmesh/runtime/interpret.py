@@ -7,7 +7,7 @@ multi-process runtime is held against.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +17,22 @@ from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorT
 from ..trace.dtypes import TORCH_DTYPE
 from .local import local_op
 from .random import RandomPolicy
+from .window import Window, local_move
 
 Values = list[Tensor | None]  # one per rank; None where the rank takes no part
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` is the global loss with its graph; ``buffers`` the new values of updated buffers."""
+    """``loss`` is the global loss with its graph; ``updates`` what updated buffers become, on every rank."""
 
     loss: Tensor
-    buffers: dict[str, Tensor]
+    updates: dict[str, Values]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """New values of updated buffers, which are whole."""
+        return {name: next(v for v in values if v is not None) for name, values in self.updates.items()}
 
 
 def interpret(
@@ -35,33 +41,42 @@ def interpret(
     batch: Mapping[str, Tensor],
     *,
     random: RandomPolicy | None = None,
+    windows: Sequence[Window] | None = None,
+    given: Mapping[str, Values] | None = None,
 ) -> Outcome:
     """Runs a program. ``tensors`` holds whole parameters and buffers by name, ``batch`` whole inputs.
 
-    ``loss.backward()`` then leaves whole gradients in the parameters, for any placement of them.
+    ``loss.backward()`` then leaves whole gradients in the parameters, for any placement of them. In a
+    micro-step ranks see their ``windows``, and what is ``given`` by name is an input that each has already.
     """
     random = random or RandomPolicy(exact=True)
     env: dict[str, Values] = {}
-    buffers: dict[str, Tensor] = {}
+    updates: dict[str, Values] = {}
+    given = given or {}
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     for n, i in enumerate(program.instructions):
         if i.op == "update":
-            values = env[i.inputs[0]]
-            buffers[i.args[0]] = next(v for v in values if v is not None).detach()
+            updates[i.args[0]] = [None if v is None else v.detach() for v in env[i.inputs[0]]]
+        elif i.is_leaf and i.args[0] in given:
+            env[i.result] = given[i.args[0]]
         elif i.is_leaf:
             whole = leaf_value(i, tensors, batch, device)
             env[i.result] = cut(whole, i.type, program)
+            if windows is not None and i.op == "input" and i.result in windows[0].samples.values:
+                env[i.result] = cut_by_windows(whole, i.type, program, windows)
         elif i.is_redistribution:
-            env[i.result] = redistribute(env[i.inputs[0]], program.types[i.inputs[0]], i.type, program)
+            moved = None if windows is None else move_in_windows(program, i, env[i.inputs[0]], windows)
+            source = program.types[i.inputs[0]]
+            env[i.result] = moved or redistribute(env[i.inputs[0]], source, i.type, program)
         else:
-            run_everywhere(program, i, env, device, random)
+            run_everywhere(program, i, env, device, random, windows)
         for name in i.inputs:
             if last_use[name] == n and name != program.loss:
                 env.pop(name, None)
     held = [v for v in env[program.loss] if v is not None]
     partial = isinstance(program.types[program.loss].placement, Partial)
-    return Outcome(sum(held[1:], held[0]) if partial else held[0], buffers)
+    return Outcome(sum(held[1:], held[0]) if partial else held[0], updates)
 
 
 def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
@@ -71,14 +86,33 @@ def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
     return (batch if i.op == "input" else tensors)[i.args[0]]
 
 
-def run_everywhere(program: Program, i: Instruction, env, device, random) -> None:
+def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequence[Window]) -> Values:
+    """Of an input every rank's samples of a micro-step."""
+    ranks, dim = set(program.participants(t)), t.placement.dim
+    pieces = [whole.narrow(dim, w.start(t), w.length(t)) for w in windows]
+    return [p if rank in ranks else None for rank, p in enumerate(pieces)]
+
+
+def move_in_windows(
+    program: Program, i: Instruction, values: Values, windows: Sequence[Window]
+) -> Values | None:
+    """A redistribution that moves nothing, as micro-steps see it; None for one that is as ever."""
+    moves = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
+    if moves[0] is None:
+        return None
+    ranks = set(program.participants(i.type))
+    return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
+
+
+def run_everywhere(program: Program, i: Instruction, env, device, random, windows=None) -> None:
     taking_part = set(program.participants(i.types[0]))
     per_rank = []
     for rank in range(program.world_size):
         if rank not in taking_part:
             per_rank.append((None,) * len(i.results))
             continue
-        run = local_op(program, i, rank, device, random)
+        window = None if windows is None else windows[rank]
+        run = local_op(program, i, rank, device, random if window is None else window.place, window)
         per_rank.append(run(*(env[name][rank] for name in i.inputs)))
     for index, name in enumerate(i.results):
         if name is not None:

@@ -1,0 +1,51 @@
+"""A plan's micro-steps with all ranks in one process: what accumulation means (see ``interpret``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..ir import Program, Samples, micro_step_program, once_program, samples_of, shard_offsets
+from ..plan_file import MicroBatch, Schedule, accumulates, schedule
+from .interpret import Outcome, interpret
+from .random import RandomPolicy
+from .window import Window
+
+
+def interpret_step(
+    program: Program,
+    micro_batches: tuple[MicroBatch, ...] | None,
+    tensors: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    *,
+    random: RandomPolicy,
+) -> Outcome:
+    """As ``interpret``; the loss is that of all micro-steps together.
+
+    Raises PlanError if the program cannot run in micro-steps.
+    """
+    if not accumulates(micro_batches):
+        return interpret(program, tensors, batch, random=random)
+    samples = samples_of(program)
+    planned = schedule(program, micro_batches, samples)
+    once, step = once_program(program, samples), micro_step_program(program, samples)
+    given = {} if once is None else interpret(once, tensors, batch, random=random).updates
+    outcomes = [
+        interpret(
+            step, tensors, batch, random=random, windows=windows(samples, planned, n, random), given=given
+        )
+        for n in range(max(map(len, planned.sizes)))
+    ]
+    return Outcome(sum(outcome.loss for outcome in outcomes), outcomes[-1].updates)
+
+
+def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:
+    """Of every rank the samples of its micro-step of this number; none where it takes fewer."""
+    out = []
+    for first, sizes in zip(shard_offsets(samples.counts), planned.sizes):
+        place = RandomPolicy(random.seed, exact=random.exact)
+        place.step, place.micro_step = random.step, number
+        place.first_sample = first + sum(sizes[:number])
+        out.append(Window(samples, sizes[number] if number < len(sizes) else 0, place))
+    return out
