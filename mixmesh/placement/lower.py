@@ -143,9 +143,10 @@ class _Lowering:
                 self._hold(name, name, t.placement, ratio)
         self.out.append(replace(i, types=types, args=args, kwargs=kwargs))
         for name in i.results:
-            # on its way as soon as it is there, awaited where it is used
-            for placement, placed in self.needs.get(name, {}).values():
-                self._need(name, placement, placed.ratio)
+            # on its way as soon as it is there, awaited where it is used; for its own group first
+            needed = [(p, placed.ratio) for p, placed in self.needs.get(name, {}).values()]
+            for placement, other in sorted(needed, key=lambda need: need[1] != ratio):
+                self._need(name, placement, other)
 
     def placed_of(self, i: Instruction) -> Placed:
         name = next((r for r in i.results if r is not None), "")
@@ -166,9 +167,11 @@ class _Lowering:
         return even_over({r for ratio in ratios for r in support(ratio)}, self.source.world_size)
 
     def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
-        """By value, how and by whom it is needed."""
+        """By value, how and by which operators it is needed."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
+            if i.op == "update":
+                continue
             placed = self.placed_of(i)
             for name in i.inputs:
                 placement = self.source.types[name].placement

@@ -59,8 +59,10 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
         seen.add(node.op)
         place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
         yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
-    ratio = program.ratios[0][1]
-    idle = [r for r, share in enumerate(ratio) if share == 0]
+    working = {
+        r for i in program.instructions if is_computation(i) for t in i.types for r in program.participants(t)
+    }
+    idle = [r for r in range(program.world_size) if r not in working]
     if idle:
         yield f"ranks {idle} take no part: the step is faster without them"
 

@@ -22,7 +22,9 @@ from .answers import infeasible, notes_of, warnings_of
 from .hap import synthesised
 from .learned import heterog, tag
 from .ordered import ordered
+from .placed import model_parallel, placed
 from .poplar import poplar
+from .segments import segments
 from .task import SEARCH_S, Proposal, Task
 
 # one row per planner: what proposes its programs
@@ -34,6 +36,9 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "hap": synthesised,
     "poplar": poplar,
     "tensor-parallel": simple.tensor_parallel_proportional,
+    "model-parallel": model_parallel,
+    "segments": segments,
+    "placed": placed,
     "heterog": heterog,
     "tag": tag,
 }
@@ -42,7 +47,7 @@ AUTO = (
     *BASELINES,
     "hap",
 )  # what ``auto`` asks, in this order: the baselines are the bar that others must pass
-LAST_RESORT = ("poplar",)  # and what it asks if nothing fits
+LAST_RESORT = ("poplar", "model-parallel")  # and what it asks if nothing fits
 PLANNERS = ("auto", *PROPOSERS)
 COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,6 @@ from .task import HEADROOM, Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
 MAX_EVALUATIONS = 3000
-MAX_S = 10.0
 JUDGED = 6  # strategies that the simulator judges after a search
 LONGEST = 12  # groups that one move of the search changes together
 
@@ -109,7 +109,7 @@ def placed(task: Task) -> Iterator[Proposal]:
     space = space_of(task)
     task.progress("planning: placed, local search")
     with task.timed("placement"):
-        found = local_search(task, space)
+        found = local_search(task, space, max_s=task.search_s)
     # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
     alike = min(dict.fromkeys(uniform(space)), key=found.key)
     for strategy in dict.fromkeys((*found.best(JUDGED), alike)):
@@ -144,7 +144,7 @@ def local_search(
     *,
     seeds: Iterable[Sequence[Action | Placed]] = (),
     max_evaluations: int = MAX_EVALUATIONS,
-    max_s: float = MAX_S,
+    max_s: float = math.inf,
     seed: int = 0,
 ) -> LocalSearch:
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
