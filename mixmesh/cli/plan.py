@@ -10,6 +10,7 @@ import typer
 from ..cluster import Cluster
 from ..ir import print_program
 from ..plan_file import Plan
+from ..zero import zero_stage
 from .output import Json, print_json, seconds, size, table, working
 
 JobName = Annotated[
@@ -96,6 +97,13 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "predicted_step_s": plan.predicted_step_s,
         "predicted_peak_memory_bytes": list(plan.predicted_peak_memory_bytes),
         "planning_s": plan.planning_s,
+        "zero_stage": zero_stage(plan.program),
+        "micro_batches": None
+        if plan.micro_batches is None
+        else [
+            {"micro_batch": m.micro_batch, "accumulation_steps": m.steps, "last_micro_batch": m.last}
+            for m in plan.micro_batches
+        ],
         "ratios": {name: list(ratio) for name, ratio in plan.program.ratios},
         "candidates": [
             {"planner": c.planner, "feasible": c.feasible, "predicted_step_s": c.predicted_step_s}
@@ -116,6 +124,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}",
         *([effort(plan)] if plan.timings_s else []),
+        *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
     ]
     if plan.candidates:
         rows = [
@@ -137,11 +146,16 @@ def effort(plan: Plan) -> str:
 
 
 def ranks(plan: Plan, cluster: Cluster | None) -> str:
-    """One line per rank: its share under every ratio, and its memory."""
+    """One line per rank: its share under every ratio, its micro-steps, and its memory."""
     names = [name for name, _ in plan.program.ratios]
+    if plan.micro_batches is not None:
+        names += ["micro-batch", "accumulation", "last"]
     rows = []
     for rank in range(plan.program.world_size):
         shares = [f"{ratio[rank]:.4f}" for _, ratio in plan.program.ratios]
+        if plan.micro_batches is not None:
+            m = plan.micro_batches[rank]
+            shares += [str(m.micro_batch), str(m.steps), str(m.last)]
         peak = plan.predicted_peak_memory_bytes
         memory = size(peak[rank]) if rank < len(peak) else "-"
         row = [str(rank), *shares, memory]

@@ -55,6 +55,7 @@ def changes(a: Plan, b: Plan) -> list[str]:
         (f"ratio {n}", _shares(a.program.ratio_of.get(n)), _shares(b.program.ratio_of.get(n))) for n in ratios
     ]
     pairs += [
+        ("micro-batches", _micro_batches(a), _micro_batches(b)),
         ("predicted step", seconds(a.predicted_step_s), seconds(b.predicted_step_s)),
         ("predicted memory", _sizes(a), _sizes(b)),
     ]
@@ -66,6 +67,11 @@ def changes(a: Plan, b: Plan) -> list[str]:
 
 def _shares(ratio) -> str:
     return " ".join(f"{share:.4g}" for share in ratio) if ratio else "none"
+
+
+def _micro_batches(plan: Plan) -> str:
+    """Per rank: micro-steps x samples, samples of the last."""
+    return ", ".join(f"{m.steps} x {m.micro_batch}, {m.last}" for m in plan.micro_batches or ()) or "none"
 
 
 def _sizes(plan: Plan) -> str:

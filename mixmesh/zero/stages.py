@@ -21,7 +21,9 @@ from ..ir import (
     Shard,
     TensorType,
     make_ratio,
+    owned_type,
     print_instruction,
+    stage_of,
     support,
 )
 
@@ -74,6 +76,13 @@ def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
             for i in program.instructions
         ),
     )
+
+
+def zero_stage(program: Program) -> int:
+    """The stage that a program is in, 0 if nothing has owners: that of the parameter that is furthest."""
+    stages = [stage_of(i) for i in program.params if owned_type(program, i) is not None]
+    gathered = any(i.op == "all_gather" and i.attr("reshard", False) for i in program.instructions)
+    return 3 if gathered else max(stages, default=0)
 
 
 def _plain(i: Instruction) -> Instruction:
