@@ -1,0 +1,152 @@
+"""Planners of op groups: model parallelism where nothing else fits, a ratio per segment where it pays, and a
+local search that finds what enumeration finds."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mixmesh.api import plan_traced
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.ir import support
+from mixmesh.placement import Space, make_grouping
+from mixmesh.planner.placed import LocalSearch, cuts, local_search, space_of, uniform
+from mixmesh.planner.segments import balanced, segments
+from mixmesh.planner.task import Task
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+
+# one computes fast, the other reads memory fast
+UNLIKE = """
+name = "unlike"
+[[machine]]
+devices = [
+  { name = "products", tflop_per_s = 0.2, memory_gib = 8, memory_gbyte_per_s = 4 },
+  { name = "streams", tflop_per_s = 0.02, memory_gib = 8, memory_gbyte_per_s = 40 },
+]
+link_gbit_per_s = 400
+link_latency_us = 1
+"""
+SMALL = """
+name = "small"
+[network]
+bandwidth_gbit_per_s = 10
+latency_us = 10
+[[machine]]
+devices = [{{ name = "one", tflop_per_s = 1, memory_gib = {0}, memory_gbyte_per_s = 100, count = 2 }}]
+[[machine]]
+devices = [{{ name = "two", tflop_per_s = 0.5, memory_gib = {0}, memory_gbyte_per_s = 50 }}]
+"""
+
+
+class Halves(nn.Module):
+    """Products first, then a long way through memory."""
+
+    def __init__(self, width: int = 256, depth: int = 12) -> None:
+        super().__init__()
+        self.products = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4))
+        self.depth = depth
+
+    def forward(self, x):
+        for layer in self.products:
+            x = layer(x)
+        for _ in range(self.depth):
+            x = (x * 1.01).tanh()
+        return x.square().mean()
+
+
+def task_of(model: nn.Module, batch: dict, cluster: Cluster) -> Task:
+    return Task(trace(model, batch).graph, CostModel(cluster), 2, lambda _: None)
+
+
+def layers(count: int, width: int) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    return Scored(model)
+
+
+class Scored(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x).square().mean()
+
+
+def test_a_ratio_per_segment_pays_where_devices_differ_in_kind():
+    batch = {"x": torch.randn(64, 256)}
+    model = Halves()
+    graph = trace(model, batch)
+    plan = plan_traced(graph, Cluster.parse(UNLIKE), planner="segments")
+    whole = plan_traced(graph, Cluster.parse(UNLIKE), planner="ddp-proportional")
+    assert plan.predicted_step_s < 0.9 * whole.predicted_step_s
+    assert len({ratio for _, ratio in plan.program.ratios}) > 1
+    assert verify(model, batch, plan, traced=graph).ok
+
+
+def test_one_segment_is_data_parallelism_and_more_are_no_worse():
+    task = task_of(Halves(depth=2), {"x": torch.randn(64, 256)}, Cluster.parse(UNLIKE))
+    found = list(segments(task))
+    assert len(found[0].program.ratios) == 1 and len(found) <= 4
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0.01, 10)), min_size=1, max_size=6))
+def test_balanced_shares_end_together(lines):
+    fixed, slope = np.array(lines).T
+    ratio, least = balanced(fixed, slope)
+    ends = fixed + slope * np.array(ratio)
+    taking = list(support(ratio))
+    rounded = 1e-6 * slope * len(lines)  # shares have six digits
+    assert (abs(ends - least)[taking] <= rounded[taking] + 1e-12).all()
+    # who has no share would end later with any
+    assert all(fixed[j] >= least - rounded[j] for j in range(len(lines)) if j not in taking)
+
+
+def test_model_parallelism_where_data_parallelism_does_not_fit():
+    """Parameters, gradients and optimizer state of 4 layers are 0.25 GiB each, beside 0.6 of the process."""
+    model = layers(12, 2048)
+    batch = {"x": torch.randn(8, 2048)}
+    graph = trace(model, batch)
+    cluster = Cluster.parse(SMALL.format(1.3))
+    assert not plan_traced(graph, Cluster.parse(SMALL.format(4)), planner="ddp-even").warnings
+    plan = plan_traced(graph, cluster, planner="model-parallel")
+    assert plan.feasible and plan.predicted_peak_memory_bytes[0] < 1.3 * 2**30
+    everywhere = {plan.program.participants(p.type) for p in plan.program.params}
+    assert len(everywhere) > 1 and (0, 1, 2) not in everywhere
+    small = layers(12, 16)
+    inputs = {"x": torch.randn(8, 16)}
+    same = plan_traced(trace(small, inputs), cluster, planner="model-parallel")
+    assert verify(small, inputs, same).ok
+
+
+def test_local_search_finds_what_enumeration_finds():
+    task = task_of(layers(3, 64), {"x": torch.randn(32, 64)}, Cluster.parse(SMALL.format(4)))
+    base = space_of(task).program
+    space = Space(base, task.costs, make_grouping(task.graph, task.costs, 3))
+    found = local_search(task, space, max_evaluations=1500)
+    every = LocalSearch(space, found.estimate, found.usable)
+    choices = [[a.placed for a in space.actions(k)] for k in range(len(space.groups))]
+    assert 100 < np.prod([len(c) for c in choices]) < 20_000
+    least = min(every.key(strategy) for strategy in product(*choices))
+    (best,) = found.best(1)
+    assert found.key(best) <= least  # it may also move single samples
+    assert found.key(best) <= min(map(found.key, (*cuts(space, task), *uniform(space))))
+
+
+@pytest.mark.parametrize("planner", ["model-parallel", "segments", "placed"])
+def test_one_device_alone(planner):
+    model, batch = layers(2, 16), {"x": torch.randn(8, 16)}
+    plan = plan_traced(
+        trace(model, batch),
+        Cluster.parse('name = "one"\n[[machine]]\ndevices = ["T4-16GB"]\n'),
+        planner=planner,
+    )
+    assert plan.feasible and verify(model, batch, plan).ok
