@@ -81,42 +81,68 @@ class ContestResult:
 
 def hold(contest: Contest, effort: Effort, folder: Path, say: Progress) -> ContestResult:
     """Profiles the job, makes its programs and has them take turns."""
-    cluster = Cluster.parse(contest.cluster, where=f"bench, {contest.name}")
-    profile_path, cluster_path = folder / "profile.json", folder / "cluster.toml"
-    cluster_path.write_text(contest.cluster)
-    say(f"profiling {contest.job}")
-    call(WORKER, cluster, "profile", contest.job, str(cluster_path), str(profile_path), str(effort.profile_s))
-    costs = CostModel(cluster, Profile.load(profile_path))
+    costs = profiled(contest.job, contest.cluster, effort, folder, say)
     say("planning")
     made = jobs.make(contest.job)
     programs = contest.programs(trace(made.model, made.batch).graph, costs)
+    found = turns({n: (contest.job, program) for n, program in programs.items()}, costs, effort, folder, say)
+    say("the losses of a single device")
+    checked = min(effort.checked_steps, *map(len, found.losses.values()))
+    reference = single_losses(contest.job, checked)
+    worst = max(loss_error(losses[:checked], reference) for losses in found.losses.values())
+    return ContestResult(contest, found.predicted_s, found.timings, worst, found.emulation)
+
+
+def profiled(job: str, cluster_text: str, effort: Effort, folder: Path, say: Progress) -> CostModel:
+    """The cost model of a job on a cluster, as just measured."""
+    cluster = Cluster.parse(cluster_text, where=f"bench, {job}")
+    profile_path, cluster_path = folder / "profile.json", folder / "cluster.toml"
+    cluster_path.write_text(cluster_text)
+    say(f"profiling {job}")
+    call(WORKER, cluster, "profile", job, str(cluster_path), str(profile_path), str(effort.profile_s))
+    return CostModel(cluster, Profile.load(profile_path))
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Seconds of a step, predicted and measured, and the losses of every step, by the name of a program."""
+
+    predicted_s: dict[str, float]
+    timings: tuple[Timing, ...]
+    losses: dict[str, list[float]]
+    emulation: str
+
+    def timing(self, name: str) -> Timing:
+        return next(t for t in self.timings if t.name == name)
+
+
+def turns(
+    programs: Mapping[str, tuple[str, Program]],
+    costs: CostModel,
+    effort: Effort,
+    folder: Path,
+    say: Progress,
+) -> Turns:
+    """Programs, each with its job, timed in turns on the emulated cluster."""
     predicted_s, saved = {}, {}
-    for name, program in programs.items():
+    for number, (name, (job, program)) in enumerate(programs.items()):
         predicted = simulate(program, costs)
         predicted_s[name] = predicted.step_s
         plan = Plan(
             program=with_algorithms(program, costs),
-            planner=name,
+            planner="bench",
             predicted_step_s=predicted.step_s,
             predicted_peak_memory_bytes=predicted.peak_memory_bytes,
-            cluster_fingerprint=cluster.fingerprint,
+            cluster_fingerprint=costs.cluster.fingerprint,
         )
-        plan.save(folder / f"{name}.plan")
-        saved[name] = (contest.job, str(folder / f"{name}.plan"))
-    turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
-    printed, emulation = call(WORKER, cluster, "times", json.dumps(saved), "", json.dumps(turns), say=say)
+        plan.save(folder / f"{number}.plan")
+        saved[name] = (job, str(folder / f"{number}.plan"))
+    how = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
+    words = (json.dumps(saved), "", json.dumps(how))
+    printed, emulation = call(WORKER, costs.cluster, "times", *words, say=say)
     found = json.loads(printed)
-    say("the losses of a single device")
-    losses = found["losses"]
-    checked = min(effort.checked_steps, *map(len, losses.values()))
-    reference = single_losses(contest.job, checked)
-    return ContestResult(
-        contest,
-        predicted_s,
-        tuple(Timing(name, "", tuple(s)) for name, s in found["step_s"].items()),
-        max(loss_error(made[:checked], reference) for made in losses.values()),
-        emulation,
-    )
+    timings = tuple(Timing(name, "", tuple(s)) for name, s in found["step_s"].items())
+    return Turns(predicted_s, timings, found["losses"], emulation)
 
 
 def report(bench: str, results: Sequence[ContestResult], command: str) -> dict:

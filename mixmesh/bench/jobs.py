@@ -161,6 +161,28 @@ def mlp() -> Job:
     return Job(Perceptron(512, 1536, 3), {"x": x, "y": x.roll(1, 1)}, optimizer=adamw)
 
 
+class OneProduct(nn.Module):
+    """A linear layer without a bias, and a squared error."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(width, out, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.layer(x), y)
+
+
+def product(rows: int, width: int = 1024, out: int = 1024) -> Job:
+    """One linear layer on so many rows."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(rows, width), "y": torch.randn(rows, out)}
+    return Job(OneProduct(width, out), batch, optimizer=sgd)
+
+
+def sgd(parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def adamw(parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4)
 
