@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 import torch
 from gloo_world import run_world
+from programs import make_plan
 from small_graphs import THREE, cluster
 from test_gloo import BATCH, PROGRAMS, TAIL, UNEVEN, Mlp, batch, stored
 from torch import nn
@@ -19,11 +20,13 @@ from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.factors import factorable, with_factors
 from mixmesh.ir import make_ratio, parse_program
-from mixmesh.runtime import collectives, gradients, parallel, sfb
+from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.runtime import collectives, gradients, owned, parallel, sfb
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
 from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
+from mixmesh.zero import with_stage
 
 COSTS = CostModel(cluster(THREE))
 WORLD = 3
@@ -125,8 +128,31 @@ def counted(found: list[Collective], name: str, call):
     return run
 
 
+STAGES = {f"attention zero {stage}": (stage, None) for stage in (1, 2)}
+COMMON, DIFFERENT = ((2, 3, 2), (2, 3, 0), (1, 3, 0)), ((4, 2, 2), (1, 4, 1), (2, 1, 2))  # 6, 4, 2 samples
+ACCUMULATIONS = {
+    f"attention zero {stage} in {name} micro-steps": (stage, rows)
+    for name, rows in (("common", COMMON), ("different", DIFFERENT))
+    for stage in range(4)
+    if (stage, name) != (3, "different")
+}
+
+
+def staged_plans() -> dict[str, str]:
+    """ZeRO stages and micro-steps, with owners of all, some and no rows."""
+    graph = trace(Attention(), sentences()).graph
+    spread = data_parallel(graph, COSTS, make_ratio([1 / 2, 1 / 3, 1 / 6]))
+    out = {}
+    for name, (stage, rows) in (STAGES | ACCUMULATIONS).items():
+        micro_batches = None if rows is None else tuple(MicroBatch(*row) for row in rows)
+        program = with_stage(with_buckets(spread, 1000), stage, (0.3, 0.0, 0.7))
+        out[name] = str(make_plan(program, COSTS.cluster, micro_batches=micro_batches))
+    return out
+
+
 class Executed:
-    """One step on every rank; what it communicated is left in a file."""
+    """One step on every rank after another; what it communicated is left in a file. ``text`` is a program
+    or a plan."""
 
     def __init__(self, text: str, folder: str) -> None:
         self.text, self.folder = text, folder
@@ -134,11 +160,14 @@ class Executed:
     def __call__(self, _) -> None:
         attention = "tokens.weight" in self.text
         model, inputs = (Attention(), sentences()) if attention else (Mlp(0), batch(0))
-        made, _ = parallelize(model, None, parse_program(self.text), device="cpu", timeout_s=30)
+        plan = Plan.parse(self.text) if self.text.startswith("mixmesh_plan") else parse_program(self.text)
+        made, _ = parallelize(model, None, plan, device="cpu", timeout_s=30)
+        made(**inputs).backward()  # owners' rows travel at the beginning of the next step
         found: list[Collective] = []
         places = [(collectives, n) for n in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
         places += [(collectives, "broadcast"), (collectives, "reduce")]
         places += [(sfb, "all_gather"), (gradients, "all_reduce"), (parallel, "all_reduce")]
+        places += [(gradients, "reduce_scatter"), (owned, "all_gather")]
         before = [getattr(module, name) for module, name in places]
         for (module, name), call in zip(places, before):
             setattr(module, name, counted(found, name, call))
@@ -160,7 +189,7 @@ def no_comm():
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     """By program: its text, and what each rank communicated."""
-    texts = all_programs()
+    texts = all_programs() | staged_plans()
     folders = {name: tmp_path_factory.mktemp("ranks") for name in texts}
     results = run_world(WORLD, {n: Executed(texts[n], str(folders[n])) for n in texts}, no_comm)
     for name, failures in results.items():
@@ -173,8 +202,13 @@ def executed(tmp_path_factory):
 
 def simulated(text: str) -> list[Counter[Collective]]:
     """Per rank, what the simulator has."""
+    if text.startswith("mixmesh_plan"):
+        plan = Plan.parse(text)
+        timeline = simulate(plan.program, COSTS, micro_batches=plan.micro_batches, events=True)
+    else:
+        timeline = simulate(parse_program(text), COSTS, events=True)
     together: dict[tuple, list[int]] = {}
-    for e in simulate(parse_program(text), COSTS, events=True).events:
+    for e in timeline.events:
         if e.stream == "communication":
             together.setdefault((e.name, e.op, e.size_bytes, e.start_s, e.end_s), []).append(e.rank)
     out: list[Counter[Collective]] = [Counter() for _ in range(WORLD)]
@@ -187,7 +221,9 @@ def simulated(text: str) -> list[Counter[Collective]]:
 ATTENTION = ("data parallel", "buckets", "fsdp", "hap 0", "hap 1", "hap 30")
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION)])
+@pytest.mark.parametrize(
+    "name", [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS]
+)
 def test_simulated_collectives_are_the_executed(executed, name):
     text, ranks = executed[name]
     assert any(ranks)
