@@ -1,6 +1,17 @@
 """mixmesh bench NAME: a module per command."""
 
-from . import accuracy, coverage, order, papers, placement, planning, sfb, training
+from . import accuracy, collectives, coverage, order, papers, placement, planning, sfb, training
 from .common import app
 
-__all__ = ["accuracy", "app", "coverage", "order", "papers", "placement", "planning", "sfb", "training"]
+__all__ = [
+    "accuracy",
+    "app",
+    "collectives",
+    "coverage",
+    "order",
+    "papers",
+    "placement",
+    "planning",
+    "sfb",
+    "training",
+]
