@@ -287,10 +287,13 @@ class Simulation:
         kind = (exchange.name, exchange.ranks, exchange.sent)
         if kind not in self._s_per_byte:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
-        seconds, size_bytes = exchange.seconds(self.costs), exchange.size_bytes
+        name, ranks, size_bytes = exchange.name, exchange.ranks, exchange.size_bytes
+        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
+        # what its seconds hold of the computing threads is counted there, slower
+        seconds = max(exchange.seconds(self.costs) - alone, 0.0)
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
-        host = tuple(self.costs.exchange_host_s(r, size_bytes) / 2 for r in exchange.ranks)
+        host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
         channel = self._channel(purpose, exchange.ranks)
         return _Call(
             exchange,

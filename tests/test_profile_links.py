@@ -110,9 +110,32 @@ def test_nothing_measured_is_the_estimate_of_the_links():
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
-    made = Profile({"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, 2e-9)}, links, {"backend": "gloo"})
+    made = Profile(
+        {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4)},
+        links,
+        {"backend": "gloo"},
+    )
     made.save(tmp_path / "p.json")
     assert Profile.load(tmp_path / "p.json") == made
+
+
+def test_the_computing_thread_is_kept_longer_where_it_computes():
+    """What a call for each piece costs goes by the pieces; by another algorithm it does not."""
+    known = {"all_gather broadcasts": (0.004, 1e-9), "all_reduce": (0.001, 2e-9)}
+    profile = Profile(
+        {device_key(d): DeviceProfile({}, 0.0, 0, host_s=known, host_scale=5.0) for d in cluster().devices},
+        (
+            measured("all_gather", "broadcasts", 2, 10),
+            measured("all_gather", "broadcasts", 1, 5, ranks=(0, 1)),
+        ),
+        {},
+    )
+    model = CostModel(cluster(), profile)
+    assert model.exchange_host_s(0, "all_reduce", ALL, 1e6) == pytest.approx(5 * (0.001 + 2e-9 * 1e6))
+    assert model.exchange_alone_s(0, "all_gather", ALL, 1e6) == pytest.approx(0.004 + 1e-3)
+    pair = model.exchange_alone_s(0, "all_gather", (0, 1), 1e6)
+    assert pair == pytest.approx(0.004 * 2 / cluster().world_size + 1e-3)
+    assert model.exchange_host_s(0, "broadcast", ALL, 1e6) == 0
 
 
 def test_version_1_is_a_line_between_all_ranks(tmp_path):
@@ -233,9 +256,11 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert {"send", "broadcast", "reduce"} <= {m.collective for m in links}
     reduced = next(m for m in links if m.collective == "all_reduce" and m.ranks == ALL)
     assert reduced.points[-1][0] >= BUCKET_BYTES
-    slowdown, thread_s_per_byte = measure_overlap(comm, Meter(comm.device, emulated=True), links)
+    slowdown, host_s = measure_overlap(comm, Meter(comm.device, emulated=True), links)
     assert 0 <= slowdown <= 1
-    assert 0 < thread_s_per_byte < 1e-8  # a copy: some gigabytes per second
+    assert 0 < host_s["all_reduce"][1] < 1e-8  # a copy: some gigabytes per second
+    pieces = {name: fixed for name, (fixed, _) in host_s.items() if name.startswith("all_gather ")}
+    assert len(pieces) == 3 and all(0 < fixed < 0.05 for fixed in pieces.values())  # a few calls
 
 
 def check_a_named_algorithm_runs(comm: Comm) -> None:

@@ -243,7 +243,7 @@ class Busy(CostModel):
     def slowdown(self, rank: int) -> float:
         return self._slowdown
 
-    def exchange_host_s(self, rank: int, size_bytes: float) -> float:
+    def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         return self._s_per_byte * size_bytes
 
 

@@ -17,7 +17,7 @@ from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
-from .profile import DeviceProfile, Profile, device_key, op_key
+from .profile import DeviceProfile, Profile, device_key, host_key, op_key
 
 # operators that only make a new view of the same bytes
 VIEWS = frozenset(
@@ -33,6 +33,7 @@ GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
 HALF = ("f16", "bf16")
+CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
 @dataclass(frozen=True)
@@ -136,10 +137,28 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         return measured.slowdown if measured else 0.0
 
-    def exchange_host_s(self, rank: int, size_bytes: float) -> float:
+    def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         """Seconds for which a collective over ``size_bytes`` in whole keeps the computing thread busy."""
+        return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
+
+    def host_scale(self, rank: int) -> float:
         measured = self._measured(self.cluster.devices[rank])
-        return measured.exchange_s_per_byte * size_bytes if measured else 0.0
+        return measured.host_scale if measured else 1.0
+
+    def exchange_alone_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
+        """The same where the device computes nothing else, as when collectives were measured: a part of
+        their seconds."""
+        measured = self._measured(self.cluster.devices[rank])
+        if measured is None:
+            return 0.0
+        algorithm = self.collective(name, ranks).algorithm(size_bytes)
+        known = measured.host_s.get(host_key(name, algorithm)) or measured.host_s.get(name)
+        if known is None:
+            return 0.0
+        fixed, per_byte = known
+        if algorithm in CALL_PER_PIECE:
+            fixed *= len(ranks) / self.cluster.world_size
+        return fixed + per_byte * size_bytes
 
     def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
         """What a process holds before any tensor: interpreter, libraries, CUDA context. One that is

@@ -23,6 +23,7 @@ from .links import LinkMeasurement, measurement_of_fit
 
 FORMAT = 2
 FIRST_SIZES_BYTES = (2**12, 2**24)  # what the lines of version 1 were fitted to
+_NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
@@ -39,7 +40,9 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     memory_constant_bytes: int = pydantic.Field(ge=0)
     step_scale: float = pydantic.Field(default=1.0, gt=0)
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: float = pydantic.Field(default=0.0, ge=0)
+    exchange_s_per_byte: float = pydantic.Field(default=0.0, ge=0)  # of older files: of any collective
+    host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
+    host_scale: float = pydantic.Field(default=1.0, gt=0)
     idle_constant_bytes: int | None = pydantic.Field(default=None, ge=0)
 
 
@@ -89,9 +92,10 @@ class DeviceProfile:
 
     ``step_scale`` is a whole measured step divided by the sum of its ops measured alone: what caches
     and the allocator do to ops that run one after the other. ``slowdown`` is the part of a second that
-    a second of computing takes longer while a collective is under way. ``exchange_s_per_byte`` are the
-    seconds for which a collective keeps the computing thread itself busy (joining pieces, copying), per
-    byte of the whole tensor. ``memory_constant_bytes`` is what a process holds beside tensors, and
+    a second of computing takes longer while a collective is under way. ``host_s`` maps ``host_key`` of a
+    collective to the seconds for which it keeps the computing thread itself busy (issuing, joining, copying):
+    fixed, and per byte of the whole tensor; where nothing else is computed, and ``host_scale`` times that
+    where the device computes. ``memory_constant_bytes`` is what a process holds beside tensors, and
     ``idle_constant_bytes`` what one does that computes nothing.
     """
 
@@ -100,7 +104,8 @@ class DeviceProfile:
     memory_constant_bytes: int
     step_scale: float = 1.0
     slowdown: float = 0.0
-    exchange_s_per_byte: float = 0.0
+    host_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    host_scale: float = 1.0
     idle_constant_bytes: int = 0
 
 
@@ -143,7 +148,8 @@ class Profile:
                 d.memory_constant_bytes,
                 d.step_scale,
                 d.slowdown,
-                d.exchange_s_per_byte,
+                d.host_s or _host_s_before(d.exchange_s_per_byte),
+                d.host_scale,
                 d.memory_constant_bytes if d.idle_constant_bytes is None else d.idle_constant_bytes,
             )
             for name, d in file.devices.items()
@@ -176,7 +182,8 @@ class Profile:
                     "memory_constant_bytes": d.memory_constant_bytes,
                     "step_scale": d.step_scale,
                     "slowdown": d.slowdown,
-                    "exchange_s_per_byte": d.exchange_s_per_byte,
+                    "host_s": d.host_s,
+                    "host_scale": d.host_scale,
                     "idle_constant_bytes": d.idle_constant_bytes,
                 }
                 for name, d in self.devices.items()
@@ -196,6 +203,11 @@ class Profile:
         partial = Path(f"{path}.partial")
         partial.write_text(json.dumps(data, indent=1))
         partial.replace(path)
+
+
+def _host_s_before(s_per_byte: float) -> dict[str, tuple[float, float]]:
+    """``host_s`` of files that knew one figure for all collectives."""
+    return {name: (0.0, s_per_byte) for name in COLLECTIVES} if s_per_byte else {}
 
 
 def _version(text: str, path: str | Path) -> int:
@@ -253,6 +265,10 @@ def op_key(call: Call) -> str:
         f"{k}={v!r}" for k, v in call.kwargs if not _has_ref(v)
     ]
     return f"{call.op}({', '.join(map(str, call.inputs))}; {', '.join(plain)})"
+
+
+def host_key(collective: str, algorithm: str | None) -> str:
+    return f"{collective} {algorithm}" if algorithm else collective
 
 
 def _has_ref(arg) -> bool:

@@ -58,7 +58,7 @@ def profile(
     links_started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
     progress("links beside computing")
-    slowdown, thread_s_per_byte = measure_overlap(comm, meter, links)
+    slowdown, host_s = measure_overlap(comm, meter, links)
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     progress("operators")
@@ -73,8 +73,8 @@ def profile(
         graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
     )
     # under a quota the thread's CPU seconds become real ones as the operators' do
-    exchange_s_per_byte = thread_s_per_byte * (scale if meter.emulated else 1.0)
-    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, exchange_s_per_byte, idle)
+    host_scale = scale if meter.emulated else 1.0
+    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle)
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}

@@ -14,29 +14,42 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..cost import LinkMeasurement
+from ..cost import LinkMeasurement, host_key
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
+from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
 
 WINDOW_S = 0.3  # of computing alone, and about as long beside communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
+PIECE_BYTES = (2**12, 2**18)
+REPEATS = 5
 MAX_SUMS = 64  # one after the other, at most
 PIECES = 16  # gradients in a bucket
 SIDE = 160  # of the matrices that are multiplied meanwhile
 
 
-def measure_overlap(comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]) -> tuple[float, float]:
-    """``slowdown`` and the computing thread's seconds per byte of a collective (of its CPU, under a quota).
+def measure_overlap(
+    comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]
+) -> tuple[float, dict[str, tuple[float, float]]]:
+    """``slowdown`` and ``host_s`` of ``DeviceProfile``.
 
     The slow-down is between 0 and 1: the part by which work takes longer while collectives go on.
     Collective.
     """
     if comm.world_size < 2:
-        return 0.0, 0.0
+        return 0.0, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
-    return slowdown(comm, channel, links), thread_s_per_byte(comm, channel, meter)
+    found = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    if comm.device.type == "cpu":
+        found |= {
+            host_key(case.collective, case.algorithm): line(
+                PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
+            )
+            for case in everyone_cases(comm)
+        }
+    return slowdown(comm, channel, links), found
 
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
@@ -91,26 +104,55 @@ def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float
     return count / (time.perf_counter() - started)
 
 
-def thread_s_per_byte(comm: Comm, channel: Channel, meter: Meter) -> float:
-    """Joining a bucket of gradients, issuing its sum, taking it and cutting it up again, as the runtime's
-    ``gradients`` does it: what a byte adds."""
-    seconds = []
-    for size in BUCKET_BYTES:
-        pieces = [torch.zeros(size // 4 // PIECES, device=comm.device) for _ in range(PIECES)]
+def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple[float, float]:
+    """``(fixed, per_byte)`` through the seconds at two sizes."""
+    few, many = sizes_bytes
+    small, large = seconds(few), seconds(many)
+    per_byte = max(large - small, 0.0) / (many - few)
+    return max(small - per_byte * few, 0.0), per_byte
 
-        def once(pieces=pieces) -> float:
-            clock = time.thread_time if meter.device.type == "cpu" else time.perf_counter
-            started = clock()
-            flat = torch.cat(pieces)
-            handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
-            issued = clock() - started
-            while not handle.is_ready():
-                time.sleep(1e-4)
-            started = clock()
-            handle.wait().split([p.numel() for p in pieces])
-            return issued + clock() - started
 
-        once()
-        seconds.append(statistics.median(once() for _ in range(5)))
-    (small, large), (few, many) = seconds, BUCKET_BYTES
-    return max(large - small, 0.0) / (many - few)
+def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
+    """Of the computing thread: joining a bucket of gradients, issuing its sum, taking it and cutting it up
+    again, as the runtime's ``gradients`` does it."""
+    device = meter.device
+    pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
+    def once() -> float:
+        started = clock()
+        flat = torch.cat(pieces)
+        handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
+        issued = clock() - started
+        while not handle.is_ready():
+            time.sleep(1e-4)
+        started = clock()
+        handle.wait().split([p.numel() for p in pieces])
+        return issued + clock() - started
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))
+
+
+def everyone_cases(comm: Comm) -> list[Case]:
+    """What moves pieces between all ranks, by every algorithm."""
+    even = (1.0,) * comm.world_size
+    found = [
+        Case(collective, algorithm, comm.everyone, even, EVEN)
+        for collective, algorithms in ALGORITHMS.items()
+        for algorithm in algorithms
+    ]
+    return [*found, Case("all_to_all", "", comm.everyone, even, EVEN)]
+
+
+def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int) -> float:
+    """CPU seconds of the computing thread in a collective that it waits for."""
+    run = prepared(comm, channel, case, rows_of(size_bytes))
+
+    def once() -> float:
+        started = time.thread_time()
+        run()
+        return time.thread_time() - started
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))
