@@ -13,6 +13,7 @@ never saw must not keep a search from looking.
 from __future__ import annotations
 
 from pathlib import Path
+from pickle import UnpicklingError
 
 import numpy as np
 import torch
@@ -86,7 +87,7 @@ def load(path: Path = WEIGHTS) -> Policy:
     policy = Policy()
     try:
         policy.load_state_dict(torch.load(path, weights_only=True))
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
         raise InputError(
             "the policy's weights cannot be read",
             expected="a file that python -m mixmesh.policies.train wrote",

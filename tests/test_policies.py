@@ -1,0 +1,274 @@
+"""Search over placements: tree search, TAG's policy, HeteroG's policy, and the planners that use them."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mixmesh.baselines import data_parallel
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.errors import InputError
+from mixmesh.ir import even_ratio
+from mixmesh.job import Job
+from mixmesh.placement import Group, Grouping, Space, make_grouping
+from mixmesh.planner import make_plan
+from mixmesh.policies.evaluate import Evaluator, Outcome, estimated, simulated
+from mixmesh.policies.features import Facts
+from mixmesh.policies.heterog import Training
+from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, reward
+from mixmesh.policies.seeds import data_parallel as all_devices
+from mixmesh.policies.seeds import everywhere, judged_seeds
+from mixmesh.policies.tag import WEIGHTS, Policy, TagPriors, load
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+from mixmesh.workloads.images import Classifier
+
+STATES, HEADROOM = 2, 0.05
+FAST = '{ name = "fast", tflop_per_s = 10, memory_gib = 8, memory_gbyte_per_s = 500 }'
+SLOW = '{ name = "slow", tflop_per_s = 3, memory_gib = 4, memory_gbyte_per_s = 200 }'
+NETWORK = "[network]\nbandwidth_gbit_per_s = 10\nlatency_us = 30\n"
+
+
+def cluster(*machines: str) -> Cluster:
+    text = "".join(f"[[machine]]\ndevices = [{devices}]\nlink_gbit_per_s = 80\n" for devices in machines)
+    return Cluster.parse(NETWORK + text)
+
+
+# so slow that small models are worth sharing
+SLOW_DEVICES = """
+[network]
+bandwidth_gbit_per_s = 10
+latency_us = 1
+[[machine]]
+devices = [{ name = "a", tflop_per_s = 1e-3, memory_gib = 8, memory_gbyte_per_s = 0.1 }]
+[[machine]]
+devices = [{ name = "b", tflop_per_s = 5e-4, memory_gib = 8, memory_gbyte_per_s = 0.1, count = 2 }]
+"""
+SMALL = (FAST, f"{SLOW}, {SLOW}")
+
+
+def heavy_head(batch: int = 24, width: int = 64, hidden: int = 512) -> Job:
+    """Cheap convolutions, and most parameters in dense layers."""
+    torch.manual_seed(0)
+    features = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.Flatten())
+    head = nn.Sequential(
+        nn.Linear(8 * 16, width), nn.ReLU(), nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 4)
+    )
+    batch_of = {"images": torch.randn(batch, 3, 16, 16), "labels": torch.randint(4, (batch,))}
+    return Job(Classifier(features, head), batch_of)
+
+
+@cache
+def graph():
+    job = heavy_head(width=1024, hidden=4096)
+    return trace(job.model, job.batch).graph
+
+
+def space(machines: tuple[str, ...] = SMALL, count: int = 4) -> Space:
+    costs = CostModel(cluster(*machines))
+    program = data_parallel(graph(), costs, even_ratio(costs.cluster.world_size))
+    return Space(program, costs, make_grouping(graph(), costs, count))
+
+
+def searched(s: Space, **budget) -> tuple[Evaluator, float]:
+    evaluate = Evaluator(s, estimated(s, STATES, HEADROOM), **budget)
+    return evaluate, judged_seeds(evaluate)[1]
+
+
+# --- tree search ------------------------------------------------------------------------------------------
+
+
+def test_the_search_finds_the_optimum_of_a_space_small_enough_to_enumerate():
+    s = space((FAST, SLOW), count=3)
+    evaluate, base_s = searched(s)
+    every = list(itertools.product(*(s.actions(k) for k in range(len(s.groups)))))
+    judge = estimated(s, STATES, HEADROOM)
+    best = min(judge(tuple(a.placed for a in actions)).key for actions in every)
+    Tree(evaluate, base_s).run(2 * len(every))
+    assert evaluate.outcome.key == best
+
+
+def test_the_search_keeps_its_budget_and_never_returns_less_than_its_seeds():
+    s = space()
+    evaluate, base_s = searched(s)
+    evaluate.max_calls = evaluate.calls + 25
+    Tree(evaluate, base_s).run()
+    assert evaluate.calls <= evaluate.max_calls
+    assert evaluate.outcome.step_s <= base_s
+    assert [o.key for _, o in evaluate.improved] == sorted(
+        (o.key for _, o in evaluate.improved), reverse=True
+    )
+    assert evaluate(evaluate.ranked()[0]) == evaluate.outcome
+
+
+def test_the_same_seed_makes_the_same_search():
+    found = []
+    for _ in range(2):
+        evaluate, base_s = searched(space())
+        Tree(evaluate, base_s, seed=3).run(60)
+        found.append((evaluate.calls, evaluate.best))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "step_s, memory, expected",
+    [(1.0, 0.5, 0.0), (0.8, 1.0, 0.25), (4.0, 0.1, -0.75), (0.01, 1.1, OUT_OF_MEMORY)],
+)
+def test_rewards(step_s, memory, expected):
+    assert reward(Outcome(step_s, (memory, 0.0), (1.0, 1.0)), 1.0) == pytest.approx(expected)
+
+
+def test_what_oversteps_memory_is_worse_than_anything_that_fits():
+    fits, not_quite, not_at_all = (Outcome(s, (m,), (1.0,)) for s, m in ((9.0, 1.0), (1.0, 1.1), (0.5, 3.0)))
+    assert fits.key < not_quite.key < not_at_all.key
+
+
+def test_the_estimate_and_the_simulator_agree_on_what_fits():
+    s = space()
+    by_groups, by_program = estimated(s, STATES, HEADROOM), simulated(s, STATES, HEADROOM)
+    for strategy in itertools.islice(all_devices(s), 3):
+        placed = tuple(a.placed for a in strategy)
+        guess, truth = by_groups(placed), by_program(placed)
+        assert guess.fits == truth.fits
+        assert guess.memory == pytest.approx(truth.memory, rel=0.25)
+
+
+# --- features and TAG's policy ----------------------------------------------------------------------------
+
+
+def features_of(s: Space):
+    evaluate, _ = searched(s)
+    order = s.grouping.by_cost
+    first = s.actions(order[0])[0]
+    return Facts(s, STATES, HEADROOM).at({order[0]: first}, order[1], first, evaluate(everywhere(s, first)))
+
+
+def scaled(s: Space, time: float, size: float) -> Space:
+    """The same in units of time and of size that are so many times smaller."""
+
+    def group(g: Group) -> Group:
+        lines = {w: tuple((a * time, b * time) for a, b in getattr(g, w)) for w in ("forward", "backward")}
+        kept = round(g.kept_bytes * size)
+        return replace(g, **lines, kept_bytes=kept, param_bytes=round(g.param_bytes * size))
+
+    rate = size / time
+    c = s.costs.cluster
+    machines = tuple(
+        replace(
+            m,
+            devices=tuple(
+                replace(
+                    d,
+                    memory_bytes=round(d.memory_bytes * size),
+                    memory_bytes_per_s=d.memory_bytes_per_s * rate,
+                )
+                for d in m.devices
+            ),
+            link_bytes_per_s=m.link_bytes_per_s * rate,
+            nic_bytes_per_s=m.nic_bytes_per_s * rate,
+            link_latency_s=m.link_latency_s * time,
+        )
+        for m in c.machines
+    )
+    made = replace(c, machines=machines, bandwidth_bytes_per_s=c.bandwidth_bytes_per_s * rate,
+                   latency_s=c.latency_s * time)  # fmt: skip
+    values = tuple(replace(v, size_bytes=round(v.size_bytes * size)) for v in s.grouping.values)
+    return Space(s.program, CostModel(made), Grouping(tuple(map(group, s.groups)), values))
+
+
+@pytest.mark.parametrize("time, size", [(1000.0, 1.0), (1.0, 64.0), (0.001, 8.0)])
+def test_features_have_no_units(time, size, monkeypatch):
+    monkeypatch.setattr(CostModel, "memory_constant_bytes", lambda *_, **__: 0)
+    monkeypatch.setattr(
+        "mixmesh.policies.features.usable_bytes", lambda costs, r, _: costs.cluster.devices[r].memory_bytes
+    )
+    s = space()
+    first = s.actions(s.grouping.by_cost[0])[0]
+    outcome = Outcome(1.0, (0.5,) * 3, (0.25,) * 3)
+    of = [Facts(x, STATES, HEADROOM).at({}, 0, first, outcome) for x in (s, scaled(s, time, size))]
+    for name, value in vars(of[0]).items():
+        np.testing.assert_allclose(value, getattr(of[1], name), rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def test_edges_have_their_sizes():
+    assert (features_of(space()).edge_sizes > 0).all()
+
+
+def scores(policy: Policy, s: Space) -> dict:
+    """By what the choice is, its probability for the most expensive group."""
+    evaluate, _ = searched(s)
+    order = s.grouping.by_cost
+    priors = TagPriors(policy, Facts(s, STATES, HEADROOM))
+    found = priors((), evaluate(next(all_devices(s))))
+    names = [
+        (
+            tuple(sorted(s.costs.cluster.devices[r].name for r, share in enumerate(a.placed.ratio) if share)),
+            a.shares,
+            a.placed.sync,
+        )
+        for a in s.actions(order[0])
+    ]
+    return dict(zip(names, found))
+
+
+def test_scores_do_not_depend_on_the_order_of_machines():
+    torch.manual_seed(1)
+    policy = Policy().eval()
+    here, there = (scores(policy, space(machines)) for machines in (SMALL, SMALL[::-1]))
+    for name, p in here.items():
+        if name[2] != "ps":  # which rank is the server depends on the order
+            assert there[name] == pytest.approx(p, rel=1e-3)
+
+
+def test_the_shipped_weights_run_on_clusters_of_any_size_and_prefer_something():
+    policy = load()
+    assert WEIGHTS.stat().st_size < 2e6
+    for machines in (SMALL, (FAST,) * 3, (f"{FAST}, {SLOW}", SLOW, SLOW, FAST, FAST)):
+        s = space(machines)
+        found = np.array(list(scores(policy, s).values()))
+        assert found.max() > 2 * found.mean()
+
+
+def test_weights_that_are_none_are_refused(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"nothing")
+    for name in ("x.pt", "missing.pt"):
+        with pytest.raises(InputError, match="weights"):
+            load(tmp_path / name)
+
+
+# --- HeteroG's policy and the planners --------------------------------------------------------------------
+
+
+def test_training_moves_probability_to_what_is_rewarded():
+    s = space((FAST, SLOW), count=3)
+    wanted = s.actions(0)[-1].placed  # everything on the last device
+
+    def judge(strategy) -> Outcome:
+        wrong = sum(p.ratio != wanted.ratio for p in strategy)
+        return Outcome(1.0 + wrong, (0.5,) * 2, (1.0,) * 2)
+
+    evaluate = Evaluator(s, judge)
+    training = Training(evaluate, Facts(s, STATES, HEADROOM))
+    for step in range(30):
+        training.step(with_elite=step % 3 == 2)
+    assert evaluate.outcome.step_s == 1.0
+    p = torch.softmax(training.policy(training.x, training.edges, training.sizes) + training.start, 1)
+    mine = [n for n, a in enumerate(training.choices) if a.placed.ratio == wanted.ratio]
+    assert p[:, mine].sum(1).min() > 0.8
+
+
+@pytest.mark.parametrize("planner", ["tag", "heterog"])
+def test_a_plan_equals_the_single_device(planner):
+    job = heavy_head(batch=12, width=24, hidden=40)
+    traced = trace(job.model, job.batch)
+    plan = make_plan(traced, Cluster.parse(SLOW_DEVICES), planner=planner, search_s=0.5)
+    assert plan.planner == planner
+    assert len([share for _, ratio in plan.program.ratios for share in ratio if share]) > 1
+    assert verify(job.model, job.batch, plan, traced=traced).ok
