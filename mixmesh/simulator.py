@@ -284,10 +284,10 @@ class Simulation:
         return self._calls[key]
 
     def _call(self, purpose: str, exchange: Exchange) -> _Call:
-        kind = (exchange.name, exchange.ranks, exchange.sent)
+        kind = (exchange.performed, exchange.ranks, exchange.sent)
         if kind not in self._s_per_byte:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
-        name, ranks, size_bytes = exchange.name, exchange.ranks, exchange.size_bytes
+        name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
         alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
         # what its seconds hold of the computing threads is counted there, slower
         seconds = max(exchange.seconds(self.costs) - alone, 0.0)
@@ -569,13 +569,12 @@ def _sums(simulation: Simulation, sums: tuple[GradientSum, ...]) -> _Sums:
             ranks = s.ranks if len(by_point) == 1 else alike.ranks(kinds)
             issues.setdefault(point, []).append((k, ranks))
     members = [[p.result for p in s.params] for s in sums]
-    calls = [simulation.call(Exchange(s.collective, s.size_bytes, s.ranks), "gradient") for s in sums]
+    calls = [simulation.call(s.exchange, "gradient") for s in sums]
     gathers, gather_of = [], {}
     for s, names in reversed([*zip(sums, members)]):
         if s.owned is not None:
             gather_of |= dict.fromkeys(names, len(gathers))
-            call = simulation.call(Exchange("all_gather", s.size_bytes, s.ranks), "gradient")
-            gathers.append((parameters_name(names), call))
+            gathers.append((parameters_name(names), simulation.call(s.gather, "gradient")))
     return _Sums(tuple(map(bucket_name, members)), tuple(calls), issues, tuple(gathers), gather_of)
 
 

@@ -32,6 +32,7 @@ from .model import CostModel, OpTime
 from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
 
 # the redistribution that a redistribution's gradient is, by name
+ROOTED = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
 
 
@@ -61,12 +62,19 @@ def work_type(program: Program, i: Instruction) -> TensorType:
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
-    ratio changes, what ranks have ``sent`` each other."""
+    ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
+    scattered it is ``rooted``: a broadcast or a reduce."""
 
     name: str
     size_bytes: int
     ranks: tuple[int, ...]
     sent: Sent | None = None
+    rooted: bool = False
+
+    @property
+    def performed(self) -> str:
+        """The collective that is performed."""
+        return ROOTED[self.name] if self.rooted else self.name
 
     def seconds(self, costs: CostModel) -> float:
         if len(self.ranks) < 2 or self.sent == ():
@@ -76,13 +84,13 @@ class Exchange:
             # what was measured or estimated sends every pair as much: scaled to what the fullest link carries
             usual = max(self.link_s_per_byte(costs.cluster, usual=True).values())
             size_bytes *= max(self.link_s_per_byte(costs.cluster).values()) / usual
-        return costs.collective(self.name, self.ranks).seconds(size_bytes)
+        return costs.collective(self.performed, self.ranks).seconds(size_bytes)
 
     def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
         """Seconds for which it occupies each link, per byte of the whole tensor."""
         if self.sent is not None and not usual:
             return sent_s_per_byte(cluster, self.sent)
-        return link_s_per_byte(cluster, self.name, self.ranks)
+        return link_s_per_byte(cluster, self.performed, self.ranks)
 
 
 def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
@@ -107,7 +115,8 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
     if name == "all_to_all" and before.ratio != after.ratio:
         a, b = (after, before) if backward else (before, after)
         sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
-    return Exchange(name, size_bytes, ranks, sent)
+    owners = wanted if backward == (name == "all_gather") else held
+    return Exchange(name, size_bytes, ranks, sent, rooted=name in ROOTED and len(owners) == 1)
 
 
 def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:

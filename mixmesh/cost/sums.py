@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..ir import Instruction, Program, owned_type, stage_of
-from .placed import first_uses, synchronised
+from ..ir import Instruction, Program, owned_type, stage_of, support
+from .placed import Exchange, first_uses, synchronised
 
 BUCKET_CAP_BYTES = 4 * 2**20
 # what is on its way to the ranks that own it, or comes back from them, holds its buffer: the runtime has no
@@ -20,20 +20,27 @@ IN_FLIGHT_BYTES = 32 * 2**20
 @dataclass(frozen=True, slots=True)
 class GradientSum:
     """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
-    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any."""
+    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one."""
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
+    rooted: bool = False
 
     @property
     def size_bytes(self) -> int:
         return sum(p.type.value.size_bytes for p in self.params)
 
     @property
-    def collective(self) -> str:
-        return "all_reduce" if self.owned is None else "reduce_scatter"
+    def exchange(self) -> Exchange:
+        name = "all_reduce" if self.owned is None else "reduce_scatter"
+        return Exchange(name, self.size_bytes, self.ranks, rooted=self.rooted)
+
+    @property
+    def gather(self) -> Exchange:
+        """Of what the owners have stepped."""
+        return Exchange("all_gather", self.size_bytes, self.ranks, rooted=self.rooted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +103,11 @@ def gradient_sums(
         (number, _), members = item
         return (0, number) if number >= 0 else (1, -min(s.first_use for s in members))
 
+    def rooted(owned: str | None) -> bool:
+        return owned is not None and len(support(program.ratio_of[owned])) == 1
+
     ordered = sorted(groups.items(), key=ready)
     return tuple(
-        GradientSum(tuple(params[s.place] for s in members), *kind[1:]) for (_, kind), members in ordered
+        GradientSum(tuple(params[s.place] for s in members), *kind[1:], rooted(kind[2]))
+        for (_, kind), members in ordered
     )
