@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from ..baselines import device_seconds, fully_sharded
+from ..baselines import fully_sharded
 from ..factors import best_factors
 from ..ir import Program, Ratio
 from ..ratios import with_ratio
@@ -57,7 +57,7 @@ class Synthesis:
         for _, _, ranks in (*sorted(hopeful), *in_need):
             known = self.task.best_s < float("inf")
             if proposed and (
-                self.least_seconds(ranks) >= self.task.best_s or (known and (0.0, 0, ranks) in in_need)
+                self.task.least_seconds(ranks) >= self.task.best_s or (known and (0.0, 0, ranks) in in_need)
             ):
                 continue  # even with free communication these devices are too slow together
             tried = Tried()
@@ -77,11 +77,6 @@ class Synthesis:
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
         return self.bounds(self.task.data_parallel(self.task.shares(ranks)), ranks)[1]
-
-    def least_seconds(self, ranks: tuple[int, ...]) -> float:
-        """No plan on these devices is faster: all of the work at their summed speed."""
-        seconds = device_seconds(self.task.graph, self.task.costs, 1 / len(ranks), self.task.choices)
-        return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int]

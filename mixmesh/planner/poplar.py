@@ -16,9 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..cost.memory import Held
+from ..cost.memory import Held, PeakMemory
+from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
-from ..ir import Program, Ratio, make_ratio, samples_of, support
+from ..ir import Program, Ratio, Samples, make_ratio, samples_of, support
 from ..plan_file import MicroBatch
 from ..ratios import with_ratio
 from ..simulator import Simulation
@@ -40,17 +41,13 @@ def poplar(task: Task) -> Iterator[Proposal]:
     fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
     best_s = float("inf")
     for needed, ranks in device_sets(fastest_first, task.costs.class_of):
-        if not needed and best_s < float("inf"):
-            return
-        found = []
+        if best_s < float("inf") and (not needed or task.least_seconds(ranks) >= best_s):
+            return  # nor will fewer devices help
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
-            found += Staged(task, stage, ranks).proposals()
-        yield from found
-        fastest_s = min((p.timeline.step_s for p in found if p.feasible), default=float("inf"))
-        if best_s < float("inf") and fastest_s >= best_s:
-            return  # nor will fewer devices help
-        best_s = min(best_s, fastest_s)
+            for made in Staged(task, stage, ranks).proposals():
+                best_s = min(best_s, made.timeline.step_s) if made.feasible else best_s
+                yield made
 
 
 class Staged:
@@ -68,19 +65,22 @@ class Staged:
         """The best of several counts of micro-steps, and the step without any."""
         if self.stage and self.owners is None:
             return  # nothing can be owned
-        for accumulating in (True, False):
-            if accumulating and not can_accumulate(self.program):
-                continue
+        for samples in dict.fromkeys((samples_if_any(self.program), None)):
+            memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:
-                found = list(self.judged(HEADROOM + spare, accumulating))
+                found = list(self.judged(HEADROOM + spare, memory))
                 yield from found
                 if not found or any(p.feasible for p in found):
                     break
 
-    def judged(self, headroom: float, accumulating: bool) -> Iterator[Proposal]:
-        simulation = self.task.simulation(self.program, accumulating=accumulating)
+    def judged(self, headroom: float, memory: PeakMemory) -> Iterator[Proposal]:
+        accumulating = memory.samples is not None
+        step = costed_micro_step(self.program, memory.samples) if accumulating else self.program
         held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
-        room = Room(self.task, simulation, simulation.step, self.ranks, self.owners, held, headroom)
+        room = Room(self.task, step, self.ranks, self.owners, held, headroom, memory)
+        if not accumulating and sum(room.largest(0).values()) < self.task.batch:
+            return
+        simulation = self.task.simulation(self.program, accumulating=accumulating)
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
         for price_s in [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]:
@@ -141,13 +141,12 @@ class Staged:
         return sizes, [self.passes_s[kind, m] for m in sizes]
 
 
-def can_accumulate(program: Program) -> bool:
-    """Not if a value of the whole batch depends on parameters."""
+def samples_if_any(program: Program) -> Samples | None:
+    """None if micro-steps cannot run it: a value of the whole batch depends on parameters."""
     try:
-        samples_of(program)
+        return samples_of(program)
     except PlanError:
-        return False
-    return True
+        return None
 
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:

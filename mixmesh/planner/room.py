@@ -15,11 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.memory import Held
+from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import is_marked
 from ..ir import Program, Ratio, make_ratio
 from ..ratios import usable_bytes
-from ..simulator import Simulation
 from .task import Task
 
 
@@ -48,19 +47,21 @@ def _least(room: np.ndarray, slope: np.ndarray) -> float:
 
 
 class Room:
-    """``owners`` is the name of the ratio of what is owned, None in stage 0."""
+    """Of a program without micro-steps, or as one of them is costed, which finds gradients ``held``.
+    ``owners`` is the name of the ratio of what is owned, None in stage 0."""
 
     def __init__(
         self,
         task: Task,
-        simulation: Simulation,
         program: Program,
         ranks: Sequence[int],
         owners: str | None,
         held: Held,
         headroom: float,
+        memory: PeakMemory,
     ) -> None:
         self.task, self.ranks, self.owned = task, ranks, owners is not None
+        in_micro_steps = any(is_marked(name) for name, _ in program.ratios)
         shares = task.shares(tuple(ranks))
         by_kind: dict[tuple, _Moments] = {}
         self.moments: dict[int, _Moments] = {}
@@ -69,18 +70,18 @@ class Room:
             usable = usable_bytes(task.costs, r, headroom) - task.costs.memory_constant_bytes(r)
             key = (device.kind, usable, shares[r])
             if key not in by_kind:
-                memory = simulation.memory.of(program, device.kind, held)
-                terms = np.zeros((3, len(memory.cuts)))
-                for n, (size, _, ratio) in enumerate(memory.cuts):
+                moments = memory.of(program, device.kind, held)
+                terms = np.zeros((3, len(moments.cuts)))
+                for n, (size, _, ratio) in enumerate(moments.cuts):
                     if not size:
                         terms[0, n] = 1.0
                     elif ratio == owners:
                         terms[2, n] = 1.0
-                    elif is_marked(ratio) or simulation.samples is None:
+                    elif is_marked(ratio) or not in_micro_steps:
                         terms[1, n] = 1 / task.batch
                     else:
                         terms[0, n] = shares[r]
-                by_kind[key] = _Moments(*(memory.highest @ term for term in terms), usable)
+                by_kind[key] = _Moments(*(moments.highest @ term for term in terms), usable)
             self.moments[r] = by_kind[key]
 
     def largest(self, reserve: float) -> dict[int, int]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ..baselines import data_parallel, proportional_ratio
+from ..baselines import data_parallel, device_seconds, proportional_ratio
 from ..buckets import bucketed
 from ..cost import CostModel
 from ..errors import Infeasible
@@ -109,6 +109,11 @@ class Task:
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
+    def least_seconds(self, ranks: tuple[int, ...]) -> float:
+        """No plan on these devices is faster: all of the work at their summed speed."""
+        seconds = device_seconds(self.graph, self.costs, 1 / len(ranks), self.choices)
+        return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
+
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
         """One for each program, whatever its ratio and micro-steps; the first ones are asked for again."""
         key = (id(program.instructions), accumulating)
@@ -136,6 +141,13 @@ class Task:
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
+
+    def settled(self, proposal: Proposal) -> Proposal:
+        """The proposal with the step that ``simulate`` predicts: planning itself does without bursts under
+        CPU quotas, which make a small change look like a large one."""
+        with self.timed("simulate"):
+            timeline = proposal.simulation.settled(proposal.program, proposal.micro_batches)
+        return replace(proposal, timeline=timeline)
 
     def best_buckets(
         self,
