@@ -1,21 +1,23 @@
 """A lower bound of the cost that remains: the search problem relaxed to a forest, solved backwards.
 
-Every step is given to one of its inputs, its *parent* (the one computed last; none if all are leaves).
+Every step is given to one of its inputs, its *parent* (the largest, whose conversions cost most, and of equal
+ones that computed last; none if all are leaves).
 The relaxation lets a step have its other inputs as it likes and counts every class of ranks for itself,
 as if it never waited for another. What then remains is a forest that is solved exactly, from the last
 step to the first:
 
     below(k, o)  = cost of option o of step k + sum over its results v of held(v, what o gives)
-    held(v, m)   = sum over the steps k whose parent v is of  min over o of below(k, o),
-                   one of them plus the conversion of v from what is held (m) to what o needs
+    held(v, m)   = min over the sets C that v may be converted to from what is held (m) of  price of C
+                   + sum over the steps k whose parent v is of  min over o of below(k, o), of those o that
+                   need v as m or C have it
 
-A conversion is charged for one of the steps only, because the others may share it: for the one that makes
-the bound highest. So no conversion, load or execution is counted twice, and the bound never exceeds the
-true remainder; where the graph is a chain and one class decides, it equals it.
+A conversion is charged once, as steps share it. So no conversion, load or execution is counted twice, and
+the bound never exceeds the true remainder; where the graph is a chain and one class decides, it equals it.
 """
 
 from __future__ import annotations
 
+from .choices import R
 from .problem import Option, Problem, Vector
 from .steps import BITS, FULL, Steps
 
@@ -33,6 +35,7 @@ class Bound:
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
         self._below: list[list[tuple[Option, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
+        self._converted: dict[tuple[int, int, float], list[tuple[int, float]]] = {}
         self._held: dict[tuple[int, int, int], Vector] = {}
         self._remaining: list[dict[int, Vector]] = [{} for _ in range(steps.count + 1)]
         self._ahead: dict[int, list[tuple[int, int, int]]] = {}
@@ -50,7 +53,8 @@ class Bound:
     def _parent(self, step: int) -> int | None:
         ids = [self.problem.ids[name] for name in self.problem.steps[step].inputs]
         computed = [v for v in ids if v not in self.problem.leaves]
-        return max(computed, default=None)  # values are numbered in the order of computation
+        types = self.problem.types  # values are numbered in the order of computation
+        return max(computed, key=lambda v: (types[v].size_bytes, v), default=None)
 
     def _cost(self, step: int, option: Option) -> Vector:
         problem = self.problem
@@ -77,32 +81,51 @@ class Bound:
         """The remainder below a value of which ``children`` steps are still to come."""
         key = (value, children, mask)
         if key not in self._held:
-            steps = self.children[value][:children]
-            free = [self._child(step, value, FULL) for step in steps]
-            total = free[0]
-            for other in free[1:]:
-                total = _add(total, other)
-            best = total
-            for step, without in zip(steps, free):
-                charged = self._child(step, value, mask)
-                best = tuple(max(b, t - w + c) for b, t, w, c in zip(best, total, without, charged))
-            self._held[key] = best
+            totals = []
+            for made, price in self._conversions(value, mask):
+                total = self._charged(price)
+                for step in self.children[value][:children]:
+                    total = _add(total, self._child(step, value, made))
+                totals.append(total)
+            self._held[key] = _least(totals)
         return self._held[key]
 
+    def _charged(self, seconds: float) -> Vector:
+        return (seconds,) * (len(self.problem.classes) + 1)
+
     def _child(self, step: int, value: int, mask: int) -> Vector:
+        """The least remainder from ``step`` on if ``value`` is held as the mask has it, never otherwise."""
         key = (step, mask)
         if key not in self._one:
-            costs = []
-            weight = self.problem.choices.value_weights[value]
-            for option, cost in self._below[step]:
-                worst = 0.0
-                for v, code in option.needs:
-                    if v == value and not mask >> code & 1:
-                        price = self.steps.cheapest(value, mask, code)
-                        worst = max(worst, sum(price) * weight if price is not None else float("inf"))
-                costs.append(tuple([t + worst for t in cost]) if worst else cost)
-            self._one[key] = _least(costs)
+            costs = [
+                cost
+                for option, cost in self._below[step]
+                if all(mask >> code & 1 for v, code in option.needs if v == value)
+            ]
+            self._one[key] = _least([*costs, self._charged(float("inf"))])
         return self._one[key]
+
+    def _conversions(self, value: int, mask: int) -> list[tuple[int, float]]:
+        """What ``value`` may be held as in the end, with the least seconds of getting there."""
+        key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value])
+        if key not in self._converted:
+            made = [(mask, 0.0)]
+            for code in range(2, 2 + len(self.problem.types[value].shape)):
+                made += [
+                    (have | self.steps.closure(value, code), seconds + sum(price) * weight)
+                    for have, seconds in made
+                    if not have >> code & 1 and (price := self.steps.cheapest(value, have, code)) is not None
+                ]
+            whole = min(
+                seconds + sum(price) * weight
+                for have, seconds in made
+                if (price := self.steps.cheapest(value, have, R)) is not None
+            )
+            # held whole it is held in every way, so that dearer sets are worth nothing
+            made = [(have, seconds) for have, seconds in made if seconds < whole]
+            made.append((mask | self.steps.closure(value, R), whole))
+            self._converted[key] = made
+        return self._converted[key]
 
     def remaining(self, step: int, packed: int) -> Vector:
         known = self._remaining[step]
