@@ -20,7 +20,10 @@ import torch
 import torch.distributed as dist
 
 from .. import testbed
+from ..baselines import data_parallel
 from ..cluster import Cluster
+from ..cost import CostModel
+from ..ir import even_ratio
 from ..plan_file import Plan
 from ..profiler import profile
 from ..runtime.data import shard_batches
@@ -89,12 +92,15 @@ def call(
     return "".join(lines).strip().splitlines()[-1] if lines else "", result.emulation
 
 
-def measure_profile(job: str, cluster: str, out: str, budget_s: str) -> None:
-    """Profiles a job of ``bench/jobs.py`` on this cluster file into ``out``. Collective."""
-    made = jobs.make(job)
+def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str = "") -> None:
+    """Profiles a job of ``bench/jobs.py`` on this cluster file into ``out``; ``what`` may be
+    ``micro-batches``, to confirm the largest as well. Collective."""
+    made, described = jobs.make(job), Cluster.load(cluster)
     graph = trace(made.model, made.batch).graph
     leave_device()  # the threads of new process groups are to be outside
-    found = profile(graph, made, Cluster.load(cluster), budget_s=float(budget_s), on_start=enter_device)
+    even = even_ratio(described.world_size)
+    program = data_parallel(graph, CostModel(described), even) if what == "micro-batches" else None
+    found = profile(graph, made, described, budget_s=float(budget_s), program=program, on_start=enter_device)
     if dist.get_rank() == 0:
         found.save(out)
 

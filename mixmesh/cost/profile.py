@@ -44,6 +44,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     host_scale: float = pydantic.Field(default=1.0, gt=0)
     idle_constant_bytes: int | None = pydantic.Field(default=None, ge=0)
+    largest_micro_batch: list[Annotated[int, pydantic.Field(ge=0)]] = []
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -96,7 +97,9 @@ class DeviceProfile:
     collective to the seconds for which it keeps the computing thread itself busy (issuing, joining, copying):
     fixed, and per byte of the whole tensor; where nothing else is computed, and ``host_scale`` times that
     where the device computes. ``memory_constant_bytes`` is what a process holds beside tensors, and
-    ``idle_constant_bytes`` what one does that computes nothing.
+    ``idle_constant_bytes`` what one does that computes nothing. ``largest_micro_batch`` is, by stage of
+    ZeRO, how many samples the device was seen to hold in a micro-step with even owners; empty where that was
+    not tried.
     """
 
     ops: dict[str, OpMeasurement]
@@ -107,6 +110,7 @@ class DeviceProfile:
     host_s: dict[str, tuple[float, float]] = field(default_factory=dict)
     host_scale: float = 1.0
     idle_constant_bytes: int = 0
+    largest_micro_batch: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ class Profile:
                 d.host_s or _host_s_before(d.exchange_s_per_byte),
                 d.host_scale,
                 d.memory_constant_bytes if d.idle_constant_bytes is None else d.idle_constant_bytes,
+                tuple(d.largest_micro_batch),
             )
             for name, d in file.devices.items()
         }
@@ -185,6 +190,7 @@ class Profile:
                     "host_s": d.host_s,
                     "host_scale": d.host_scale,
                     "idle_constant_bytes": d.idle_constant_bytes,
+                    "largest_micro_batch": d.largest_micro_batch,
                 }
                 for name, d in self.devices.items()
             },

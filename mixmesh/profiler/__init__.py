@@ -19,15 +19,17 @@ import torch.distributed as dist
 
 from ..cluster import Cluster
 from ..cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
-from ..ir import Graph
+from ..ir import Graph, Program
+from ..job import batch_size, optimizer_states
 from ..runtime.allocator import steady_heap
-from ..runtime.comm import Comm
+from ..runtime.comm import Comm, default_device
 from .constants import process_bytes
 from .links import link_sets, measure_links
 from .meter import Meter
+from .micro_batches import Largest, largest_micro_batches
 from .operators import measure_ops, shares_to_measure
 from .overlap import measure_overlap
-from .steps import measure_steps
+from .steps import FACTORS, measure_steps
 
 LINKS_SHARE = 0.27  # of the budget, beside some seconds for links and computing together
 
@@ -38,6 +40,7 @@ def profile(
     cluster: Cluster,
     *,
     budget_s: float = 60.0,
+    program: Program | None = None,
     device: torch.device | str | None = None,
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
@@ -45,9 +48,12 @@ def profile(
     """The profile of ``job`` on the cluster that this process is a rank of. Collective.
 
     Every rank measures its own device at the same time, as in training; of equal devices the median
-    counts. Operators that the budget did not reach are named in the provenance.
+    counts. Operators that the budget did not reach are named in the provenance. With ``program``, the job's
+    data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
+    budget; ``torch.distributed`` must not be initialised then.
     """
     steady_heap()  # as in training
+    largest = confirmed(job, cluster, program, device, progress) if program else None
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
     progress("memory of a process without tensors")
@@ -61,6 +67,8 @@ def profile(
     slowdown, host_s = measure_overlap(comm, meter, links)
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
+    if largest is not None:
+        share = min(share, max(largest.samples[0], 1) / batch_size(job.batch))
     progress("operators")
     deadline = started + budget_s * 0.7
     shares = shares_to_measure(share, comm.world_size)
@@ -69,12 +77,21 @@ def profile(
     own = device_key(cluster.devices[comm.rank])
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    scale, optimizer_s = measure_steps(
-        graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
-    )
+    if largest is not None and not largest.samples[0]:
+        scale, optimizer_s = 1.0, costs.optimizer_s(comm.rank, 1.0)
+        skipped.append("whole steps, for which there is no memory")
+        for _ in FACTORS:
+            dist.barrier()  # as those who measure them
+    else:
+        scale, optimizer_s = measure_steps(
+            graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
+        )
     # under a quota the thread's CPU seconds become real ones as the operators' do
     host_scale = scale if meter.emulated else 1.0
-    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle)
+    if largest is not None and largest.excess_bytes is not None:
+        working = round(idle + largest.excess_bytes)
+    samples = largest.samples if largest is not None else ()
+    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples)
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}
@@ -95,6 +112,28 @@ def profile(
         "skipped": sorted({op for _, _, names in everyone for op in names}),
     }
     return Profile(devices, links, provenance)
+
+
+def confirmed(
+    job: Any,
+    cluster: Cluster,
+    program: Program,
+    device: torch.device | str | None,
+    progress: Callable[[str], None],
+) -> Largest:
+    """The largest micro-batches of this process's device, none above the largest share that is measured."""
+    rank = int(os.environ.get("RANK", "0"))
+    share = likely_share(cluster, rank)
+    return largest_micro_batches(
+        job,
+        program,
+        CostModel(cluster),
+        rank,
+        device=torch.device(device) if device is not None else default_device(),
+        optimizer_states=optimizer_states(job.optimizer),
+        largest_share=shares_to_measure(share, cluster.world_size)[-1],
+        progress=progress,
+    )
 
 
 def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:

@@ -1,0 +1,232 @@
+"""The largest micro-batch of a device in each stage of ZeRO: predicted by the memory model, confirmed by
+running it.
+
+A rank's part of a step is *rehearsed*: its very program runs on its own device, with real tensors and
+pretended collectives, so that shards, gathered parameters, buckets, accumulated gradients and the
+optimizer's state are held as in training. It happens where running out of memory can be survived
+(``children``).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..cost import CostModel
+from ..cost.memory import PeakMemory
+from ..errors import InputError, MixmeshError
+from ..ir import Program, even_ratio, make_ratio, samples_of
+from ..plan_file import MicroBatch, Plan, schedule
+from ..ratios import with_ratio
+from ..runtime.allocator import resident_bytes
+from ..runtime.data import shard_batches
+from ..runtime.parallel import parallelize
+from ..runtime.train import default_optimizer, owned, peak_memory_bytes
+from ..zero import with_stage
+from .children import Outcome, attempt_on
+from .steps import tensors_of
+
+STAGES = (0, 1, 2, 3)
+MAX_PASSES = 3  # of a stage
+ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
+HEADROOM = 0.05  # of a device's memory that is left free, as the planner leaves it
+MORE_BYTES = 0.1  # of the room: what the first pass is taken to have lacked that runs out of memory
+STEPS = 2  # of a pass: on a CPU the heap grows with the second
+PASS_S = 180.0
+
+
+@dataclass(frozen=True)
+class Largest:
+    """``samples`` per stage, 0 where not even one was confirmed. ``excess_bytes`` is what the last pass that
+    fitted held above the memory model's count of an idle process and tensors; None if none did."""
+
+    samples: tuple[int, ...]
+    excess_bytes: float | None
+    passes: int
+    out_of_memory: int  # passes
+
+
+def largest_micro_batches(
+    job: Any,
+    program: Program,
+    costs: CostModel,
+    rank: int,
+    *,
+    device: torch.device,
+    optimizer_states: int = 2,
+    largest_share: float = 1.0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Largest:
+    """For ``rank`` on its device, which nobody else may be using. ``program`` is data parallelism with even
+    shares over the cluster of ``costs``; owners' shares are even too. No micro-batch is larger than
+    ``largest_share`` of the batch.
+
+    Raises InputError once ``torch.distributed`` is initialised, MixmeshError if a pass fails for another
+    reason than memory.
+    """
+    if dist.is_initialized():
+        raise InputError(
+            "micro-batches are measured before torch.distributed is initialised",
+            expected="a process without process groups",
+        )
+    memory_bytes = costs.cluster.devices[rank].memory_bytes
+    idle = costs.memory_constant_bytes(rank, idle=True)
+    search = Search(room_bytes=memory_bytes * (1 - HEADROOM) - idle)
+    samples: list[int] = []
+    for stage in STAGES:
+        plan_of = Plans(program, costs, rank, stage, optimizer_states, largest_share)
+        if samples and samples[-1] == plan_of.most:
+            samples.append(plan_of.most)  # a higher stage holds no more
+            continue
+
+        def run(size: int, plan_of: Plans = plan_of) -> Outcome:
+            progress(f"micro-batches: {size} in stage {plan_of.stage}")
+            return attempt_on(device, partial(rehearse, job, plan_of(size), rank, device), PASS_S)
+
+        samples.append(search.largest(plan_of.tensor_bytes, plan_of.most, run))
+    return Largest(tuple(samples), search.excess_bytes, search.passes, search.out_of_memory)
+
+
+class Search:
+    """The largest size that runs within the room. What the passes of one stage show of the model's error
+    holds for the next."""
+
+    def __init__(self, room_bytes: float) -> None:
+        self.room_bytes = room_bytes
+        self.passes = self.out_of_memory = 0
+        self.excess_bytes: float | None = None  # measured less predicted, at the last pass that fitted
+
+    def largest(self, predicted: Callable[[int], float], most: int, run: Callable[[int], Outcome]) -> int:
+        """``predicted`` gives bytes that rise with the size; ``run``'s value are bytes."""
+        error = self.excess_bytes or 0.0
+        more = MORE_BYTES * self.room_bytes
+        confirmed, too_large = 0, most + 1
+        for _ in range(MAX_PASSES):
+            size = largest_within(predicted, self.room_bytes - error, too_large - 1)
+            if size <= confirmed * ENOUGH:
+                break
+            outcome = run(size)
+            self.passes += 1
+            if outcome.done:
+                error = outcome.value - predicted(size)
+                if outcome.value <= self.room_bytes:
+                    confirmed, self.excess_bytes = size, error
+                else:
+                    too_large = size
+            elif outcome.out_of_memory:
+                self.out_of_memory += 1
+                too_large = size
+                error, more = error + more, 2 * more
+            else:
+                raise MixmeshError(
+                    f"a micro-batch of {size} samples could not be run", got=outcome.error[:500]
+                )
+        return confirmed
+
+
+def largest_within(predicted: Callable[[int], float], room_bytes: float, most: int) -> int:
+    """The largest size of at most ``most`` whose prediction is within the room; 0 if there is none."""
+    fits, exceeds = 0, most + 1
+    while exceeds - fits > 1:
+        middle = (fits + exceeds) // 2
+        fits, exceeds = (middle, exceeds) if predicted(middle) <= room_bytes else (fits, middle)
+    return fits
+
+
+class Plans:
+    """Plans of one stage in which one rank takes micro-batches of a given size, two of them where the batch
+    has as many samples: then gradients are accumulated."""
+
+    def __init__(
+        self,
+        program: Program,
+        costs: CostModel,
+        rank: int,
+        stage: int,
+        optimizer_states: int = 2,
+        largest_share: float = 1.0,
+    ) -> None:
+        self.costs, self.rank, self.stage = costs, rank, stage
+        world_size = program.world_size
+        self.program = with_stage(program, stage, even_ratio(world_size))
+        self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
+        self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
+        self.samples = samples_of(self.program)
+        self.memory = PeakMemory(costs, optimizer_states, self.samples)
+
+    def __call__(self, size: int) -> Plan:
+        others = self.program.world_size - 1
+        steps = 2 if 2 * size + others <= self.batch else 1
+        left = self.batch - steps * size
+        counts = [left // others + (n < left % others) for n in range(others)] if others else []
+        rows = [MicroBatch(-(-n // steps), steps, n // steps) for n in counts]
+        counts.insert(self.rank, steps * size)
+        rows.insert(self.rank, MicroBatch(size, steps, size))
+        program = with_ratio(self.program, "r0", make_ratio(counts))
+        return Plan(program, "rehearsal", 0.0, (), self.costs.cluster.fingerprint, micro_batches=tuple(rows))
+
+    def tensor_bytes(self, size: int) -> float:
+        """As the memory model has it, for the rank."""
+        plan = self(size)
+        several = plan.micro_batches[self.rank].steps > 1
+        planned = schedule(plan.program, plan.micro_batches, self.samples) if several else None
+        peak = self.memory.peaks(plan.program, planned)[self.rank]
+        return peak - self.costs.memory_constant_bytes(self.rank)
+
+
+def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
+    """Runs this rank's part of a few steps of the plan, alone: as if all others were there. The bytes that
+    its tensors and kernels take at the peak. ``torch.distributed`` must not be initialised. Where this is no
+    child process, nothing of ``job`` changes.
+    """
+    in_child = device.type == "cpu"
+    before = resident_bytes() - size_bytes(job) if in_child else torch.cuda.memory_allocated(device)
+    if not in_child:
+        torch.cuda.reset_peak_memory_stats(device)
+    dist.init_process_group("fake", rank=rank, world_size=plan.program.world_size)
+    try:
+        with written_tensors():
+            train(job, plan, rank, device, consume=in_child)
+    finally:
+        dist.destroy_process_group()
+    return peak_memory_bytes(device) - before
+
+
+def train(job: Any, plan: Plan, rank: int, device: torch.device, *, consume: bool) -> None:
+    """A few steps as ``runtime.train`` makes them."""
+    optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
+    model, optimizer = parallelize(job.model, optimizer, plan, device=device, consume=consume)
+    batch = owned(next(shard_batches([job.batch], plan.program, rank)))
+    for _ in range(STEPS):
+        forward = model.forward_local
+        local, _ = forward(**batch) if isinstance(batch, dict) else forward(*batch)
+        local.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def written_tensors() -> Iterator[None]:
+    """What pretended collectives do not fill is filled all the same: memory that nobody writes to is none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators that are not deterministic
+        before = torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before)
+
+
+def size_bytes(job: Any) -> int:
+    """Of the model and the batch."""
+    tensors = (*job.model.parameters(), *job.model.buffers(), *tensors_of(job.batch))
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
