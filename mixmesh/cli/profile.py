@@ -28,6 +28,9 @@ def profile(
     budget: Annotated[
         float, typer.Option("--budget", min=1, metavar="SECONDS", help="Measure for so long.")
     ] = 60,
+    micro_batches: Annotated[
+        bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Measure a job's operators on every device, and the links: under torchrun or inside the testbed."""
@@ -38,6 +41,9 @@ def profile(
     if not out.parent.is_dir():
         raise InputError("the profile cannot be written", where=str(out), got=f"no folder {out.parent}")
     rank = check_launch(job, described, given, out)
+    from ..baselines import data_parallel
+    from ..cost import CostModel
+    from ..ir import even_ratio
     from ..job import load_job
     from ..profiler import profile as measure
     from ..testbed import enter_device
@@ -46,8 +52,18 @@ def profile(
 
     loaded = load_job(job)
     graph = trace(loaded.model, loaded.batch).graph
+    even = even_ratio(described.world_size)
+    program = data_parallel(graph, CostModel(described), even) if micro_batches else None
     with telling(rank) as say:
-        found = measure(graph, loaded, described, budget_s=budget, on_start=enter_device, progress=say)
+        found = measure(
+            graph,
+            loaded,
+            described,
+            budget_s=budget,
+            program=program,
+            on_start=enter_device,
+            progress=say,
+        )
     if rank == 0:
         found.save(out)
     leave()
@@ -56,7 +72,12 @@ def profile(
     skipped = found.provenance.get("skipped", [])
     if as_json:
         devices = {
-            name: {"operators": len(d.ops), "step_scale": d.step_scale, "slowdown": d.slowdown}
+            name: {
+                "operators": len(d.ops),
+                "step_scale": d.step_scale,
+                "slowdown": d.slowdown,
+                "largest_micro_batch": d.largest_micro_batch,
+            }
             for name, d in found.devices.items()
         }
         curves = len(found.collectives)
@@ -66,6 +87,9 @@ def profile(
         f"{len(found.devices)} kinds of device and {len(found.collectives)} curves of collectives "
         f"({found.provenance['backend']}) measured, written to {out}"
     )
+    for name, d in found.devices.items():
+        if d.largest_micro_batch:
+            print(f"{name}: up to {', '.join(map(str, d.largest_micro_batch))} samples in ZeRO stages 0 to 3")
     if skipped:
         print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
 

@@ -1,6 +1,6 @@
 """mixmesh bench NAME: a module per command."""
 
-from . import accuracy, collectives, coverage, order, papers, placement, planning, sfb, training
+from . import accuracy, collectives, coverage, order, papers, placement, planning, poplar, sfb, training
 from .common import app
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "papers",
     "placement",
     "planning",
+    "poplar",
     "sfb",
     "training",
 ]

@@ -1,0 +1,194 @@
+"""ZeRO on unequal devices: our allocation against equal and proportional parts, PyTorch's own data
+parallelism, and the fast devices alone. Measured in the testbed, with its memory limits, and simulated at
+the size of the paper.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..cluster import Cluster
+from ..cost import Profile
+from ..errors import InputError, MixmeshError
+from ..trace import trace
+from ..workloads import make
+from . import jobs
+from .measure import call, case_folder, cluster_text
+from .poplar_cases import (
+    FIRST_STEP,
+    FULL,
+    GLOBAL_BATCH,
+    MEASURED,
+    SIMULATED,
+    STAGES,
+    Effort,
+    Measured,
+    Simulated,
+)
+from .poplar_plans import Planned, plans
+from .poplar_results import PYTORCH, FirstStep, MeasuredResult, Result, Run, SimulatedResult, Variant
+from .training import loss_error, single_losses
+
+WORKER = (sys.executable, "-m", "mixmesh.bench.poplar_worker")
+MIXMESH = (sys.executable, "-m", "mixmesh")
+DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))
+DEMO_PROFILE_S = "20"
+ADAM_STATES = 2
+Progress = Callable[[str], None]
+Case = Measured | Simulated | str
+CASES: tuple[Case, ...] = (*MEASURED, FIRST_STEP, *SIMULATED)
+QUICK: tuple[Case, ...] = (MEASURED[1], SIMULATED[2])
+
+
+def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
+    """The cases of these names: ``a``, ``first-step``, ``llama-0.5b@poplar-b``, or a workload or a preset;
+    all without a name."""
+    if not names:
+        return tuple(among)
+    out: list[Case] = []
+    for name in names:
+        found = [c for c in CASES if name in (str(c), *str(c).split("@"))]
+        if not found:
+            raise InputError(
+                f"no such case: {name!r}",
+                expected=", ".join(map(str, CASES)),
+                got=name,
+                hint=f"--only {CASES[0]}",
+            )
+        out += found
+    return tuple(dict.fromkeys(out))
+
+
+def run(
+    chosen: Sequence[Case],
+    effort: Effort = FULL,
+    progress: Progress = lambda _: None,
+    keep: Path | None = None,
+) -> Iterator[Result]:
+    """The result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
+    for case in chosen:
+        with case_folder(keep, str(case)) as folder:
+
+            def say(text: str, case: Case = case) -> None:
+                progress(f"{case}: {text}")
+
+            if isinstance(case, Measured):
+                yield measure(case, effort, folder, say)
+            elif isinstance(case, Simulated):
+                yield simulate(case, say)
+            else:
+                yield first_step(folder, say)
+
+
+def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> MeasuredResult:
+    cluster = case.cluster
+    cluster_path, profile_path = folder / "cluster.toml", folder / "profile.json"
+    cluster_path.write_text(case.cluster_text)
+    say("profiling")
+    words = (case.job, str(cluster_path), str(profile_path), str(effort.profile_s), "micro-batches")
+    call(WORKER, cluster, "profile", *words)
+    say("planning")
+    made = jobs.make(case.job)
+    graph = trace(made.model, made.batch).graph
+    profile = Profile.load(profile_path)
+    planned = plans(graph, cluster, profile, effort.stages, ADAM_STATES, at_once=True)
+    planned += [Planned(Variant(name), None) for name in PYTORCH]
+    say("the losses of a single device")
+    reference = single_losses(case.job, effort.steps + 1)
+    ways = [(p, saved(p, folder)) for p in planned]
+
+    def turns(chosen: list[tuple[Planned, str]]) -> tuple[list[list[dict]], str]:
+        rows = [(str(p.variant), case.job, effort.steps + 1, what) for p, what in chosen]
+        return run_turns(cluster, rows, folder, say)
+
+    first, emulation = turns(ways)
+    outcomes = {str(p.variant): [by_rank] for (p, _), by_rank in zip(ways, first)}
+    left = [w for w, by_rank in zip(ways, first) if not any(o["out_of_memory"] for o in by_rank)]
+    again = left * (effort.rounds - 1)
+    for (p, _), by_rank in zip(again, turns(again)[0] if again else ()):
+        outcomes[str(p.variant)].append(by_rank)
+    runs = tuple(result_of(p.variant, outcomes[str(p.variant)], reference) for p in planned)
+    return MeasuredResult(case, runs, tuple(d.memory_bytes for d in cluster.devices), emulation)
+
+
+def saved(planned: Planned, folder: Path) -> str:
+    """What the worker is to run: the path of a plan, or a baseline of PyTorch."""
+    if planned.plan is None:
+        return planned.variant.name
+    path = folder / f"{str(planned.variant).replace(', ', '-').replace(' ', '-')}.plan"
+    planned.plan.save(path)
+    return str(path)
+
+
+def run_turns(
+    cluster: Cluster, rows: list[tuple], folder: Path, say: Progress
+) -> tuple[list[list[dict]], str]:
+    """Per row the outcomes of all ranks, and how the cluster was emulated."""
+    runs_path = folder / "runs.json"
+    runs_path.write_text(json.dumps(rows))
+    _, emulation = call(WORKER, cluster, "runs", str(runs_path), str(folder), say=say)
+    files = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(cluster.world_size)]
+    return [list(by_rank) for by_rank in zip(*files, strict=True)], emulation
+
+
+def result_of(variant: Variant, rounds: list[list[dict]], reference: Sequence[float]) -> Run:
+    """Raises MixmeshError if a rank failed for another reason than memory."""
+    empty = sorted({rank for outcomes in rounds for rank, o in enumerate(outcomes) if o["out_of_memory"]})
+    if empty:
+        return Run(variant, (), (), tuple(empty), None)
+    for outcomes in rounds:
+        for rank, o in enumerate(outcomes):
+            if o["error"]:
+                raise MixmeshError(f"{variant}: rank {rank} failed", got=o["error"][:500])
+    values = [[o["value"] for o in outcomes if o["value"] is not None] for outcomes in rounds]
+    return Run(
+        variant,
+        tuple(statistics.median(by_rank[0]["step_s"][1:]) for by_rank in values),
+        tuple(max(peaks) for peaks in zip(*([v["peak_bytes"] for v in by_rank] for by_rank in values))),
+        (),
+        max(loss_error(by_rank[0]["losses"], reference) for by_rank in values),
+    )
+
+
+def simulate(case: Simulated, say: Progress) -> SimulatedResult:
+    say("tracing")
+    job = make(f"{case.workload}:{GLOBAL_BATCH}")
+    graph = trace(job.model, job.batch).graph
+    say("planning")
+    started = time.perf_counter()
+    found = plans(graph, Cluster.load(case.preset), None, STAGES, ADAM_STATES)
+    return SimulatedResult(case, tuple(p.variant for p in found), time.perf_counter() - started)
+
+
+def first_step(folder: Path, say: Progress) -> FirstStep:
+    """The commands that a user would type, for the demo's job."""
+    found = find_spec("mixmesh.demo.job")
+    assert found is not None and found.origin is not None
+    cluster, profile, plan = (folder / name for name in ("cluster.toml", "profile.json", "first.plan"))
+    cluster.write_text(DEMO_CLUSTER)
+    inside = (*MIXMESH, "testbed", "--cluster", cluster, "--", *MIXMESH)
+    say("profiling")
+    profile_s, _ = timed(*inside, "profile", found.origin, "--out", profile, "--budget", DEMO_PROFILE_S)
+    say("planning")
+    plan_s, _ = timed(
+        *MIXMESH, "plan", found.origin, "--cluster", cluster, "--profile", profile, "--out", plan
+    )
+    say("running")
+    run_s, printed = timed(*inside, "run", found.origin, "--plan", plan, "--steps", "1", "--json")
+    return FirstStep(profile_s, plan_s, run_s, json.loads(printed.splitlines()[-1])["emulation"])
+
+
+def timed(*words: object) -> tuple[float, str]:
+    """Seconds of a command, and what it printed. Raises MixmeshError if it fails."""
+    started = time.perf_counter()
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if done.returncode:
+        raise MixmeshError(f"{words[3]} failed", got=done.stderr.strip()[-500:])
+    return time.perf_counter() - started, done.stdout
