@@ -29,7 +29,6 @@ link that gets faster can make the predicted step longer. That decides what is a
 
 from __future__ import annotations
 
-import random
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,7 +49,6 @@ from .cost.placed import (
     is_stored,
     synchronised,
 )
-from .cost.quota import Quota, period_s
 from .cost.resources import Link, links_of
 from .cost.sums import IN_FLIGHT_BYTES, GradientSum, gradient_sums, order_of_sums
 from .ir import LEAVES, Instruction, Program, once_program, owned_type, samples_of
@@ -70,7 +68,6 @@ from .timeline import (
 
 MicroBatches = tuple[MicroBatch, ...] | None  # per rank; None, or one each, is a step without micro-steps
 Seconds = Sequence[Sequence[float]]  # by work and kind of rank
-QUOTA_STEPS = 5  # simulated for one whose devices compute in bursts
 
 
 def simulate(
@@ -84,7 +81,7 @@ def simulate(
     """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2);
     ``micro_batches`` are those of a plan. Raises PlanError for a program that cannot run in micro-steps."""
     simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
-    return simulation.settled(program, micro_batches, events=events)
+    return simulation.run(program, micro_batches, events=events)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +184,6 @@ class Simulation:
         simulation was made from, in these micro-steps."""
         planned = self._schedule(program, micro_batches)
         run = self._run(program, self.sums(program), planned, events=events)
-        return self._timeline(run, program, planned)
-
-    def _timeline(self, run: _Run, program: Program, planned: Schedule | None) -> Timeline:
         return Timeline(
             max(run.clock),
             self.memory.peaks(program, planned),
@@ -197,21 +191,6 @@ class Simulation:
             run.communication,
             tuple(run.events),
         )
-
-    def settled(
-        self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False
-    ) -> Timeline:
-        """As ``run``, and under CPU quotas, where devices compute in bursts, the middle one of several steps
-        that differ by when their periods begin."""
-        shares = [self.costs.quota(rank) for rank in range(program.world_size)]
-        if not any(shares):
-            return self.run(program, micro_batches, events=events)
-        draw = random.Random(0).random
-        steps = [[s and Quota(s, p := period_s(s), p * draw()) for s in shares] for _ in range(QUOTA_STEPS)]
-        planned = self._schedule(program, micro_batches)
-        runs = [self._run(program, self.sums(program), planned, events=events, quotas=q) for q in steps]
-        middle = sorted(runs, key=lambda run: max(run.clock))[QUOTA_STEPS // 2]
-        return self._timeline(middle, program, planned)
 
     def step_s(self, program: Program, micro_batches: MicroBatches = None) -> float:
         """The step's seconds alone."""
@@ -250,15 +229,13 @@ class Simulation:
         *,
         events: bool = False,
         whole: bool = True,
-        quotas: Sequence[Quota | None] = (),
     ) -> _Run:
         step = program if planned is None else with_ratios_of(self.step, program)
         if self.sheet.pattern_of(step) != self.sheet.pattern:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
-        # events, and bursts, tell equal ranks apart
-        apart = events or quotas
-        alike = _Alike(range(program.world_size) if apart else self._kinds(step, whole, planned))
-        run = _Run(self, step, sums, alike, events, quotas)
+        # events tell equal ranks apart
+        alike = _Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
+        run = _Run(self, step, sums, alike, events)
         run.optimizer()
         run.start_gathers()
         if self.once is not None:
@@ -612,13 +589,7 @@ class _Run:
     """The clocks of one simulated step, by kind of rank."""
 
     def __init__(
-        self,
-        simulation: Simulation,
-        program: Program,
-        sums: _Sums,
-        alike: _Alike,
-        keep_events: bool,
-        quotas: Sequence[Quota | None] = (),
+        self, simulation: Simulation, program: Program, sums: _Sums, alike: _Alike, keep_events: bool
     ) -> None:
         self.simulation, self.program, self.keep_events = simulation, program, keep_events
         self.alike, count = alike, len(alike.firsts)
@@ -626,6 +597,7 @@ class _Run:
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # until when a collective of the kind is
         self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
+        self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(simulation.channels)  # when each channel is
         self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
         self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
@@ -634,8 +606,6 @@ class _Run:
         self.communication = 0.0
         self.turn_s = 0.0  # when the first rank ends its forward pass
         self.events: list[Event] = []
-        self.quotas = quotas or [None] * count
-        self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0 or self.quotas[k] is not None]
         self.active = [True] * count  # whether the kind takes this micro-step
         self.gathers, self.gather_of = sums.gathers, sums.gather_of
         self.gathered: list[tuple[float, _Call, set[int]]] = []  # with the kinds that have not awaited it
@@ -726,12 +696,10 @@ class _Run:
     def computed(self, kind: int, slowdown: float, seconds: float) -> float:
         """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
         start, until = self.clock[kind], self.under_way[kind]
-        if slowdown > 0 and until > start:
-            slow = start + seconds * (1 + slowdown)
-            end = slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
-            seconds = end - start
-        quota = self.quotas[kind]
-        return start + seconds if quota is None else quota.end(start, seconds)
+        if slowdown <= 0 or until <= start:
+            return start + seconds
+        slow = start + seconds * (1 + slowdown)
+        return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
 
     def last(self, ranks: tuple[int, ...]) -> float:
         """When the last of these ranks is there."""
@@ -742,7 +710,7 @@ class _Run:
         if call.host:
             where = call.exchange.ranks
             for k in kinds:
-                self.clock[k] = self.computed(k, 0.0, call.host[where.index(self.alike.firsts[k])])
+                self.clock[k] += call.host[where.index(self.alike.firsts[k])]
 
     def start(self, call: _Call, name: str) -> float:
         """All ranks issue a collective here; returns its end."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..baselines import data_parallel, device_seconds, proportional_ratio
@@ -141,13 +141,6 @@ class Task:
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
-
-    def settled(self, proposal: Proposal) -> Proposal:
-        """The proposal with the step that ``simulate`` predicts: planning itself does without bursts under
-        CPU quotas, which make a small change look like a large one."""
-        with self.timed("simulate"):
-            timeline = proposal.simulation.settled(proposal.program, proposal.micro_batches)
-        return replace(proposal, timeline=timeline)
 
     def best_buckets(
         self,
