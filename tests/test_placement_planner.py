@@ -132,7 +132,7 @@ def test_local_search_finds_what_enumeration_finds():
     base = space_of(task).program
     space = Space(base, task.costs, make_grouping(task.graph, task.costs, 3))
     found = local_search(task, space, max_evaluations=1500)
-    every = LocalSearch(space, found.estimate, found.usable)
+    every = LocalSearch(space, found.judge, found.usable)
     choices = [[a.placed for a in space.actions(k)] for k in range(len(space.groups))]
     assert 100 < np.prod([len(c) for c in choices]) < 20_000
     least = min(every.key(strategy) for strategy in product(*choices))

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from ..ir import make_ratio, support
 from ..placement import Action, Estimate, Estimator, Placed, Space, make_grouping
 from ..ratios import usable_bytes
+from ..simulator import Timeline, simulate
 from .polish import whole_counts
 from .task import HEADROOM, Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
 MAX_EVALUATIONS = 3000
+MAX_SIMULATIONS = 40
 JUDGED = 6  # strategies that the simulator judges after a search
 LONGEST = 12  # groups that one move of the search changes together
 
@@ -105,34 +107,46 @@ def by_memory(
 
 
 def placed(task: Task) -> Iterator[Proposal]:
-    """The best strategies that a local search finds."""
+    """A local search by estimate, then from its best by the simulator; the best of that in their buckets."""
     space = space_of(task)
     task.progress("planning: placed, local search")
     with task.timed("placement"):
-        found = local_search(task, space, max_s=task.search_s)
-    # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
-    alike = min(dict.fromkeys(uniform(space)), key=found.key)
-    for strategy in dict.fromkeys((*found.best(JUDGED), alike)):
+        estimated = local_search(task, space, max_s=task.search_s / 2)
+        # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
+        alike = min(dict.fromkeys(uniform(space)), key=estimated.key)
+        simulated = LocalSearch(space, simulator_of(task, space), estimated.usable)
+        for strategy in (*estimated.best(JUDGED), alike):
+            simulated.key(strategy)
+        climb(simulated, MOVES, MAX_SIMULATIONS, task.search_s / 2, random.Random(0))
+    for strategy in simulated.best(JUDGED // 2):
         yield judged(task, "placed", space, strategy)
+
+
+def simulator_of(task: Task, space: Space) -> Judge:
+    def judge(strategy: Strategy) -> Timeline:
+        return simulate(space.lower(strategy), task.costs, optimizer_states=task.optimizer_states)
+
+    return judge
+
+
+Judge = Callable[[Strategy], Estimate | Timeline]
 
 
 @dataclass
 class LocalSearch:
-    """Strategies by how good they are estimated to be: what oversteps memory least, then the fastest."""
+    """Strategies as a judge sees them: what oversteps ``usable`` memory least, then the fastest."""
 
     space: Space
-    estimate: Estimator
+    judge: Judge
     usable: Sequence[float]
     seen: dict[Strategy, tuple[float, float]] = field(default_factory=dict)
 
     def key(self, strategy: Strategy) -> tuple[float, float]:
         if strategy not in self.seen:
-            self.seen[strategy] = self.measure(self.estimate(strategy))
+            said = self.judge(strategy)
+            excess = max(peak / usable for peak, usable in zip(said.peak_memory_bytes, self.usable))
+            self.seen[strategy] = max(excess, 1.0), said.step_s
         return self.seen[strategy]
-
-    def measure(self, e: Estimate) -> tuple[float, float]:
-        excess = max(peak / usable for peak, usable in zip(e.peak_memory_bytes, self.usable))
-        return max(excess, 1.0), e.step_s
 
     def best(self, count: int) -> list[Strategy]:
         return sorted(self.seen, key=self.seen.__getitem__)[:count]
@@ -153,7 +167,7 @@ def local_search(
     found = LocalSearch(space, Estimator(space, task.optimizer_states), usable)
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
         found.key(strategy)
-    climb(found, (replaced, replaced, shifted), max_evaluations, max_s, random.Random(seed))
+    climb(found, MOVES, max_evaluations, max_s, random.Random(seed))
     return found
 
 
@@ -209,6 +223,9 @@ def shifted(space: Space, strategy: Strategy, draw: random.Random) -> Strategy:
     counts[taker] += 1
     other = make_ratio(counts)
     return tuple(replace(p, ratio=other) if p.ratio == ratio else p for p in strategy)
+
+
+MOVES = (replaced, replaced, shifted)
 
 
 def _placed(strategy: Sequence[Action | Placed]) -> Strategy:
