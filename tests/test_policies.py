@@ -22,7 +22,7 @@ from mixmesh.planner import make_plan
 from mixmesh.policies.evaluate import Evaluator, Outcome, estimated, simulated
 from mixmesh.policies.features import Facts
 from mixmesh.policies.heterog import Training
-from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, reward
+from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, order_of_groups, reward
 from mixmesh.policies.seeds import data_parallel as all_devices
 from mixmesh.policies.seeds import everywhere, judged_seeds
 from mixmesh.policies.tag import WEIGHTS, Policy, TagPriors, load
@@ -145,7 +145,7 @@ def test_the_estimate_and_the_simulator_agree_on_what_fits():
 
 def features_of(s: Space):
     evaluate, _ = searched(s)
-    order = s.grouping.by_cost
+    order = order_of_groups(s)
     first = s.actions(order[0])[0]
     return Facts(s, STATES, HEADROOM).at({order[0]: first}, order[1], first, evaluate(everywhere(s, first)))
 
@@ -190,7 +190,7 @@ def test_features_have_no_units(time, size, monkeypatch):
         "mixmesh.policies.features.usable_bytes", lambda costs, r, _: costs.cluster.devices[r].memory_bytes
     )
     s = space()
-    first = s.actions(s.grouping.by_cost[0])[0]
+    first = s.actions(order_of_groups(s)[0])[0]
     outcome = Outcome(1.0, (0.5,) * 3, (0.25,) * 3)
     of = [Facts(x, STATES, HEADROOM).at({}, 0, first, outcome) for x in (s, scaled(s, time, size))]
     for name, value in vars(of[0]).items():
@@ -204,7 +204,7 @@ def test_edges_have_their_sizes():
 def scores(policy: Policy, s: Space) -> dict:
     """By what the choice is, its probability for the most expensive group."""
     evaluate, _ = searched(s)
-    order = s.grouping.by_cost
+    order = order_of_groups(s)
     priors = TagPriors(policy, Facts(s, STATES, HEADROOM))
     found = priors((), evaluate(next(all_devices(s))))
     names = [

@@ -6,7 +6,11 @@ parallelism out of memory with is twice the batch, and BERT-large with 48 layers
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from ..cluster import Cluster
+
+RELEASED_BYTES_PER_S = 747e6  # between machines, in HeteroG's released sample configuration
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,21 @@ class Case:
     global_batch: int
     cluster: str
     role: str
+    links: str = "preset"  # or "released"
     quick: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.workload}@{self.cluster}"
+
+    def devices(self) -> Cluster:
+        """The cluster, with its own links or those of the released code."""
+        cluster = Cluster.load(self.cluster)
+        if self.links == "preset":
+            return cluster
+        rate = RELEASED_BYTES_PER_S
+        machines = tuple(replace(m, nic_bytes_per_s=rate) for m in cluster.machines)
+        return replace(cluster, machines=machines, bandwidth_bytes_per_s=rate)
 
 
 HETEROG_BATCHES = {  # on 8 devices
@@ -40,9 +54,10 @@ QUICK = ("vgg19-224", "transformer", "bert-large", "xlnet-large")
 
 def heterog_cases() -> tuple[Case, ...]:
     own = [
-        Case(name, batch * times // 2, cluster, "heterog", quick=name in QUICK and times == 2)
+        Case(name, batch * times // 2, cluster, "heterog", links, quick=name in QUICK and times == 2)
         for cluster, times in (("heterog-8", 2), ("heterog-12", 3))
         for name, batch in HETEROG_BATCHES.items()
+        for links in ("preset", "released")
     ]
     memory = [
         Case("bert-large-48", 24, "heterog-8", "memory", quick=True),

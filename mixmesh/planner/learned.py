@@ -54,13 +54,19 @@ def evaluator(task: Task, method: str):
     return Evaluator(space, judge, MAX_CALLS, task.search_s)
 
 
-def best_of(task: Task, planner: str, evaluate) -> Iterator[Proposal]:
-    """The best strategies of a search; where all groups run alike, with the shares of the LP too."""
-    for strategy in evaluate.ranked()[:JUDGED]:
-        made = judged(task, planner, evaluate.space, strategy)
-        yield made
-        if len(made.program.ratios) == 1:
-            yield from with_best_shares(task, made)
+def best_of(task: Task, planner: str, evaluate, count: int = JUDGED) -> Iterator[Proposal]:
+    """The best strategies of a search, and data parallelism whatever the estimate says of it; the best of
+    those in which all groups run alike with the shares of the LP too."""
+    from ..policies.evaluate import placed_of
+    from ..policies.seeds import data_parallel
+
+    everyone = [placed_of(strategy) for strategy in data_parallel(evaluate.space)]
+    plain = [strategy for strategy in everyone if all(p.sync == "allreduce" for p in strategy)]
+    strategies = dict.fromkeys((*evaluate.ranked()[:count], *plain))
+    proposals = [judged(task, planner, evaluate.space, strategy) for strategy in strategies]
+    yield from proposals
+    alike = [p for p in proposals if len(p.program.ratios) == 1]
+    yield from with_best_shares(task, min(alike, key=lambda p: p.key))
 
 
 def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:

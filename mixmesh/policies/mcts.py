@@ -1,9 +1,10 @@
 """Monte Carlo tree search over strategies (TAG, TPDS'23; PUCT: Silver et al., 2017).
 
 A node holds choices for the first groups in order of cost; the others copy the first one's, so that every
-node is a whole strategy, which the simulator judges: there are no rollouts. Of TAG's search as released, two
-things differ. An untried choice is worth what its parent is, not nothing, or bad parents would be searched
-as widely as good ones; and the search explores less, as rewards here are smaller.
+node is a whole strategy, which the simulator judges: there are no rollouts. Three things differ from TAG's
+search as released. An untried choice is worth what its parent is, not nothing, or bad parents would be
+searched as widely as good ones. The search explores less, as rewards here are smaller. And the order after
+the first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute.
 """
 
 from __future__ import annotations
@@ -13,15 +14,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..placement import Action
+from ..placement import Action, Space
 from .evaluate import Actions, Evaluator, Outcome
 from .seeds import data_parallel, everywhere
 
 # given the choices made and what the judge says of them: the probability of each choice for the next group
 Priors = Callable[[tuple[Action, ...], Outcome], np.ndarray]
 OUT_OF_MEMORY = -1.0
-EXPLORE = 0.2
+EXPLORE = 0.1
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
+
+
+def order_of_groups(space: Space) -> tuple[int, ...]:
+    """First the group that is dearest to compute, whose choice others copy; then by the seconds of computing
+    and of summing gradients, the most first."""
+    cluster = space.costs.cluster
+    slowest = min(cluster.bandwidth_bytes_per_s, *(m.nic_bytes_per_s for m in cluster.machines))
+    computing = [max(g.seconds) / cluster.world_size for g in space.groups]
+    seconds = [c + 2 * g.param_bytes / slowest for c, g in zip(computing, space.groups)]
+    first = max(range(len(seconds)), key=computing.__getitem__)
+    return tuple(sorted(range(len(seconds)), key=lambda k: (k != first, -seconds[k], k)))
 
 
 def reward(outcome: Outcome, base_s: float) -> float:
@@ -53,7 +65,7 @@ class Tree:
     ) -> None:
         self.evaluate, self.base_s, self.priors = evaluate, base_s, priors
         self.space = evaluate.space
-        self.order = self.space.grouping.by_cost
+        self.order = order_of_groups(self.space)
         self._copies: dict[Action, Actions] = {}
         self.rng = np.random.default_rng(seed)
         self.root = Node((), 0.0, evaluate(next(data_parallel(self.space))))

@@ -23,7 +23,7 @@ from ..workloads.layers import Layer
 
 STATES = 2  # of Adam
 CONTEXT_BYTES = 2**30  # of every device, beside what a model needs
-MAX_DEVICES = 12
+MAX_DEVICES = 13
 
 
 @dataclass(frozen=True)

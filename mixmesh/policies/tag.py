@@ -4,7 +4,7 @@ It knows no number of groups, devices or choices, so that weights that were trai
 any cluster. Encoder: attention over five relations (next and previous group, device groups to each other,
 groups and device groups to each other), their mean, residuals. Decoder: for every choice, what it gives to
 each device group beside what that group is, meaned over the device groups; with the op group that it is for,
-one score. TAG has widths of 256 and batch norm; 64 and layer norm are enough here and fast on a CPU.
+one score. TAG has widths of 256, four layers and batch norm; less, with layer norm, is fast on a CPU.
 
 The weights of the package come from ``train``. A probability is mixed with an even one: what the network
 never saw must not keep a search from looking.
@@ -27,12 +27,13 @@ from . import features as sizes
 from .evaluate import Outcome
 from .features import Facts
 from .graphs import RELATIONS, hetero_data
+from .mcts import order_of_groups
 from .seeds import data_parallel
 
 WEIGHTS = Path(__file__).with_name("tag.pt")
-WIDTH, HEADS, LAYERS = 64, 4, 3
-EVEN = 0.1  # of the probability is spread evenly
-MOST_ASKED = 150  # states for which the network is asked; later ones take its last answer for the same group
+WIDTH, HEADS, LAYERS = 48, 4, 2
+EVEN = 0.25  # of the probability is spread evenly
+MOST_ASKED = 80  # states for which the network is asked; later ones take its last answer for the same group
 EDGE_WIDTHS = (sizes.EDGE, sizes.EDGE, sizes.LINK, sizes.SERVE, sizes.SERVE)
 
 
@@ -102,7 +103,7 @@ class TagPriors:
 
     def __init__(self, policy: Policy, facts: Facts) -> None:
         self.policy, self.facts = policy, facts
-        self.order = facts.space.grouping.by_cost
+        self.order = order_of_groups(facts.space)
         self.rest = next(data_parallel(facts.space))[self.order[0]]
         self.asked = 0
         self.last: dict[int, np.ndarray] = {}  # by number of choices made

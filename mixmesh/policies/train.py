@@ -34,11 +34,11 @@ from .tag import Policy, TagPriors
 
 HEADROOM = 0.05  # of memory, as in planning
 MODELS = 30  # each is used with many clusters
-PLAYOUTS = 800  # for each choice of a game
-CHOICES = 4  # made in a game
+PLAYOUTS = 500  # for each choice of a game
+CHOICES = 3  # made in a game
 ENOUGH = 100  # visits that make a state worth learning from
 MOST_STATES = 12  # of a game
-BATCH, EPOCHS, LEARNING_RATE = 16, 12, 1e-3
+BATCH, EPOCHS, LEARNING_RATE = 16, 10, 2e-3
 HELD_OUT = 10  # one game in so many
 
 
@@ -119,7 +119,7 @@ def measured(policy: Policy, samples: list[HeteroData]) -> str:
 
 def main(
     out: Annotated[Path, typer.Option("--out", help="Where the weights go.")],
-    games: Annotated[int, typer.Option("--games", help="In each round.")] = 150,
+    games: Annotated[int, typer.Option("--games", help="In each round.")] = 200,
     rounds: Annotated[int, typer.Option("--rounds")] = 2,
     seed: Annotated[int, typer.Option("--seed")] = 0,
 ) -> None:

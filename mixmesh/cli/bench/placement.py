@@ -45,13 +45,13 @@ def placement(
 
 
 def shown(rows: list[Row]) -> str:
-    header = ("model", "batch", "cluster", "best DP", "baseline", "by", "step", "over DP", "over baseline",
-              "better after", "as uniform after", "cpu")  # fmt: skip
+    header = ("model", "batch", "cluster", "links", "best DP", "baseline", "by", "step", "over DP",
+              "over baseline", "better after", "as uniform after", "cpu")  # fmt: skip
     lines = [
         (
-            r.workload, str(r.global_batch), r.cluster, _s(r.data_parallel_s, 4), _s(r.baseline_s, 4),
-            r.method, _s(r.step_s, 4), _s(r.speedup), _s(r.over_baseline), _n(r.better_after),
-            _n(r.level_after), f"{r.cpu_s:.1f} s",
+            r.workload, str(r.global_batch), r.cluster, r.links, _s(r.data_parallel_s, 4),
+            _s(r.baseline_s, 4), r.method, _s(r.step_s, 4), _s(r.speedup), _s(r.over_baseline),
+            _n(r.better_after), _n(r.level_after), f"{r.cpu_s:.1f} s",
         )
         for r in rows
     ]  # fmt: skip
@@ -65,11 +65,15 @@ def summed_up(made: dict) -> str:
     def mean(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    by = ", ".join(f"{name} {mean(value)}" for name, value in made["speedup_by_method"].items())
+    lines = [
+        f"links {links}: " + ", ".join(f"{name} {mean(value)}" for name, value in means.items())
+        for links, means in made["heterog_speedup"].items()
+    ]
     return (
-        f"\nHeteroG's cases, best placement over the best data parallelism, geometric mean: "
-        f"{mean(made['heterog_speedup'])} (the paper's: {made['claim']:.2f}); {by}"
-        f"\nTAG's policy as good as the uniform search within half its calls: "
+        "\nHeteroG's cases, over the best data parallelism, geometric means "
+        f"(the paper: {made['claim']:.2f})\n"
+        + "\n".join(lines)
+        + f"\nTAG's policy as good as the uniform search within half its calls: "
         f"{made['of_these_tag_as_good_within_half_the_calls']} of "
         f"{made['cases_where_uniform_found_something']} cases where that found anything"
     )
