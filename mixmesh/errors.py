@@ -43,7 +43,7 @@ class MixmeshError(Exception):
         self.expected = expected
         self.got = got
         self.where = where
-        self.hint = (hint,) if isinstance(hint, str) else tuple(hint)
+        self.hint = tuple(line for line in ((hint,) if isinstance(hint, str) else hint) if line)
 
     def __str__(self) -> str:
         lines = [self.message]
@@ -55,7 +55,7 @@ class MixmeshError(Exception):
             ("where", self.where),
             ("expected", self.expected),
             ("got", self.got),
-            *(("try", line) for line in self.hint if line),
+            *(("try", line) for line in self.hint),
         ]
 
     def __reduce__(self):
