@@ -26,11 +26,11 @@ from ..simulator import Simulation
 from ..zero import Allocation, allocate, with_stage
 from .hap import device_sets
 from .room import Room
-from .task import HEADROOM, Proposal, Task
+from .task import Proposal, Task
 
 STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # of the collectives' seconds, what a micro-step waits for
-SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rows that are not divided
+SPARE = (0.0, 0.02, 0.06, 0.2)  # of a device's room, left to rows that are not divided
 RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
 GROWTH = 1.2  # from one micro-batch of a curve to the next
@@ -39,15 +39,18 @@ GROWTH = 1.2  # from one micro-batch of a curve to the next
 def poplar(task: Task) -> Iterator[Proposal]:
     """The best allocation of every stage, on all devices and on the faster ones alone."""
     fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
-    best_s = float("inf")
+    best_s, found = float("inf"), False
     for needed, ranks in device_sets(fastest_first, task.costs.class_of):
         if best_s < float("inf") and (not needed or task.least_seconds(ranks) >= best_s):
             return  # nor will fewer devices help
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             for made in Staged(task, stage, ranks).proposals():
+                found = True
                 best_s = min(best_s, made.timeline.step_s) if made.feasible else best_s
                 yield made
+    if not found:  # what comes closest: the least memory on each device
+        yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
 
 class Staged:
@@ -68,16 +71,16 @@ class Staged:
         for samples in dict.fromkeys((samples_if_any(self.program), None)):
             memory = PeakMemory(self.task.costs, self.task.optimizer_states, samples)
             for spare in SPARE:
-                found = list(self.judged(HEADROOM + spare, memory))
+                found = list(self.judged(spare, memory))
                 yield from found
                 if not found or any(p.feasible for p in found):
                     break
 
-    def judged(self, headroom: float, memory: PeakMemory) -> Iterator[Proposal]:
+    def judged(self, spare: float, memory: PeakMemory) -> Iterator[Proposal]:
         accumulating = memory.samples is not None
         step = costed_micro_step(self.program, memory.samples) if accumulating else self.program
         held = Held.of(self.stage == 2) if accumulating else Held.NOTHING
-        room = Room(self.task, step, self.ranks, self.owners, held, headroom, memory)
+        room = Room(self.task, step, self.ranks, self.owners, held, spare, memory)
         if not accumulating and sum(room.largest(0).values()) < self.task.batch:
             return
         simulation = self.task.simulation(self.program, accumulating=accumulating)
@@ -85,10 +88,13 @@ class Staged:
         seen: set = set()
         for price_s in [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]:
             made = self.allocated(room, price_s, simulation)
-            if made is None or made in seen or accumulating != (max(made[0].accumulation_steps) > 1):
+            if made is None or accumulating != (max(made[0].accumulation_steps) > 1):
                 continue
-            seen.add(made)
             allocation, owners = made
+            micro_batches = rows(allocation)
+            if (micro_batches, owners) in seen:
+                continue
+            seen.add((micro_batches, owners))
             ranks = support(allocation.samples)
             if ranks != self.ranks:
                 if ranks not in seen:
@@ -98,8 +104,8 @@ class Staged:
             program = with_ratio(self.program, "r0", make_ratio(allocation.samples))
             if owners is not None:
                 program = with_ratio(program, self.owners, owners)
-            micro_batches = rows(allocation) if accumulating else None
-            yield self.task.best_buckets("poplar", program, simulation, micro_batches)
+            planned = micro_batches if accumulating else None
+            yield self.task.best_buckets("poplar", program, simulation, planned)
 
     def allocated(
         self, room: Room, price_s: float, simulation: Simulation

@@ -19,7 +19,7 @@ from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import is_marked
 from ..ir import Program, Ratio, make_ratio
 from ..ratios import usable_bytes
-from .task import Task
+from .task import HEADROOM, Task
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _least(room: np.ndarray, slope: np.ndarray) -> float:
 
 class Room:
     """Of a program without micro-steps, or as one of them is costed, which finds gradients ``held``.
-    ``owners`` is the name of the ratio of what is owned, None in stage 0."""
+    ``owners`` is the name of the ratio of what is owned, None in stage 0; of the room a part is ``spare``."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Room:
         ranks: Sequence[int],
         owners: str | None,
         held: Held,
-        headroom: float,
+        spare: float,
         memory: PeakMemory,
     ) -> None:
         self.task, self.ranks, self.owned = task, ranks, owners is not None
@@ -67,7 +67,8 @@ class Room:
         self.moments: dict[int, _Moments] = {}
         for r in ranks:
             device = task.costs.cluster.devices[r]
-            usable = usable_bytes(task.costs, r, headroom) - task.costs.memory_constant_bytes(r)
+            usable = usable_bytes(task.costs, r, HEADROOM) - task.costs.memory_constant_bytes(r)
+            usable *= 1 - spare
             key = (device.kind, usable, shares[r])
             if key not in by_kind:
                 moments = memory.of(program, device.kind, held)
@@ -85,10 +86,11 @@ class Room:
             self.moments[r] = by_kind[key]
 
     def largest(self, reserve: float) -> dict[int, int]:
-        """The largest micro-batch of every rank beside that part of all that it could own; 0 if none fits."""
+        """The largest micro-batch of every rank beside that part of all that it could own with one sample; 0
+        if not even that fits."""
         out = {}
         for r, moments in self.moments.items():
-            share = reserve * min(max(moments.share(0), 0.0), 1.0) if self.owned else 0.0
+            share = reserve * min(max(moments.share(1), 0.0), 1.0) if self.owned else 0.0
             # rounding must not cost a sample that fits exactly
             out[r] = int(min(max(moments.samples(share) + 1e-9, 0), self.task.batch))
         return out
