@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import random
 from collections import Counter
 
 import pytest
@@ -20,6 +21,7 @@ from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.factors import factorable, with_factors
 from mixmesh.ir import make_ratio, parse_program
+from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime import collectives, gradients, owned, parallel, sfb
 from mixmesh.runtime.parallel import parallelize
@@ -88,6 +90,9 @@ HAND = {
 }
 
 
+STRATEGIES = range(4)  # of op groups, drawn by chance
+
+
 def attention_programs() -> dict[str, str]:
     graph = trace(Attention(), sentences()).graph
     ratio = make_ratio([0.5, 0.25, 0.25])
@@ -101,6 +106,11 @@ def attention_programs() -> dict[str, str]:
     for price in (0.0, 1.0, 30.0):
         problem = Problem(graph, COSTS, ratio, prices=Prices(gradient_sync=price))
         programs[f"attention hap {price:g}"] = emit(problem, search(problem))
+    space = Space(spread, COSTS, make_grouping(graph, COSTS, 5))
+    for seed in STRATEGIES:
+        draw = random.Random(seed)
+        choices = [draw.choice(space.actions(k)) for k in range(len(space.groups))]
+        programs[f"attention placed {seed}"] = space.lower(choices)
     return {name: str(program) for name, program in programs.items()}
 
 
@@ -219,6 +229,7 @@ def simulated(text: str) -> list[Counter[Collective]]:
 
 
 ATTENTION = ("data parallel", "buckets", "fsdp", "hap 0", "hap 1", "hap 30")
+ATTENTION += tuple(f"placed {seed}" for seed in STRATEGIES)
 
 
 @pytest.mark.parametrize(
