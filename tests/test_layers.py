@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"testbed"},
     ),
     ({"simulator"},),
-    ({"baselines"}, {"profiler"}, {"verification"}, {"placement"}),
+    ({"baselines"}, {"sync"}, {"profiler"}, {"verification"}, {"placement"}),
     ({"policies"},),
     ({"planner", "explain"}, {"report"}),
     ({"api"},),

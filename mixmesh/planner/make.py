@@ -25,6 +25,7 @@ from .ordered import ordered
 from .placed import model_parallel, placed
 from .poplar import poplar
 from .segments import segments
+from .synced import synced
 from .task import SEARCH_S, Proposal, Task
 
 # one row per planner: what proposes its programs
@@ -140,7 +141,7 @@ def _make_plan(
         raise infeasible(task, list(best.values()))
     chosen = min(fitting, key=lambda p: p.key)
     if planner not in BASELINES and chosen.micro_batches is None:
-        chosen = best[chosen.planner] = ordered(task, chosen)
+        chosen = best[chosen.planner] = ordered(task, synced(task, chosen))
     candidates = sorted(best.values(), key=lambda p: p.key)
     program = with_algorithms(chosen.program, task.costs)
     # with micro-steps the simulation's is that of one of them

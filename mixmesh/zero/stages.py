@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..errors import InputError, PlanError
@@ -50,32 +50,46 @@ def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
             expected=f"{program.world_size} shares",
             got=f"{len(shares)} shares",
         )
+    candidates = {i.result for i in ownable(program)}
+    if stage == 3 and candidates:
+        program, ratio = _with_ratio(with_owners(program, {}), shares)
+        return stored_by_owners(program, candidates, ratio)
+    return with_owners(program, dict.fromkeys(candidates, shares) if stage else {}, stage)
+
+
+def ownable(program: Program) -> tuple[Instruction, ...]:
+    """Parameters that can have owners."""
+    return tuple(i for i in program.params if _is_candidate(program, i))
+
+
+def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -> Program:
+    """``program`` in which gradient and optimizer state of the parameters of ``owners``, by result, belong to
+    ranks by these shares, and those of no others to anybody. A share of 1 is a parameter server.
+
+    Raises PlanError if an owner does not hold its parameter.
+    """
     program = replace(program, instructions=tuple(map(_plain, program.instructions)))
-    candidates = [i for i in program.params if _is_candidate(program, i)]
-    if stage == 0 or not candidates:
-        return program
-    program, ratio = _with_ratio(program, shares)
-    if stage == 3:
-        return stored_by_owners(program, {i.result for i in candidates}, ratio)
-    for i in candidates:
-        outside = sorted({*support(shares)} - {*program.participants(i.type)})
-        if outside:
-            raise PlanError(
-                f"rank {outside[0]} cannot own rows of a parameter that it does not hold",
-                where=print_instruction(i),
-                expected=f"owners among the ranks {', '.join(map(str, program.participants(i.type)))}",
-                got=f"shares {list(shares)}",
-                hint="give it a share of 0, or take stage 3",
-            )
-    owned = {i.result for i in candidates}
-    attrs = (("owned", ratio), ("stage", stage))
-    return replace(
-        program,
-        instructions=tuple(
-            replace(i, attrs=i.attrs + attrs) if i.op == "param" and i.result in owned else i
-            for i in program.instructions
-        ),
-    )
+    out = []
+    for i in program.instructions:
+        if i.op == "param" and i.result in owners:
+            shares = owners[i.result]
+            _check_held(program, i, shares)
+            program, ratio = _with_ratio(program, shares)
+            i = replace(i, attrs=(*i.attrs, ("owned", ratio), ("stage", stage)))
+        out.append(i)
+    return replace(program, instructions=tuple(out))
+
+
+def _check_held(program: Program, i: Instruction, shares: Ratio) -> None:
+    outside = sorted({*support(shares)} - {*program.participants(i.type)})
+    if outside:
+        raise PlanError(
+            f"rank {outside[0]} cannot own rows of a parameter that it does not hold",
+            where=print_instruction(i),
+            expected=f"owners among the ranks {', '.join(map(str, program.participants(i.type)))}",
+            got=f"shares {list(shares)}",
+            hint="give it a share of 0, or take stage 3",
+        )
 
 
 def zero_stage(program: Program) -> int:

@@ -1,0 +1,88 @@
+"""How the gradients of each bucket meet: summed everywhere, summed to owners, or by way of a server.
+
+all_reduce    2 (n - 1) / n of the bytes, all of them before the optimizer
+sharded       a reduce_scatter before the optimizer and an all_gather after it, (n - 1) / n each: as many
+              bytes, but half may hide behind the next forward pass, and each rank steps over its own rows
+server        a reduce and a broadcast: one rank steps over all rows, one that would wait anyway
+
+The last two are one idea, that of owners (``zero.with_owners``): a server owns all. HeteroG (CoNEXT'20) and
+TAG (TPDS'23) choose per group of operators; here it is per bucket, and the simulator chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .cost import CostModel
+from .cost.sums import GradientSum, gradient_sums
+from .ir import Program, Ratio, make_ratio
+from .zero import ownable, with_owners
+
+MARGIN = 0.02  # of the step that a choice must save: owners keep optimizers to those that work by element
+TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
+
+Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
+
+
+def best_sync(program: Program, costs: CostModel, judge: Callable[[Program], tuple]) -> Program | None:
+    """The program with owners where that makes ``judge`` (feasible first, then seconds; least is best) less;
+    None where it never does. ``program`` has its buckets, and no owners."""
+    can = {i.result for i in ownable(program)}
+    buckets = [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
+    if not buckets:
+        return None
+
+    def made(choice: Choice) -> Program:
+        owners = {
+            p.result: shares
+            for s, shares in zip(buckets, choice)
+            if shares is not None
+            for p in s.params
+            if p.result in can
+        }
+        return with_owners(program, owners)
+
+    best: Choice = (None,) * len(buckets)
+    start = least = judge(program)
+    tried = {best}
+    most = 1 + TRIED // len(program.instructions)
+
+    def consider(choice: Choice) -> None:
+        nonlocal best, least
+        if choice not in tried and len(tried) < most:
+            tried.add(choice)
+            if (found := judge(made(choice))) < least:
+                best, least = choice, found
+
+    for choice in alike(program, costs, buckets):
+        consider(choice)
+    for n in sorted(range(len(buckets)), key=lambda n: -buckets[n].size_bytes):
+        for shares in options(program, costs, buckets[n]):
+            consider((*best[:n], shares, *best[n + 1 :]))
+    infeasible, step_s = start
+    if (infeasible, step_s * (1 - MARGIN)) <= least:
+        return None
+    return made(best)
+
+
+def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
+    """All buckets in one way; last, a server for each in turn."""
+    each = [list(options(program, costs, s)) for s in buckets]
+    for way in range(max(map(len, each))):
+        yield tuple(found[min(way, len(found) - 1)] for found in each)
+    yield tuple(_server(program, s.ranks[n % len(s.ranks)]) for n, s in enumerate(buckets))
+
+
+def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
+    """Owners of a bucket: nobody, all alike, all by their shares of the batch, one of each kind of device."""
+    yield None
+    yield make_ratio([1.0 if r in s.ranks else 0.0 for r in range(program.world_size)])
+    batch = program.ratios[0][1]
+    if all(batch[r] > 0 for r in s.ranks):
+        yield make_ratio([batch[r] if r in s.ranks else 0.0 for r in range(program.world_size)])
+    kinds = {(costs.class_of[r], costs.cluster.machine_index_of(r)): r for r in reversed(s.ranks)}
+    yield from (_server(program, r) for r in sorted(kinds.values()))
+
+
+def _server(program: Program, rank: int) -> Ratio:
+    return make_ratio([1.0 if r == rank else 0.0 for r in range(program.world_size)])
