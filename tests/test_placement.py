@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mixmesh.baselines import data_parallel
+from mixmesh.baselines import data_parallel, fully_sharded, tensor_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
@@ -138,6 +138,23 @@ def test_any_strategy_equals_the_single_device(name, seed):
     assert parse_program(str(program)) == program
     report = verify(model, batch, program, traced=graph, steps=3, optimizer=torch.optim.AdamW)
     assert report.ok and report.max_gradient_error_f64 < 1e-9, report
+
+
+@pytest.mark.parametrize("make", [tensor_parallel, lambda *args: fully_sharded(data_parallel(*args))])
+@pytest.mark.parametrize("name", ["tied", "branches"])
+def test_programs_that_cut_more_than_samples(name, make):
+    """A ratio per segment is for any program: parameters that were cut are cut by their group's ratio."""
+    model, batch, graph = traced(name)
+    base = make(graph.graph, COSTS, even_ratio(CLUSTER.world_size))
+    s = Space(base, COSTS, space(name).grouping)
+    ratios = [
+        Placed((0.3, 0.1, 0.3, 0.2, 0.1)),
+        Placed((0.4, 0.0, 0.2, 0.4, 0.0)),
+        Placed((0.0, 0.0, 0.0, 0.0, 1.0)),
+    ]
+    program = s.lower([ratios[k % 3] for k in range(len(s.groups))])
+    check_program(program)
+    assert verify(model, batch, program, traced=graph).ok
 
 
 def test_a_move_costs_what_crosses_the_fullest_link():

@@ -9,13 +9,14 @@ estimates; the simulator says whether it pays.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..cost.placed import Exchange, sent_between
 from ..ir import Ratio, make_ratio
 from ..placement import Placed, Space
+from .hap import synthesised
 from .placed import judged, space_of
 from .polish import whole_counts
 from .task import Proposal, Task
@@ -25,15 +26,19 @@ MAX_BORDERS = 24  # places where a segment may end: those that the fewest bytes 
 
 
 def segments(task: Task) -> Iterator[Proposal]:
-    """Data parallelism with one ratio, and with two to four."""
+    """The programs of data parallelism and of the synthesis, each with one ratio and with two to four."""
     space = space_of(task)
     strategies: dict[tuple[Placed, ...], None] = {}
     with task.timed("ratios"):
         for last in Chain(space).cheapest(MAX_SEGMENTS):
             strategies[tuple(map(Placed, last.spread(space.batch)))] = None
-    for strategy in strategies:
-        task.progress(f"planning: segments, {len(set(strategy))}")
-        yield judged(task, "segments", space, strategy)
+    found = min(synthesised(task), key=lambda p: p.key, default=None)
+    if found is not None:
+        yield replace(found, planner="segments")
+    for base in (space.program, *((found.program,) if found is not None else ())):
+        for strategy in strategies:
+            task.progress(f"planning: segments, {len(set(strategy))}")
+            yield judged(task, "segments", Space(base, task.costs, space.grouping), strategy)
 
 
 @dataclass(frozen=True)
