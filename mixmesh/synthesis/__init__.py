@@ -2,7 +2,8 @@
 
 from .choices import Choices
 from .emit import Builder, emit
+from .exact import prove
 from .problem import Prices, Problem
 from .search import Found, NoProgram, search
 
-__all__ = ["Builder", "Choices", "Found", "NoProgram", "Prices", "Problem", "emit", "search"]
+__all__ = ["Builder", "Choices", "Found", "NoProgram", "Prices", "Problem", "emit", "prove", "search"]

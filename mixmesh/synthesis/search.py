@@ -99,7 +99,7 @@ def search(
         if state.step == steps.count:
             # the cheapest way to go on from a state that is still open is what remains possible
             open_s = min((_bound(s, ahead) for *_, s in heap if not s.dropped), default=float("inf"))
-            return _found(steps, state, expanded, open_s if weight > 1 else float("inf"))
+            return found_at(steps, state, expanded, open_s if weight > 1 else float("inf"))
         expanded += 1
         if max_states is not None and expanded > max_states:
             open_s = min(_bound(s, ahead) for s in [state, *(s for *_, s in heap)] if not s.dropped)
@@ -129,7 +129,7 @@ def _beam_search(
             cut_s = min(cut_s, _bound(level[width], ahead))
             level = _widest(steps, level, width)
     best = min(level, key=lambda s: _bound(s, ahead))
-    return _found(steps, best, expanded, max(cut_s, known_s))
+    return found_at(steps, best, expanded, max(cut_s, known_s))
 
 
 def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
@@ -155,23 +155,28 @@ def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
 
 def successors(steps: Steps, state: State):
     """The states that one more step leads to."""
-    forward, backward = state.forward, state.backward
-    slowest, slowest_back = max(forward), max(backward)
     for t in steps.transitions(state.step, state.masks):
-        if t.wait:  # a collective: all classes wait for the last, then communicate
-            level = slowest + t.wait
-            ahead = tuple([level + x for x in t.forward])
-        else:
-            ahead = tuple(map(float.__add__, forward, t.forward))
-        if t.wait_back:
-            level = slowest_back + t.wait_back
-            behind = tuple([level + x for x in t.backward])
-        else:
-            behind = tuple(map(float.__add__, backward, t.backward))
-        masks = steps.after(state.step, state.masks, t)
-        if masks is None:
-            continue
-        yield State(state.step + 1, masks, ahead, behind, state, t)
+        following = advance(steps, state, t)
+        if following is not None:
+            yield following
+
+
+def advance(steps: Steps, state: State, t: Transition) -> State | None:
+    """The state behind a transition; None if it leaves a folded middle with less than was held on entry."""
+    masks = steps.after(state.step, state.masks, t)
+    if masks is None:
+        return None
+    if t.wait:  # a collective: all classes wait for the last, then communicate
+        level = max(state.forward) + t.wait
+        ahead = tuple([level + x for x in t.forward])
+    else:
+        ahead = tuple(map(float.__add__, state.forward, t.forward))
+    if t.wait_back:
+        level = max(state.backward) + t.wait_back
+        behind = tuple([level + x for x in t.backward])
+    else:
+        behind = tuple(map(float.__add__, state.backward, t.backward))
+    return State(state.step + 1, masks, ahead, behind, state, t)
 
 
 def _keep(kept: dict[int, list[State]], state: State) -> bool:
@@ -210,7 +215,8 @@ def cost_s(state: State) -> float:
     return max(map(float.__add__, state.forward, state.backward))
 
 
-def _found(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
+def found_at(steps: Steps, state: State, expanded: int, open_s: float) -> Found:
+    """The path that ends in a state; no other goes below ``open_s``."""
     loss = steps.problem.ids[steps.problem.graph.loss]
     code = single_code(steps.masks(state.step, state.masks)[loss])
     cost = cost_s(state)

@@ -128,7 +128,7 @@ class Steps:
         known = self._transitions[step]
         if key not in known:
             held = {self.live[step][n]: mask for n, mask in zip(self.needed[step], key)}
-            made = [self._transition(step, held, o) for o in self.problem.options[step]]
+            made = [self.transition(step, held, o) for o in self.problem.options[step]]
             known[key] = _undominated([t for t in made if t is not None])
         return known[key]
 
@@ -153,7 +153,8 @@ class Steps:
                     out |= (~held & FULL) << (BITS * n)
         return out
 
-    def _transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
+    def transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
+        """An option taken where ``before`` is held of live values; None if it cannot be."""
         problem, weight = self.problem, self.problem.weights[step]
         held = dict(before)
         loads: list[Need] = []
