@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import GRAPHS, THREE, bodies, cluster
+from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 from test_search import CASES, deep, problem_of
 
 from mixmesh.cost import CostModel
+from mixmesh.errors import InputError
 from mixmesh.ir import make_ratio
+from mixmesh.planner import make_plan
 from mixmesh.synthesis import Prices, Problem, prove, search
 
 EXACT = 1e-5
@@ -72,3 +74,13 @@ def test_a_path_that_is_known_is_never_lost(block):
     known = replace(search(problem, beam=1), bound_s=1e-15)
     found = prove(problem, known, limit_s=0.0)
     assert found.moves == known.moves and known.bound_s <= found.bound_s <= search(problem).cost_s
+
+
+def test_a_plan_says_how_far_from_the_cheapest_it_may_be():
+    body, where = graph(GRAPHS["branches"], 256), cluster(THREE, 100)
+    plain = make_plan(body, where, planner="hap")
+    exact = make_plan(body, where, planner="hap", exact_s=30.0)
+    assert exact.predicted_step_s <= plain.predicted_step_s
+    assert exact.gap is not None and exact.gap <= max(EXACT, plain.gap or 0.0) and "exact" in exact.timings_s
+    with pytest.raises(InputError, match="seconds"):
+        make_plan(body, where, exact_s=0.0)

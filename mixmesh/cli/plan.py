@@ -30,6 +30,14 @@ SearchSeconds = Annotated[
     float,
     typer.Option("--search-seconds", metavar="S", min=0, help="For heterog and tag: how long to search."),
 ]
+ExactSeconds = Annotated[
+    float | None,
+    typer.Option(
+        "--exact",
+        metavar="S",
+        help="Let HiGHS prove for S seconds at most how far from the cheapest the chosen program is.",
+    ),
+]
 
 
 def plan(
@@ -38,12 +46,13 @@ def plan(
     planner: PlannerName = "auto",
     profile: ProfileFile = None,
     search_s: SearchSeconds = 20.0,
+    exact_s: ExactSeconds = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest program for a job on a cluster, and print it."""
     described = Cluster.load(cluster)
-    _, _, made = plan_job(job, described, planner, profile, weights=False, search_s=search_s)
+    _, _, made = plan_job(job, described, planner, profile, weights=False, search_s=search_s, exact_s=exact_s)
     if out is not None:
         made.save(out)
     if as_json:
@@ -63,6 +72,7 @@ def plan_job(
     *,
     weights: bool = True,
     search_s: float = 20.0,
+    exact_s: float | None = None,
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import load_profile, plan_traced
@@ -85,6 +95,7 @@ def plan_job(
             profile=costs,
             optimizer_states=states,
             search_s=search_s,
+            exact_s=exact_s,
             progress=say,
         )
     return loaded, traced, made

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from ..baselines import fully_sharded
+from ..cost.placed import supports
 from ..factors import best_factors
 from ..ir import Program, Ratio
 from ..ratios import with_ratio
@@ -108,6 +109,7 @@ class Synthesis:
                 return None, number, found.gap
             program = self.task.spell(problem, found)
             shape = shape_of(program)
+            self.task.searched.setdefault(shape, (problem, found))
             known = shape in seen
             seen.update((number, shape))
             return None if known else program, number, found.gap
@@ -193,8 +195,8 @@ class Synthesis:
 
 
 def shape_of(program: Program) -> int:
-    """A number that tells a program from those with other placements."""
-    return hash(tuple((i.op, i.types) for i in program.instructions))
+    """A number that tells a program from those with other placements or on other ranks."""
+    return hash((supports(program), *((i.op, i.types) for i in program.instructions)))
 
 
 def device_sets(

@@ -24,6 +24,7 @@ from .learned import heterog, tag
 from .ordered import ordered
 from .placed import model_parallel, placed
 from .poplar import poplar
+from .proved import check_limit, proved
 from .segments import segments
 from .synced import synced
 from .task import SEARCH_S, Proposal, Task
@@ -83,17 +84,20 @@ def make_plan(
     profile: Profile | None = None,
     optimizer_states: int = 2,
     search_s: float = SEARCH_S,
+    exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2);
     ``search_s`` is how long planners may search that have no end of their own (heterog, tag).
+    ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
 
     Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
     if nothing fits.
     """
     check_planner(planner)
+    check_limit(exact_s)
     with untouched():
-        return _make_plan(traced, cluster, planner, profile, optimizer_states, search_s, progress)
+        return _make_plan(traced, cluster, planner, profile, optimizer_states, search_s, exact_s, progress)
 
 
 @contextmanager
@@ -120,6 +124,7 @@ def _make_plan(
     profile: Profile | None,
     optimizer_states: int,
     search_s: float,
+    exact_s: float | None,
     progress: Callable[[str], None] | None,
 ) -> Plan:
     graph = traced if isinstance(traced, Graph) else traced.graph
@@ -140,6 +145,8 @@ def _make_plan(
     if not fitting:
         raise infeasible(task, list(best.values()))
     chosen = min(fitting, key=lambda p: p.key)
+    if exact_s is not None:
+        chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES and chosen.micro_batches is None:
         chosen = best[chosen.planner] = ordered(task, synced(task, chosen))
     candidates = sorted(best.values(), key=lambda p: p.key)

@@ -62,6 +62,7 @@ class Task:
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
         self._data_parallel: dict[Ratio, Program] = {}
+        self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
         # by identity, which is kept alive
         self._simulations: dict[tuple[int, bool], tuple[Program, Simulation]] = {}

@@ -1,0 +1,39 @@
+"""How far the chosen program is from the cheapest under the prices and shares that it was found under."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..errors import InputError
+from ..ratios import with_ratio
+from ..synthesis import prove
+from .hap import shape_of
+from .polish import polish
+from .task import Proposal, Task
+
+CHEAPER = 1e-6  # by how much, as a share, a program must be cheaper to be looked at
+
+
+def check_limit(limit_s: float | None) -> None:
+    if limit_s is not None and not limit_s > 0:
+        raise InputError(
+            "the exact search has no time", expected="seconds above 0", got=str(limit_s), hint="--exact 60"
+        )
+
+
+def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
+    """The proposal with the gap that HiGHS proves within ``limit_s``, or the program that it finds, if that
+    is faster in simulation. Itself if no search found it."""
+    searched = task.searched.get(shape_of(proposal.program))
+    if searched is None:
+        return proposal
+    problem, found = searched
+    task.progress("planning: exact search")
+    with task.timed("exact"):
+        exact = prove(problem, found, limit_s)
+    best = replace(proposal, gap=replace(found, bound_s=exact.bound_s).gap)
+    if exact.cost_s < found.cost_s * (1 - CHEAPER):
+        program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
+        made = replace(task.best_buckets(proposal.planner, program), gap=exact.gap)
+        best = min(best, polish(task, made), key=lambda p: p.key)
+    return best
