@@ -25,11 +25,13 @@ def plan(
     profile: Profile | str | Path | None = None,
     optimizer: Callable[[Iterable], optim.Optimizer] | None = None,
     search_s: float = 20.0,
+    exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
 
     ``profile`` holds measured costs; without one they are estimated from the cluster file.
+    ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
     ``optimizer`` decides how many tensors of state a parameter has. ``search_s`` is how long the planners
     heterog and tag may search. ``progress`` is told what is being
     done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
@@ -49,6 +51,7 @@ def plan(
         profile=profile,
         optimizer_states=states,
         search_s=search_s,
+        exact_s=exact_s,
         progress=progress,
     )
 
