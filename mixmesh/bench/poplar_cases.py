@@ -100,5 +100,5 @@ class Effort:
     stages: tuple[int, ...] = STAGES
 
 
-FULL = Effort(profile_s=20.0, rounds=3, steps=2)
-SHORT = Effort(profile_s=10.0, rounds=2, steps=1, stages=(1, 3))
+FULL = Effort(profile_s=25.0, rounds=3, steps=1)
+SHORT = Effort(profile_s=20.0, rounds=2, steps=1, stages=(1, 3))

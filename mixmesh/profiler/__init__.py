@@ -89,7 +89,7 @@ def profile(
     # under a quota the thread's CPU seconds become real ones as the operators' do
     host_scale = scale if meter.emulated else 1.0
     if largest is not None and largest.excess_bytes is not None:
-        working = round(idle + largest.excess_bytes)
+        working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
     mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples)
     everyone: list[Any] = [None] * comm.world_size

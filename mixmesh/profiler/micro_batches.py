@@ -39,7 +39,7 @@ MAX_PASSES = 3  # of a stage
 ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
 HEADROOM = 0.05  # of a device's memory that is left free, as the planner leaves it
 MORE_BYTES = 0.1  # of the room: what the first pass is taken to have lacked that runs out of memory
-STEPS = 2  # of a pass: on a CPU the heap grows with the second
+STEPS = 3  # of a pass: on a CPU the heap grows with the first ones
 PASS_S = 180.0
 
 
