@@ -250,6 +250,7 @@ def layered(count: int, samples: int = 64):
         lambda: Placed((1.0, 0.0), "ps", 1),
         lambda: Placed((0.5, 0.5), "allreduce", 1),
         lambda: space("mlp").lower([]),
+        lambda: Space(space("mlp").program, COSTS, space("tied").grouping),
         lambda: space("mlp").lower([Placed((0.5, 0.5))] * len(space("mlp").groups)),
         lambda: make_grouping(traced("mlp")[2].graph, COSTS, 0),
         lambda: make_grouping(traced("mlp")[2].graph, COSTS, 4, "names"),

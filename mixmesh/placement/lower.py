@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..errors import InputError
 from ..ir import (
@@ -81,11 +82,12 @@ def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
     return _Lowering(program, placed).program()
 
 
+ranks_of = lru_cache(maxsize=4096)(support)  # asked for tens of times per operator
 Key = tuple[Placement, Ratio | tuple[int, ...]]  # of what is not cut, only who holds it matters
 
 
 def key_of(placement: Placement, ratio: Ratio) -> Key:
-    return placement, ratio if isinstance(placement, Shard) else support(ratio)
+    return placement, ratio if isinstance(placement, Shard) else ranks_of(ratio)
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Lowering:
                 self.value_of.update((r, r) for r in i.results if r is not None)
                 if i.is_leaf:
                     self.leaves[i.result] = i
-        used = {r for p in placed.values() for r in support(p.ratio)}
+        used = {r for p in placed.values() for r in ranks_of(p.ratio)}
         self.common = even_over(used or range(program.world_size), program.world_size)
         self.home: dict[str, Placed] = {}  # by value
         self.ratios: dict[Ratio, str] = {}
@@ -164,7 +166,7 @@ class _Lowering:
         ratios = {placed.ratio for _, placed in needed}
         if len(ratios) == 1:
             return ratios.pop()
-        return even_over({r for ratio in ratios for r in support(ratio)}, self.source.world_size)
+        return even_over({r for ratio in ratios for r in ranks_of(ratio)}, self.source.world_size)
 
     def _needs(self, computations: list[Instruction]) -> dict[str, dict[Key, tuple[Placement, Placed]]]:
         """By value, how and by which operators it is needed."""
@@ -211,7 +213,7 @@ class _Lowering:
         source = min(self.held[value].values(), key=lambda form: _effort(form, placement, ratio))
         ends = (source.placement, source.ratio), (placement, ratio)
         cuts = {r for p, r in ends if isinstance(p, Shard)}
-        moves = support(source.ratio) != support(ratio) or len(cuts) > 1
+        moves = ranks_of(source.ratio) != ranks_of(ratio) or len(cuts) > 1
         name = self._fresh(value, placement)
         t = self._placed_type(self.source.types[value], placement, ratio)
         self._hold(value, name, placement, ratio)
@@ -249,5 +251,5 @@ def even_over(ranks: Collection[int], world_size: int) -> Ratio:
 
 def _effort(form: _Form, placement: Placement, ratio: Ratio) -> tuple[bool, bool, bool]:
     """What to make a form of a value from: a whole copy that is there, then the same cut, then a sum."""
-    whole = form.placement == REPLICATE and {*support(ratio)} <= {*support(form.ratio)}
+    whole = form.placement == REPLICATE and {*ranks_of(ratio)} <= {*ranks_of(form.ratio)}
     return (not whole, form.placement != placement, isinstance(form.placement, Partial))

@@ -108,15 +108,22 @@ class Space:
     """All strategies of one model on one cluster.
 
     ``program`` is the model as data parallelism runs it on all devices (``baselines.data_parallel``): how it
-    cuts every value is how a group cuts it between its own devices. Raises InputError if an operator is in
-    no group.
+    cuts every value is how a group cuts it between its own devices. Raises InputError for the groups of
+    another model.
     """
 
     def __init__(self, program: Program, costs: CostModel, grouping: Grouping) -> None:
         self.program, self.costs, self.grouping = program, costs, grouping
         self.groups = grouping.groups
         self.device_groups = device_groups(costs)
-        self._actions: dict[tuple[bool, int], tuple[Action, ...]] = {}
+        self._actions: dict[int, tuple[Action, ...]] = {}
+        unknown = [name for name in grouping.group_of if name not in program.producers]
+        if unknown:
+            raise InputError(
+                "the groups are those of another model",
+                expected=f"operators of {program.name}",
+                got=f"%{unknown[0]}",
+            )
 
     @cached_property
     def batch(self) -> int:
@@ -145,11 +152,10 @@ class Space:
 
     def actions(self, k: int) -> tuple[Action, ...]:
         """The choices for group ``k``, each once. A group without parameters has nothing to synchronise."""
-        key = (self.groups[k].param_bytes > 0, k)
-        if key not in self._actions:
-            syncs = SYNCS if key[0] else SYNCS[:1]
-            self._actions[key] = tuple(self._choices(k, syncs))
-        return self._actions[key]
+        if k not in self._actions:
+            syncs = SYNCS if self.groups[k].param_bytes else SYNCS[:1]
+            self._actions[k] = tuple(self._choices(k, syncs))
+        return self._actions[k]
 
     def _choices(self, k: int, syncs: Sequence[str]):
         seen: set[Placed] = set()
