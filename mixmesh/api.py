@@ -24,7 +24,7 @@ def plan(
     planner: str = "auto",
     profile: Profile | str | Path | None = None,
     optimizer: Callable[[Iterable], optim.Optimizer] | None = None,
-    search_s: float = 20.0,
+    search_s: float | None = None,
     exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -33,8 +33,8 @@ def plan(
     ``profile`` holds measured costs; without one they are estimated from the cluster file.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
     ``optimizer`` decides how many tensors of state a parameter has. ``search_s`` is how long the planners
-    heterog and tag may search. ``progress`` is told what is being
-    done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
+    heterog, tag and placed may search; ``auto`` asks them only where it is given. ``progress`` is told what
+    is being done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import optimizer_states
     from .planner import check_planner

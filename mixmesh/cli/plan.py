@@ -27,8 +27,13 @@ ProfileFile = Annotated[
     Path | None, typer.Option("--profile", metavar="P.json", help="Measured costs, from mixmesh profile.")
 ]
 SearchSeconds = Annotated[
-    float,
-    typer.Option("--search-seconds", metavar="S", min=0, help="For heterog and tag: how long to search."),
+    float | None,
+    typer.Option(
+        "--search-seconds",
+        metavar="S",
+        min=0,
+        help="How long heterog, tag and placed search (20 s). Given, auto asks all slow planners too.",
+    ),
 ]
 ExactSeconds = Annotated[
     float | None,
@@ -45,7 +50,7 @@ def plan(
     cluster: ClusterFile,
     planner: PlannerName = "auto",
     profile: ProfileFile = None,
-    search_s: SearchSeconds = 20.0,
+    search_s: SearchSeconds = None,
     exact_s: ExactSeconds = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     as_json: Json = False,
@@ -71,7 +76,7 @@ def plan_job(
     profile: Path | None,
     *,
     weights: bool = True,
-    search_s: float = 20.0,
+    search_s: float | None = None,
     exact_s: float | None = None,
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""

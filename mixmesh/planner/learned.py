@@ -78,8 +78,12 @@ def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:
         yield polish(task, task.best_buckets(made.planner, program, made.simulation))
 
 
+def has_torch_geometric() -> bool:
+    return importlib.util.find_spec("torch_geometric") is not None
+
+
 def need_torch_geometric(planner: str) -> None:
-    if importlib.util.find_spec("torch_geometric") is None:
+    if not has_torch_geometric():
         raise InputError(
             f"the planner {planner} needs torch_geometric",
             expected="torch_geometric 2.6 or newer",

@@ -20,7 +20,7 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import infeasible, notes_of, warnings_of
 from .hap import synthesised
-from .learned import heterog, tag
+from .learned import has_torch_geometric, heterog, tag
 from .ordered import ordered
 from .placed import model_parallel, placed
 from .poplar import poplar
@@ -45,11 +45,12 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "tag": tag,
 }
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
-AUTO = (
-    *BASELINES,
-    "hap",
-)  # what ``auto`` asks, in this order: the baselines are the bar that others must pass
-LAST_RESORT = ("poplar", "model-parallel")  # and what it asks if nothing fits
+# what ``auto`` asks, in this order: the baselines are the bar that others must pass
+AUTO = (*BASELINES, "hap")
+SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
+SEARCHING = ("placed", "heterog", "tag")  # as long as they may
+LEARNED = ("heterog", "tag")
+LAST_RESORT = ("poplar", "model-parallel")  # and where nothing else fits
 PLANNERS = ("auto", *PROPOSERS)
 COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 
@@ -83,12 +84,13 @@ def make_plan(
     planner: str = "auto",
     profile: Profile | None = None,
     optimizer_states: int = 2,
-    search_s: float = SEARCH_S,
+    search_s: float | None = None,
     exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2);
-    ``search_s`` is how long planners may search that have no end of their own (heterog, tag).
+    ``search_s`` is how long planners may search that have no end of their own (heterog, tag, placed: each
+    ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only where it is given, within it.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
 
     Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
@@ -123,19 +125,25 @@ def _make_plan(
     planner: str,
     profile: Profile | None,
     optimizer_states: int,
-    search_s: float,
+    search_s: float | None,
     exact_s: float | None,
     progress: Callable[[str], None] | None,
 ) -> Plan:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
     costs = CostModel(cluster, profile)
-    task = Task(graph, costs, optimizer_states, progress or (lambda _: None), search_s)
+    names, last = (planner,), ()
+    if planner == "auto" and search_s is None:
+        names, last = AUTO, LAST_RESORT
+    elif planner == "auto":
+        searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
+        names, search_s = (*AUTO, *SLOW, *searching), search_s / len(searching)
+    each_s = SEARCH_S if search_s is None else search_s
+    task = Task(graph, costs, optimizer_states, progress or (lambda _: None), each_s)
     check_batch(graph, cluster)
-    names = (*AUTO, *LAST_RESORT) if planner == "auto" else (planner,)
     best: dict[str, Proposal] = {}
-    for name in names:
-        if planner == "auto" and name in LAST_RESORT and any(p.feasible for p in best.values()):
+    for name in (*names, *last):
+        if name in last and any(p.feasible for p in best.values()):
             continue
         task.progress(f"planning: {name}")
         proposals = list(PROPOSERS[name](task))
