@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mixmesh.baselines import data_parallel
+from mixmesh.bench.placement import Row, cases, summary
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
@@ -272,3 +273,28 @@ def test_a_plan_equals_the_single_device(planner):
     assert plan.planner == planner
     assert len([share for _, ratio in plan.program.ratios for share in ratio if share]) > 1
     assert verify(job.model, job.batch, plan, traced=traced).ok
+
+
+# --- mixmesh bench placement ------------------------------------------------------------------------------
+
+
+def row(method: str, step_s: float, level_after: int | None, **others) -> Row:
+    known = dict(workload="w", cluster="c", links="preset", global_batch=8, role="heterog",
+                 data_parallel_s=2.0, baseline_s=1.5, calls=100, better_after=5, cpu_s=0.0)  # fmt: skip
+    return Row(**{**known, **others}, method=method, step_s=step_s, level_after=level_after)
+
+
+def test_the_summary_takes_the_best_placement_of_every_case():
+    rows = [row("uniform", 1.0, 80), row("tag", 0.5, 40), row("hap", 0.1, None),
+            row("uniform", 2.0, 10, workload="v"), row("tag", 4.0, None, workload="v")]  # fmt: skip
+    made = summary(rows)
+    assert made["heterog_speedup"]["preset"]["best placement"] == pytest.approx(2.0)  # of 4 and 1
+    assert made["heterog_speedup"]["preset"]["hap"] == pytest.approx(20.0)
+    assert made["cases_where_uniform_found_something"] == 2
+    assert made["of_these_tag_as_good_within_half_the_calls"] == 1
+
+
+def test_cases_by_name():
+    assert {c.links for c in cases(["nasnet@heterog-12"])} == {"preset", "released"}
+    with pytest.raises(InputError, match="no case"):
+        cases(["nasnet@nowhere"])

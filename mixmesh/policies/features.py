@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..placement import SYNCS, Action, Space
+from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
 from .evaluate import Outcome
 
 PARTS = (1.0, 0.5, 0.25, 0.125)  # of the batch, at which times are looked at
-GROUP, DEVICE, LINK, EDGE, SERVE = 4 + 3 + 3 + 1 + 2, 8, 2, 1, 4 + 3
-CHOICE, HELD = len(SYNCS) + 2, 3  # of a choice; of a choice on a device group
+# widths of the rows of ``Features``
+GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
+CHOICE, HELD = len(SYNCS) + 2, 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Features:
     held: np.ndarray  # [A, T, HELD]
 
 
-def compressed(x: np.ndarray) -> np.ndarray:
+def compressed(x):
     """Sizes of many orders of magnitude, made alike."""
     return np.log1p(32 * x)
 
@@ -47,83 +48,61 @@ class Facts:
     """What does not change while a strategy is made: a space as numbers."""
 
     def __init__(self, space: Space, optimizer_states: int, headroom: float) -> None:
-        self.space = space
+        self.space, self.ranks = space, space.device_groups
         costs, cluster = space.costs, space.costs.cluster
-        self.ranks = space.device_groups
-        self.class_of = [costs.class_of[ranks[0]] for ranks in self.ranks]
-        machines = [cluster.machines[cluster.machine_index_of(ranks[0])] for ranks in self.ranks]
-        parts = np.array(PARTS)
-        # [N, T, parts]
-        seconds = np.array(
-            [
-                [_seconds(g.forward[c], parts) + _seconds(g.backward[c], parts) for c in self.class_of]
-                for g in space.groups
-            ]
-        )
-        scale_s = float(np.linalg.norm(seconds[:, :, 0].mean(1)))
-        fastest = max(max(m.link_bytes_per_s, m.nic_bytes_per_s) for m in machines)
-        scale_bytes = scale_s * fastest
-        usable = np.array([usable_bytes(costs, ranks[0], headroom) for ranks in self.ranks], float)
+        firsts = [ranks[0] for ranks in self.ranks]  # of equal devices
+        machines = [cluster.machine_of(r) for r in firsts]
+        seconds = np.array([[_seconds(g, costs.class_of[r]) for r in firsts] for g in space.groups])
+        self.scale_s = float(np.linalg.norm(seconds[:, :, 0].mean(1)))
+        self.fastest = max(max(m.link_bytes_per_s, m.nic_bytes_per_s) for m in machines)
+        scale_bytes = self.scale_s * self.fastest
+
         params = np.array([g.param_bytes for g in space.groups], float)
         kept = np.array([g.kept_bytes for g in space.groups], float)
-        self.share = np.array([sum(space.proportional[r] for r in ranks) for ranks in self.ranks])
-        counts = np.array([len(ranks) for ranks in self.ranks], float)
-
-        times = compressed(seconds / scale_s)
-        sizes = compressed(np.stack([params, kept], 1) / scale_bytes)
         need = params * (2 + optimizer_states)
-        self.groups = np.concatenate(
-            [times.mean(1), sizes, compressed(need / usable.min())[:, None]], 1
-        )  # [N, 7]
-        self.devices = np.stack(
+        usable = np.array([usable_bytes(costs, r, headroom) for r in firsts], float)
+        times = compressed(seconds / self.scale_s)
+        sizes = compressed(np.stack([params, kept], 1) / scale_bytes)
+        self.groups = np.column_stack([times.mean(1), sizes, compressed(need / usable.min())])
+        replicated, alone = need[:, None] / usable, (need + kept)[:, None] / usable
+        self.serves = np.concatenate([times, compressed(np.stack([replicated, alone], 2))], 2)
+        self.per_group = np.column_stack([self.groups, self.serves.reshape(len(params), -1)])  # one cluster's
+
+        counts = np.array([len(ranks) for ranks in self.ranks], float)
+        share = np.array([sum(space.proportional[r] for r in ranks) for ranks in self.ranks])
+        self.devices = np.column_stack(
             [
                 counts / cluster.world_size,
-                self.share,
-                self.share / counts * cluster.world_size,
-                compressed(np.array([m.link_bytes_per_s for m in machines]) / fastest),
-                compressed(np.array([m.nic_bytes_per_s for m in machines]) / fastest),
+                share,
+                share / counts * cluster.world_size,
+                compressed(np.array([m.link_bytes_per_s for m in machines]) / self.fastest),
+                compressed(np.array([m.nic_bytes_per_s for m in machines]) / self.fastest),
                 compressed(usable / (need.sum() + kept.sum())),
-            ],
-            1,
-        )
-        self.edges = np.array([(e.source, e.target) for e in space.grouping.edges], int).reshape(-1, 2).T
-        bytes_ = [e.size_bytes * (1 + e.gradient) for e in space.grouping.edges]
-        self.edge_sizes = compressed(np.array(bytes_, float)[:, None] / scale_bytes)
-        first = [ranks[0] for ranks in self.ranks]
-        self.links = np.array(
-            [
-                [
-                    (
-                        (machines[a].link_bytes_per_s if a == b else cluster.bandwidth_between(i, j))
-                        / fastest,
-                        32 * cluster.latency_between(i, j) / scale_s,
-                    )
-                    for b, j in enumerate(first)
-                ]
-                for a, i in enumerate(first)
             ]
         )
-        self.links = np.minimum(self.links, 1.0)
-        self.links[:, :, 0] = compressed(self.links[:, :, 0])
-        memory = np.stack(
-            [need[:, None] / usable, (need[:, None] + kept[:, None]) / usable], 2
-        )  # replicated; on one device
-        self.serves = np.concatenate([times, compressed(memory)], 2)  # [N, T, 6]
-        self.per_group = np.concatenate(
-            [self.groups, self.serves.reshape(len(params), -1)], 1
-        )  # one cluster's
+        self.links = np.array([[self._link(i, j) for j in firsts] for i in firsts])
+        edges = space.grouping.edges
+        self.edges = np.array([(e.source, e.target) for e in edges], int).reshape(-1, 2).T
+        both_ways = np.array([[e.size_bytes * (1 + e.gradient)] for e in edges], float).reshape(-1, 1)
+        self.edge_sizes = compressed(both_ways / scale_bytes)
         self._held: dict[Action, np.ndarray] = {}
 
+    def _link(self, i: int, j: int) -> tuple[float, float]:
+        """Rate and latency between two device groups, given by a rank of each, or within one."""
+        cluster = self.space.costs.cluster
+        rate = cluster.machine_of(i).link_bytes_per_s if i == j else cluster.bandwidth_between(i, j)
+        latency = 32 * cluster.latency_between(i, j) / self.scale_s
+        return float(compressed(min(rate / self.fastest, 1.0))), min(latency, 1.0)
+
     def held(self, action: Action) -> np.ndarray:
-        """Per device group: the part of the batch, that of one device against a proportional share, and
-        whether the parameter server is there."""
+        """Per device group: the part of the batch, that of one device, and whether the parameter server is
+        there."""
         if action not in self._held:
             ratio, root = np.array(action.placed.ratio), action.placed.root
-            rows = []
-            for ranks in self.ranks:
-                part = ratio[list(ranks)].sum()
-                rows.append((part, ratio[list(ranks)].max(), float(root in ranks)))
-            self._held[action] = np.array(rows)
+            parts = [ratio[list(ranks)] for ranks in self.ranks]
+            self._held[action] = np.array(
+                [(p.sum(), p.max(), root in ranks) for p, ranks in zip(parts, self.ranks)], float
+            )
         return self._held[action]
 
     def at(self, chosen: dict[int, Action], asked: int, rest: Action, outcome: Outcome) -> Features:
@@ -157,5 +136,7 @@ class Facts:
         )
 
 
-def _seconds(line: tuple[float, float], parts: np.ndarray) -> np.ndarray:
-    return line[0] + line[1] * parts
+def _seconds(group: Group, device_class: int) -> np.ndarray:
+    """Of a group on a device, at every part of the batch."""
+    fixed, whole = (sum(pair) for pair in zip(group.forward[device_class], group.backward[device_class]))
+    return fixed + whole * np.array(PARTS)

@@ -23,7 +23,7 @@ from ..workloads.layers import Layer
 
 STATES = 2  # of Adam
 CONTEXT_BYTES = 2**30  # of every device, beside what a model needs
-MAX_DEVICES = 13
+MAX_DEVICES = 13  # one is left for a fourth machine after three of four
 
 
 @dataclass(frozen=True)
