@@ -172,6 +172,14 @@ def test_same_input_same_plan():
     assert one.program == two.program and one.candidates == two.candidates
 
 
+def test_a_search_asks_the_slow_planners_too():
+    """And can only find what is at least as fast."""
+    usual, searched = make_plan(SMALL, cluster(THREE)), make_plan(SMALL, cluster(THREE), search_s=0.3)
+    more = {c.planner for c in searched.candidates} - {c.planner for c in usual.candidates}
+    assert {"poplar", "segments", "placed"} <= more
+    assert searched.predicted_step_s <= usual.predicted_step_s
+
+
 def test_progress_and_notes():
     said: list[str] = []
     plan = make_plan(SMALL, cluster(THREE), progress=said.append)
