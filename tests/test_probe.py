@@ -86,7 +86,7 @@ def test_search_confirms_what_runs(error, killed):
     search = Search(room_bytes=600)
     found = search.largest(lambda n: 100 + 10 * (1 - error) * n, 200, run)
     assert len(tried) == search.passes <= MAX_PASSES and found in tried
-    assert 0.8 * 50 <= found <= 50
+    assert (0.5 if killed else 0.8) * 50 <= found <= 50  # one that is killed does not say how much it lacked
     assert search.excess_bytes == pytest.approx(10 * error * found)
     if error == 0:
         assert tried == [50]

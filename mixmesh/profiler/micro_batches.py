@@ -35,10 +35,10 @@ from .children import Outcome, attempt_on
 from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
-MAX_PASSES = 3  # of a stage
+MAX_PASSES = 4  # of a stage
 ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
 HEADROOM = 0.05  # of a device's memory that is left free, as the planner leaves it
-MORE_BYTES = 0.1  # of the room: what the first pass is taken to have lacked that runs out of memory
+LACKED = 0.1  # of the room, by a pass that ran out of memory
 STEPS = 3  # of a pass: on a CPU the heap grows with the first ones
 PASS_S = 180.0
 
@@ -105,31 +105,50 @@ class Search:
         self.excess_bytes: float | None = None  # measured less predicted, at the last pass that fitted
 
     def largest(self, predicted: Callable[[int], float], most: int, run: Callable[[int], Outcome]) -> int:
-        """``predicted`` gives bytes that rise with the size; ``run``'s value are bytes."""
+        """``predicted`` gives bytes that rise with the size; ``run``'s value are bytes.
+
+        The first size is the largest predicted to fit; then predictions are put right by what was measured,
+        and between a size that fits and one that does not memory is taken to be a line.
+        """
         error = self.excess_bytes or 0.0
-        more = MORE_BYTES * self.room_bytes
-        confirmed, too_large = 0, most + 1
-        for _ in range(MAX_PASSES):
-            size = largest_within(predicted, self.room_bytes - error, too_large - 1)
-            if size <= confirmed * ENOUGH:
+        fits, fits_bytes = 0, predicted(1) + error
+        size = largest_within(predicted, self.room_bytes - error, most)
+        exceeds = None
+        for number in range(MAX_PASSES):
+            if size <= fits * ENOUGH:
                 break
-            outcome = run(size)
-            self.passes += 1
-            if outcome.done:
-                error = outcome.value - predicted(size)
-                if outcome.value <= self.room_bytes:
-                    confirmed, self.excess_bytes = size, error
-                else:
-                    too_large = size
-            elif outcome.out_of_memory:
-                self.out_of_memory += 1
-                too_large = size
-                error, more = error + more, 2 * more
+            value = self.measured(run, size)
+            if value is not None and value <= self.room_bytes:
+                fits, fits_bytes = size, value
+                self.excess_bytes = value - predicted(size)
             else:
-                raise MixmeshError(
-                    f"a micro-batch of {size} samples could not be run", got=outcome.error[:500]
-                )
-        return confirmed
+                # one that was killed is taken to have lacked little
+                exceeds = size, value or self.room_bytes * (1 + LACKED)
+            if exceeds is None:
+                size = largest_within(predicted, self.room_bytes - self.excess_bytes, most)
+            elif number + 2 == MAX_PASSES and not fits:
+                size = exceeds[0] // 2
+            else:
+                size = between((fits, fits_bytes), exceeds, self.room_bytes)
+        return fits
+
+    def measured(self, run: Callable[[int], Outcome], size: int) -> float | None:
+        """The bytes of a pass; None if memory ran out. Raises MixmeshError if it failed otherwise."""
+        outcome = run(size)
+        self.passes += 1
+        if outcome.done:
+            return outcome.value
+        if not outcome.out_of_memory:
+            raise MixmeshError(f"a micro-batch of {size} samples could not be run", got=outcome.error[:500])
+        self.out_of_memory += 1
+        return None
+
+
+def between(fits: tuple[int, float], exceeds: tuple[int, float], room_bytes: float) -> int:
+    """The size that reaches the room on the line through two (size, bytes), below the one that exceeds."""
+    (low, low_bytes), (high, high_bytes) = fits, exceeds
+    part = (room_bytes - low_bytes) / max(high_bytes - low_bytes, 1.0)
+    return min(low + int((high - low) * max(part, 0.0)), high - 1)
 
 
 def largest_within(predicted: Callable[[int], float], room_bytes: float, most: int) -> int:
