@@ -22,13 +22,14 @@ from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import Memory
-from mixmesh.ir import Program, make_ratio
+from mixmesh.ir import Program, make_ratio, samples_of
 from mixmesh.job import load_job, optimizer_states
-from mixmesh.plan_file import Plan
+from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.profiler.constants import process_bytes
+from mixmesh.simulator import MicroBatches, simulate
 from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
+from mixmesh.zero import with_stage
 
 STEPS = 3
 CLUSTER = """
@@ -67,21 +68,36 @@ CASES = {
         ("resnet", "ddp", (70, 30)),
         ("resnet", "fsdp", (50, 50)),
         ("gpt", "fsdp", (60, 38, 2)),
+        # ZeRO stages and micro-steps; the first of two ranks owns three quarters
+        ("gpt", "zero1", (60, 40)),
+        ("gpt", "zero2", (60, 40)),
+        ("gpt_long", "zero0x4", (60, 40)),
+        ("gpt_long", "zero1x4", (60, 40)),
+        ("gpt_long", "zero2x4", (60, 40)),
+        ("gpt_long", "zero3x4", (60, 40)),
+        ("mlp", "zero1x2", (50, 50)),
+        ("mlp", "zero2x2", (50, 50)),
     )
 }
+OWNERS = (0.75, 0.25)
 
 
 def cpus(count: int) -> Cluster:
     return Cluster.parse(CLUSTER.replace("{devices}", ", ".join([DEVICE] * count)))
 
 
-def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, int]:
-    """The program of a case, and tensors of optimizer state per parameter."""
+def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, MicroBatches, int]:
+    """The program of a case, its micro-steps, and tensors of optimizer state per parameter."""
     with torch.device("meta"):
         made = getattr(memory_jobs, job)()
     graph = trace(made.model, made.batch).graph
     costs, ratio = CostModel(cpus(len(shares))), make_ratio([float(s) for s in shares])
-    if kind in ("ddp", "fsdp"):
+    micro_batches = None
+    if kind.startswith("zero"):
+        stage, _, steps = kind.removeprefix("zero").partition("x")
+        program = with_stage(data_parallel(graph, costs, ratio), int(stage), OWNERS)
+        micro_batches = in_micro_steps(program, int(steps)) if steps else None
+    elif kind in ("ddp", "fsdp"):
         program = data_parallel(graph, costs, ratio)
         program = fully_sharded(program) if kind == "fsdp" else with_buckets(program, 16e6)
     else:
@@ -89,7 +105,13 @@ def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, int]
         prices = Prices(gradient_sync=20.0) if kind == "tensor" else Prices()
         problem = Problem(graph, costs, ratio, prices=prices)
         program = emit(problem, search(problem, weight=1.05, max_states=2_000))
-    return replace(program, name=job), optimizer_states(made.optimizer)
+    return replace(program, name=job), micro_batches, optimizer_states(made.optimizer)
+
+
+def in_micro_steps(program: Program, steps: int) -> MicroBatches:
+    """So many of every rank, the last not the largest."""
+    sizes = [(-(-n // steps), n) for n in samples_of(program).counts]
+    return tuple(MicroBatch(m, steps, n - (steps - 1) * m) for m, n in sizes)
 
 
 def measured(job: str, plan: Plan) -> list[int]:
@@ -130,10 +152,14 @@ def worker(job: str, path: str) -> None:
 def compared(name: str) -> list[tuple[int, int]]:
     """Per rank, predicted and measured bytes, with the constant that is measured here."""
     job, kind, shares = CASES[name]
-    program, states = planned(job, kind, shares)
+    program, micro_batches, states = planned(job, kind, shares)
     _, constant = process_bytes()
-    peaks = tuple(round(constant + t) for t in Memory(program, states).peaks(program))
-    plan = Plan(program, kind, 1.0, peaks, cluster_fingerprint=cpus(len(shares)).fingerprint)
+    costs = CostModel(cpus(len(shares)))
+    timeline = simulate(program, costs, optimizer_states=states, micro_batches=micro_batches)
+    held = zip(timeline.peak_memory_bytes, map(costs.memory_constant_bytes, range(len(shares))))
+    peaks = tuple(constant + peak - usual for peak, usual in held)
+    fingerprint = costs.cluster.fingerprint
+    plan = Plan(program, kind, 1.0, peaks, cluster_fingerprint=fingerprint, micro_batches=micro_batches)
     return list(zip(peaks, measured(job, plan)))
 
 

@@ -173,7 +173,7 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
     assert max(rows) == pytest.approx(Memory(program, 2).peaks(program)[0], rel=0.01)
 
 
-@pytest.mark.parametrize("case", ["mlp-fsdp-70-30", "gpt-tensor-60-40"])
+@pytest.mark.parametrize("case", ["mlp-fsdp-70-30", "gpt-tensor-60-40", "gpt_long-zero3x4-60-40"])
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
         assert 0.98 * measured <= predicted <= 1.2 * measured

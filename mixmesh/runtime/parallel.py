@@ -172,6 +172,7 @@ class ParallelModel(nn.Module):
             if learns and number + 1 < len(steps.sizes):
                 with run.reducer.summing(steps.sums):
                     self._rooted(own, _Forward(local, tokens, own)).backward(run.seed)
+                del local, tokens  # what is left of its graph must not live beside the next one
             del part
         run.random.micro_step = 0
         earlier = None
