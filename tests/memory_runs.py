@@ -75,8 +75,7 @@ CASES = {
         ("gpt_long", "zero1x4", (60, 40)),
         ("gpt_long", "zero2x4", (60, 40)),
         ("gpt_long", "zero3x4", (60, 40)),
-        ("mlp", "zero1x2", (50, 50)),
-        ("mlp", "zero2x2", (50, 50)),
+        ("mlp", "zero1", (50, 50)),
     )
 }
 OWNERS = (0.75, 0.25)
