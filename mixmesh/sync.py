@@ -18,19 +18,19 @@ from .cost.sums import GradientSum, gradient_sums
 from .ir import Program, Ratio, make_ratio
 from .zero import ownable, with_owners
 
-MARGIN = 0.02  # of the step that a choice must save: owners keep optimizers to those that work by element
 TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
+
+FEWEST = 3  # choices that are tried whatever the program
 
 Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
 
 
-def best_sync(program: Program, costs: CostModel, judge: Callable[[Program], tuple]) -> Program | None:
-    """The program with owners where that makes ``judge`` (feasible first, then seconds; least is best) less;
-    None where it never does. ``program`` has its buckets, and no owners."""
+def best_sync(program: Program, costs: CostModel, step_s: Callable[[Program], float]) -> Program:
+    """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners."""
     can = {i.result for i in ownable(program)}
     buckets = [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
     if not buckets:
-        return None
+        return program
 
     def made(choice: Choice) -> Program:
         owners = {
@@ -43,43 +43,46 @@ def best_sync(program: Program, costs: CostModel, judge: Callable[[Program], tup
         return with_owners(program, owners)
 
     best: Choice = (None,) * len(buckets)
-    start = least = judge(program)
+    least = step_s(program)
     tried = {best}
-    most = 1 + TRIED // len(program.instructions)
+    most = max(FEWEST, TRIED // len(program.instructions))
 
     def consider(choice: Choice) -> None:
         nonlocal best, least
         if choice not in tried and len(tried) < most:
             tried.add(choice)
-            if (found := judge(made(choice))) < least:
+            if (found := step_s(made(choice))) < least:
                 best, least = choice, found
 
-    for choice in alike(program, costs, buckets):
+    for choice in simple(program, costs, buckets):
         consider(choice)
     for n in sorted(range(len(buckets)), key=lambda n: -buckets[n].size_bytes):
         for shares in options(program, costs, buckets[n]):
             consider((*best[:n], shares, *best[n + 1 :]))
-    infeasible, step_s = start
-    if (infeasible, step_s * (1 - MARGIN)) <= least:
-        return None
     return made(best)
 
 
-def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
-    """All buckets in one way; last, a server for each in turn."""
+def simple(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
+    """Owners for all buckets, or for those that the backward pass completes first, which are used last in
+    the next forward pass; then a server for each in turn, and one for all."""
     each = [list(options(program, costs, s)) for s in buckets]
-    for way in range(max(map(len, each))):
+    for way in (1, 2):
         yield tuple(found[min(way, len(found) - 1)] for found in each)
+    for part in (0.5, 0.25, 0.75):
+        yield tuple(found[1] if n < part * len(each) else None for n, found in enumerate(each))
     yield tuple(_server(program, s.ranks[n % len(s.ranks)]) for n, s in enumerate(buckets))
+    for way in range(3, max(map(len, each))):
+        yield tuple(found[min(way, len(found) - 1)] for found in each)
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
     """Owners of a bucket: nobody, all alike, all by their shares of the batch, one of each kind of device."""
     yield None
-    yield make_ratio([1.0 if r in s.ranks else 0.0 for r in range(program.world_size)])
+    even = make_ratio([1.0 if r in s.ranks else 0.0 for r in range(program.world_size)])
+    yield even
     batch = program.ratios[0][1]
-    if all(batch[r] > 0 for r in s.ranks):
-        yield make_ratio([batch[r] if r in s.ranks else 0.0 for r in range(program.world_size)])
+    shared = all(batch[r] > 0 for r in s.ranks)
+    yield make_ratio([b if r in s.ranks else 0.0 for r, b in enumerate(batch)]) if shared else even
     kinds = {(costs.class_of[r], costs.cluster.machine_index_of(r)): r for r in reversed(s.ranks)}
     yield from (_server(program, r) for r in sorted(kinds.values()))
 

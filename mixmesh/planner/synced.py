@@ -11,6 +11,7 @@ from ..zero import zero_stage
 from .task import BUCKET_BYTES, Proposal, Task
 
 EXPOSED = 0.05  # of the step that sums of gradients must take, beyond what hides
+MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those that work by element
 
 
 def synced(task: Task, proposal: Proposal) -> Proposal:
@@ -22,13 +23,12 @@ def synced(task: Task, proposal: Proposal) -> Proposal:
     if zero_stage(program) or step_s - floor_s < EXPOSED * step_s:
         return proposal
 
-    def judge(program: Program) -> tuple[bool, float]:
-        return task.judge(proposal.planner, program, step="sync").key
+    def seconds(p: Program) -> float:
+        return task.simulation(p).step_s(p)
 
-    best = proposal
     # what is gathered in small pieces is there for the first layers while the others still travel
-    for bucketed in (program, with_buckets(program, BUCKET_BYTES[0])):
-        made = best_sync(bucketed, task.costs, judge)
-        if made is not None:
-            best = min(best, task.judge(proposal.planner, made), key=lambda p: p.key)
-    return replace(best, gap=proposal.gap)
+    made = best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds)
+    found = task.judge(proposal.planner, made)
+    if not found.feasible or found.timeline.step_s > step_s * (1 - MARGIN):
+        return proposal
+    return replace(found, gap=proposal.gap)
