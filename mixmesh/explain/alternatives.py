@@ -295,3 +295,5 @@ def _notes(plan: Plan, question: Question, profile: Profile | None) -> Iterator[
         yield f"the alternatives share everything out by {plan.program.ratios[0][0]} alone"
     if any(i.attr("owned") for i in plan.program.params):
         yield "the alternatives have no owners of gradients (ZeRO-1/2), which costs them memory"
+    if plan.micro_batches is not None:
+        yield "the plan and the alternatives are compared without micro-steps"
