@@ -6,7 +6,8 @@ choice by chance in proportion to its visits, and goes on from there. The networ
 the part of the visits that it got (AlphaZero: Silver et al., 2018; no value is learned). The first round
 searches without a policy, each later one with what the rounds before taught. One game in ten is held out.
 
-The weights of the package: the defaults, on one core of a CPU.
+The weights of the package: the defaults, some six minutes of one CPU core. On held-out games, whose models
+occur in other games too, the cross-entropy against the visits is 2.07, of even choice 3.12, the least possible 1.47.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ CHOICES = 3  # made in a game
 ENOUGH = 100  # visits that make a state worth learning from
 MOST_STATES = 12  # of a game
 BATCH, EPOCHS, LEARNING_RATE = 16, 10, 2e-3
+GRADIENT_NORM = 0.6  # as TAG
 HELD_OUT = 10  # one game in so many
 
 
@@ -96,14 +98,10 @@ def learn(policy: Policy, samples: list[HeteroData], console: Console) -> None:
         for data in loader:
             optimizer.zero_grad()
             losses(policy, data)[0].mean().backward()
-            nn_clip(policy)
+            torch.nn.utils.clip_grad_norm_(policy.parameters(), GRADIENT_NORM)
             optimizer.step()
             schedule.step()
     policy.eval()
-
-
-def nn_clip(policy: Policy) -> None:
-    torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.6)  # as TAG
 
 
 @torch.no_grad()
