@@ -1,6 +1,6 @@
 """mixmesh bench NAME: a module per command."""
 
-from . import accuracy, collectives, coverage, order, papers, placement, planning, poplar, sfb, training
+from . import accuracy, collectives, coverage, order, papers, placement, planning, poplar, sfb, sync, training
 from .common import app
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "planning",
     "poplar",
     "sfb",
+    "sync",
     "training",
 ]

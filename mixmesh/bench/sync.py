@@ -1,0 +1,61 @@
+"""How gradients meet, measured: where all_reduce, owners' shards and a parameter server are each the fastest.
+
+Data parallelism in proportion to speed, its gradients in buckets of 1 MB that all meet in one way; and the
+mixture that the simulator chooses per bucket (``mixmesh.sync``). The clusters differ in what decides: how
+many ranks there are, how thin the link is, and how far apart ranks are ready (``late``: shares of the batch
+are even although the devices are not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from ..baselines import data_parallel, proportional_ratio
+from ..buckets import with_buckets
+from ..cost import CostModel
+from ..cost.sums import gradient_sums
+from ..ir import Graph, Program, even_ratio
+from ..simulator import simulate
+from ..sync import best_sync, options
+from ..zero import ownable, with_owners
+from .contest import OURS, Contest
+from .measure import cluster_text
+from .training_cases import AS_FAST
+
+BUCKET_BYTES = 1e6
+ALL_REDUCE, SHARDED, SERVER = "all_reduce", "sharded", "server"
+
+
+def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
+    ratio = even_ratio(costs.cluster.world_size) if even else proportional_ratio(graph, costs)
+    program = with_buckets(data_parallel(graph, costs, ratio), BUCKET_BYTES)
+
+    def step_s(p: Program) -> float:
+        return simulate(p, costs).step_s
+
+    can = [i.result for i in ownable(program)]
+    _, *shares = dict.fromkeys(options(program, costs, gradient_sums(program)[0]))
+    owned = [with_owners(program, dict.fromkeys(can, s)) for s in shares]
+    rooted = [max(s) == 1 for s in shares]
+    return {
+        ALL_REDUCE: program,
+        SHARDED: min((p for p, one in zip(owned, rooted) if not one), key=step_s),
+        SERVER: min((p for p, one in zip(owned, rooted) if one), key=step_s),
+        OURS: best_sync(program, costs, step_s),
+    }
+
+
+def _contest(name: str, gbit_per_s: str, *machines: tuple[str, ...], late: bool = False) -> Contest:
+    targets = tuple((way, AS_FAST) for way in (ALL_REDUCE, SHARDED, SERVER))
+    return Contest(name, "bert", cluster_text(gbit_per_s, *machines), partial(ways, late), targets)
+
+
+CASES = (
+    _contest("pair", "0.5", ("0.50",), ("0.40",)),
+    _contest("thin-pair", "0.1", ("0.50",), ("0.40",)),
+    _contest("late-pair", "0.5", ("0.60",), ("0.20",), late=True),
+    _contest("four", "0.5", ("0.30", "0.30"), ("0.20", "0.20")),
+    _contest("thin-four", "0.1", ("0.30", "0.30"), ("0.20", "0.20")),
+)
+QUICK = CASES[1:2]

@@ -1,0 +1,22 @@
+"""mixmesh bench sync"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..output import Json
+from .common import Keep, Out, app
+from .order import Quick, contests
+
+
+@app.command()
+def sync(
+    quick: Quick = False,
+    out: Out = Path("out/bench/sync.json"),
+    keep: Keep = None,
+    as_json: Json = False,
+) -> None:
+    """Gradients by all_reduce, to owners, by a server, and as the simulator mixes them, in the testbed."""
+    from ...bench.sync import CASES, QUICK
+
+    contests("sync", QUICK if quick else CASES, quick, out, keep, as_json)
