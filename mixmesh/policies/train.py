@@ -7,7 +7,7 @@ the part of the visits that it got (AlphaZero: Silver et al., 2018; no value is 
 searches without a policy, each later one with what the rounds before taught. One game in ten is held out.
 
 The weights of the package: the defaults, some six minutes of one CPU core. On held-out games, whose models
-occur in other games too, the cross-entropy against the visits is 2.07, of even choice 3.12, the least possible 1.47.
+occur in other games too, the cross-entropy against the visits is 2.07, of even choice 3.12, at least 1.47.
 """
 
 from __future__ import annotations
