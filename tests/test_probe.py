@@ -140,6 +140,14 @@ def test_plans_give_one_rank_its_micro_batches(size):
     assert plan.micro_batches[1].steps == (2 if size <= 15 else 1)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_larger_micro_batches_are_predicted_to_take_more(stage):
+    """Also from those that are accumulated to those that are the rank's all."""
+    plan_of = plans(job(), stage)
+    sizes = [plan_of.tensor_bytes(size) for size in (14, 1, 15, 16, 30)]
+    assert sizes[1] < sizes[0] < sizes[2] and sizes[1] < sizes[3] < sizes[4]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_rehearsal_holds_what_the_micro_batch_takes(stage):
     made = job()

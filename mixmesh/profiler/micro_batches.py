@@ -24,7 +24,7 @@ from ..cost import CostModel
 from ..cost.memory import PeakMemory
 from ..errors import InputError, MixmeshError
 from ..ir import Program, even_ratio, make_ratio, samples_of
-from ..plan_file import MicroBatch, Plan, schedule
+from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
 from ..runtime.allocator import resident_bytes
 from ..runtime.data import shard_batches
@@ -179,7 +179,9 @@ class Plans:
         self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
         self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
         self.samples = samples_of(self.program)
-        self.memory = PeakMemory(costs, optimizer_states, self.samples)
+        # a micro-step and a whole step are walked apart
+        self.in_micro_steps = PeakMemory(costs, optimizer_states, self.samples)
+        self.at_once = PeakMemory(costs, optimizer_states)
 
     def __call__(self, size: int) -> Plan:
         others = self.program.world_size - 1
@@ -195,9 +197,11 @@ class Plans:
     def tensor_bytes(self, size: int) -> float:
         """As the memory model has it, for the rank."""
         plan = self(size)
-        several = plan.micro_batches[self.rank].steps > 1
-        planned = schedule(plan.program, plan.micro_batches, self.samples) if several else None
-        peak = self.memory.peaks(plan.program, planned)[self.rank]
+        if accumulates(plan.micro_batches):
+            planned = schedule(plan.program, plan.micro_batches, self.samples)
+            peak = self.in_micro_steps.peaks(plan.program, planned)[self.rank]
+        else:
+            peak = self.at_once.peaks(plan.program)[self.rank]
         return peak - self.costs.memory_constant_bytes(self.rank)
 
 
