@@ -7,6 +7,7 @@ from functools import cache
 
 import pytest
 import torch
+from gloo_world import assert_passed, run_world
 from torch import nn
 
 from mixmesh.cluster import Cluster
@@ -18,6 +19,7 @@ from mixmesh.planner import make_plan
 from mixmesh.planner.poplar import Staged
 from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.ratios import with_ratio
+from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
 from mixmesh.trace import trace
 from mixmesh.verification import verify
@@ -178,3 +180,35 @@ def test_auto_asks_it_where_nothing_else_fits():
     plan = make_plan(traced(), where)
     assert plan.planner == "poplar" and any(m.steps > 1 for m in plan.micro_batches)
     assert not any(c.feasible for c in plan.candidates if c.planner != "poplar")
+
+
+class Trained:
+    """Two steps of a plan in one of several processes, against the single device. Pickled."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __call__(self, _) -> None:
+        (single, batch), (mine, _) = job(), job()
+        optimizer = torch.optim.SGD(single.parameters(), lr=0.1, momentum=0.9)
+        plan = Plan.parse(self.text)
+        model, sharded = parallelize(
+            mine, torch.optim.SGD(mine.parameters(), lr=0.1, momentum=0.9), plan, device="cpu", timeout_s=60
+        )
+        for _step in range(2):
+            for m, o in ((single, optimizer), (model, sharded)):
+                o.zero_grad()
+                m(**batch).backward()
+                o.step()
+        for name, value in model.full_state_dict().items():
+            torch.testing.assert_close(value, single.state_dict()[name], rtol=1e-4, atol=1e-5)
+
+
+def no_comm():
+    return None
+
+
+def test_between_processes():
+    plan = make_plan(traced(), CLUSTERS["both"], planner="poplar")
+    assert len({m.steps for m in plan.micro_batches}) > 1  # each its own count
+    assert_passed(run_world(3, {"both": Trained(str(plan))}, no_comm)["both"])
