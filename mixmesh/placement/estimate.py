@@ -9,7 +9,7 @@ the backward pass needs. The simulator has the last word.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,7 +50,9 @@ class _Cost:
     forward: By
     backward: By
     optimizer: By
-    held: By
+    fixed: By  # bytes that stay over the step
+    kept: By  # from the forward pass to the backward
+    passing: By  # in the backward pass alone
     inside: tuple[float, float]
     sum: _Call | None
     gather: _Call | None
@@ -79,7 +81,8 @@ class Estimator:
         held = [float(size) for size in self.constant]
         for cost in costs:
             run.compute(cost.optimizer)
-            _add(held, cost.held)
+            _add(held, cost.fixed)
+        peaks = list(held)
         stepped = [run.beside(cost.gather) if cost.gather else 0.0 for cost in costs]
         moved: set[tuple[int, Ratio]] = set()  # values that are where they are needed
         back: list[list[_Call]] = [[] for _ in costs]
@@ -101,6 +104,9 @@ class Estimator:
                         back[k].append(self._move(ratio, source, value.size_bytes))
             run.compute(cost.forward)
             run.together(cost.ranks, cost.inside[0])
+            _add(held, cost.kept)
+            for rank, size in cost.passing:  # all that is behind it is gone when it runs back
+                peaks[rank] = max(peaks[rank], held[rank] + size)
             done.append(max(run.clock[rank] for rank in cost.ranks))
         run.turn()
         for cost, calls in zip(reversed(costs), reversed(back)):
@@ -110,11 +116,13 @@ class Estimator:
                 run.meet(call)
             if cost.sum:
                 run.beside(cost.sum)
-        return Estimate(run.end_s, tuple(map(round, held)), tuple(run.busy), tuple(done))
+        return Estimate(run.end_s, tuple(map(round, peaks)), tuple(run.busy), tuple(done))
 
-    def held_bytes(self, k: int, placed: Placed) -> By:
-        """What a group holds, by rank that takes part."""
-        return self._cost(k, placed).held
+    def held_bytes(self, k: int, placed: Placed) -> Iterator[tuple[int, float, float]]:
+        """What a group holds by rank that takes part: until it has run back, and while it does."""
+        cost = self._cost(k, placed)
+        for (rank, fixed), (_, kept), (_, passing) in zip(cost.fixed, cost.kept, cost.passing):
+            yield rank, fixed + kept, passing
 
     def _move(self, source: Ratio, target: Ratio, size_bytes: int) -> _Call | None:
         """The move of a value of which so many bytes are cut by ``source``; None if it stays."""
@@ -155,7 +163,9 @@ class Estimator:
             seconds(group.forward),
             seconds(group.backward),
             tuple((r, self.costs.optimizer_s(r, owned[r])) for r in ranks),
-            tuple((r, size + owned[r] * (1 + states) + group.kept_bytes * shares[r]) for r in ranks),
+            tuple((r, size + owned[r] * (1 + states)) for r in ranks),
+            tuple((r, group.kept_bytes * shares[r]) for r in ranks),
+            tuple((r, group.passing_bytes * shares[r]) for r in ranks),
             tuple(
                 sum(Exchange(e.name, e.size_bytes, ranks).seconds(self.costs) for e in exchanges)
                 for exchanges in self._inside.get(k, ((), ()))

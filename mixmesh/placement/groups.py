@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import pymetis
 
 from ..cost import VIEWS, CostModel
-from ..cost.memory.kept import extra_bytes, kept
+from ..cost.memory.kept import backward_bytes, extra_bytes, kept
 from ..errors import InputError
 from ..ir import Graph, Node
 from ..rules import call_of
@@ -245,6 +245,7 @@ def _group(
         param_bytes=sum(graph.types[name].size_bytes for name in params if name in graph.requires_grad),
         forward=tuple(_sum(o.forward[c] for o in members) for c in classes),
         backward=tuple(_sum(o.backward[c] for o in members) for c in classes),
+        passing_bytes=max(_passing_bytes(graph, o.node) for o in members),
         kept_bytes=sum(kept_bytes.get(r, 0) for o in members for r in o.node.results if r is not None),
     )
 
@@ -266,6 +267,17 @@ def _kept_bytes(graph: Graph, operators: list[_Operator]) -> dict[str, int]:
             out[value] = max(out.get(value, 0), graph.types[value].size_bytes)
         out[name] = out.get(name, 0) + round(extra_bytes(call))
     return out
+
+
+def _passing_bytes(graph: Graph, node: Node) -> int:
+    """Gradients that an operator takes and gives in the backward pass, and its temporaries."""
+    if node.op in VIEWS or not any(r in graph.requires_grad for r in node.results):
+        return 0
+    given = (name for name in dict.fromkeys(node.inputs) if graph.producers[name].op != "param")
+    gradients = (name for name in (*node.results, *given) if name in graph.requires_grad)
+    return sum(graph.types[name].size_bytes for name in gradients) + round(
+        backward_bytes(call_of(node, graph.types))
+    )
 
 
 def _sum(lines) -> Affine:

@@ -26,7 +26,8 @@ class Group:
     """Operators that are placed together: their names (of their first results) in order.
 
     ``forward`` and ``backward``: per device class, fixed seconds and those of the whole batch beside them.
-    ``kept_bytes``: of the whole batch, what they make for the backward pass to need.
+    Of the whole batch, ``kept_bytes`` are what they make for the backward pass to need, ``passing_bytes`` the
+    most that one of them holds in it beside.
     """
 
     nodes: tuple[str, ...]
@@ -35,6 +36,7 @@ class Group:
     forward: tuple[tuple[float, float], ...]
     backward: tuple[tuple[float, float], ...]
     kept_bytes: int = 0
+    passing_bytes: int = 0
 
     @property
     def seconds(self) -> tuple[float, ...]:

@@ -16,6 +16,8 @@ from .polish import whole_counts
 from .task import HEADROOM, Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
+TIGHTENED = (1.0, 0.93, 0.85)  # of usable memory, for a search whose estimates are off by some per cent
+EXCESS = 10.0  # memory that is missing makes a strategy so much dearer: of a tenth, by as much again
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40
 JUDGED = 6  # strategies that the simulator judges after a search
@@ -50,7 +52,7 @@ def cuts(space: Space, task: Task) -> Iterator[Strategy]:
     """Contiguous cuts over devices and over device groups: in proportion to speed, in the order of the ranks;
     and as much as fits on the fastest first."""
     single = [(rank,) for rank in range(task.world_size)]
-    usable = [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
+    usable = usable_of(task)
     estimate = Estimator(space, task.optimizer_states)
     for units in dict.fromkeys((space.device_groups, tuple(single))):
         if len(units) > 1:
@@ -90,15 +92,15 @@ def by_memory(
     out: list[Placed] = []
     for k in range(len(space.groups)):
         while True:
-            more = estimate.held_bytes(k, placed)
-            if all(held[r] + size <= usable[r] for r, size in more):
+            more = list(estimate.held_bytes(k, placed))
+            if all(held[r] + stays + passing <= usable[r] for r, stays, passing in more):
                 break
             found = next(units, None)
             if found is None:
                 return None
             ranks, placed = found, Placed(space.shares(found))
-        for rank, size in more:
-            held[rank] += size
+        for rank, stays, _ in more:
+            held[rank] += stays
         out.append(placed)
     return tuple(out)
 
@@ -107,19 +109,30 @@ def by_memory(
 
 
 def placed(task: Task) -> Iterator[Proposal]:
-    """A local search by estimate, then from its best by the simulator; the best of that in their buckets."""
+    """A local search by estimate, then from its best by the simulator; the best of that in their buckets.
+    Where nothing of it fits, the estimate is given less memory."""
     space = space_of(task)
-    task.progress("planning: placed, local search")
-    with task.timed("placement"):
-        estimated = local_search(task, space, max_s=task.search_s / 2)
-        # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
-        alike = min(dict.fromkeys(uniform(space)), key=estimated.key)
-        simulated = LocalSearch(space, simulator_of(task, space), estimated.usable)
-        for strategy in (*estimated.best(JUDGED), alike):
-            simulated.key(strategy)
-        climb(simulated, MOVES, MAX_SIMULATIONS, task.search_s / 2, random.Random(0))
+    usable = usable_of(task)
+    simulated = LocalSearch(space, simulator_of(task, space), usable)
+    for part in TIGHTENED:
+        task.progress(f"planning: placed, local search in {part:.0%} of memory")
+        with task.timed("placement"):
+            max_s = task.search_s / (2 * len(TIGHTENED))
+            estimated = local_search(task, space, usable=[size * part for size in usable], max_s=max_s)
+            # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
+            alike = min(dict.fromkeys(uniform(space)), key=estimated.key)
+            for strategy in (*estimated.best(JUDGED), estimated.cheapest(), alike):
+                simulated.key(strategy)
+            climb(simulated, MOVES, MAX_SIMULATIONS, max_s, random.Random(0))
+        unfit, _ = simulated.key(*simulated.best(1))
+        if not unfit:
+            break
     for strategy in simulated.best(JUDGED // 2):
         yield judged(task, "placed", space, strategy)
+
+
+def usable_of(task: Task) -> list[float]:
+    return [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
 
 
 def simulator_of(task: Task, space: Space) -> Judge:
@@ -134,22 +147,28 @@ Judge = Callable[[Strategy], Estimate | Timeline]
 
 @dataclass
 class LocalSearch:
-    """Strategies as a judge sees them: what oversteps ``usable`` memory least, then the fastest."""
+    """Strategies as a judge sees them: what fits into ``usable`` memory first, then by cost."""
 
     space: Space
     judge: Judge
     usable: Sequence[float]
-    seen: dict[Strategy, tuple[float, float]] = field(default_factory=dict)
+    seen: dict[Strategy, tuple[bool, float]] = field(default_factory=dict)
 
-    def key(self, strategy: Strategy) -> tuple[float, float]:
+    def key(self, strategy: Strategy) -> tuple[bool, float]:
+        """Whether it does not fit; the step's seconds, and more for what it needs too much."""
         if strategy not in self.seen:
             said = self.judge(strategy)
-            excess = max(peak / usable for peak, usable in zip(said.peak_memory_bytes, self.usable))
-            self.seen[strategy] = max(excess, 1.0), said.step_s
+            peaks = zip(said.peak_memory_bytes, self.usable)
+            excess = max(0.0, max(peak / usable for peak, usable in peaks) - 1)
+            self.seen[strategy] = excess > 0, said.step_s * (1 + EXCESS * excess)
         return self.seen[strategy]
 
     def best(self, count: int) -> list[Strategy]:
         return sorted(self.seen, key=self.seen.__getitem__)[:count]
+
+    def cheapest(self) -> Strategy:
+        """By cost, whether it fits or not: from there it may be a short way to what fits."""
+        return min(self.seen, key=lambda strategy: self.seen[strategy][1])
 
 
 def local_search(
@@ -157,14 +176,15 @@ def local_search(
     space: Space,
     *,
     seeds: Iterable[Sequence[Action | Placed]] = (),
+    usable: Sequence[float] | None = None,
     max_evaluations: int = MAX_EVALUATIONS,
     max_s: float = math.inf,
     seed: int = 0,
 ) -> LocalSearch:
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
-    the best of data parallelism, single devices, contiguous cuts and ``seeds``."""
-    usable = [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
-    found = LocalSearch(space, Estimator(space, task.optimizer_states), usable)
+    the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
+    rank, if not all but the headroom."""
+    found = LocalSearch(space, Estimator(space, task.optimizer_states), usable or usable_of(task))
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
         found.key(strategy)
     climb(found, MOVES, max_evaluations, max_s, random.Random(seed))
@@ -179,12 +199,12 @@ def climb(
 ) -> None:
     """Moves drawn by chance from the best, each kept if it makes the strategy better."""
     started = time.perf_counter()
-    (best,) = found.best(1)
+    best = found.cheapest()
     for _ in range(max_evaluations):
         if time.perf_counter() - started > max_s:
             break
         other = draw.choice(moves)(found.space, best, draw)
-        if found.key(other) < found.key(best):
+        if found.key(other)[1] < found.key(best)[1]:
             best = other
 
 
