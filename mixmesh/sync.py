@@ -25,8 +25,11 @@ FEWEST = 3  # choices that are tried whatever the program
 Choice = tuple[Ratio | None, ...]  # by bucket, the shares of its owners; None is an all_reduce
 
 
-def best_sync(program: Program, costs: CostModel, step_s: Callable[[Program], float]) -> Program:
-    """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners."""
+def best_sync(
+    program: Program, costs: CostModel, step_s: Callable[[Program], float], *, mixed: bool
+) -> Program:
+    """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners. Unless
+    ``mixed``, all buckets meet in one way."""
     can = {i.result for i in ownable(program)}
     buckets = [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
     if not buckets:
@@ -54,25 +57,27 @@ def best_sync(program: Program, costs: CostModel, step_s: Callable[[Program], fl
             if (found := step_s(made(choice))) < least:
                 best, least = choice, found
 
-    for choice in simple(program, costs, buckets):
+    for choice in alike(program, costs, buckets):
         consider(choice)
+    if not mixed:
+        return made(best)
+    for part in (0.5, 0.25, 0.75):  # those that are complete first are used last in the next forward pass
+        owners = [list(options(program, costs, s))[1] for s in buckets]
+        consider(tuple(o if n < part * len(buckets) else None for n, o in enumerate(owners)))
     for n in sorted(range(len(buckets)), key=lambda n: -buckets[n].size_bytes):
         for shares in options(program, costs, buckets[n]):
             consider((*best[:n], shares, *best[n + 1 :]))
     return made(best)
 
 
-def simple(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
-    """Owners for all buckets, or for those that the backward pass completes first, which are used last in
-    the next forward pass; then a server for each in turn, and one for all."""
+def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
+    """Owners for all buckets, a server for each in turn, one for all."""
     each = [list(options(program, costs, s)) for s in buckets]
-    for way in (1, 2):
-        yield tuple(found[min(way, len(found) - 1)] for found in each)
-    for part in (0.5, 0.25, 0.75):
-        yield tuple(found[1] if n < part * len(each) else None for n, found in enumerate(each))
+    ways = range(1, max(map(len, each)))
+    found = [tuple(of[min(way, len(of) - 1)] for of in each) for way in ways]
+    yield from found[:2]
     yield tuple(_server(program, s.ranks[n % len(s.ranks)]) for n, s in enumerate(buckets))
-    for way in range(3, max(map(len, each))):
-        yield tuple(found[min(way, len(found) - 1)] for found in each)
+    yield from found[2:]
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:

@@ -122,7 +122,8 @@ def test_a_mixture_is_no_slower_than_one_way_for_all(link):
 
     buckets = gradient_sums(program)
     assert len(buckets) == 3
-    least_s = step_s(best_sync(program, costs, step_s))
+    least_s = step_s(best_sync(program, costs, step_s, mixed=True))
+    assert least_s <= step_s(best_sync(program, costs, step_s, mixed=False))
     assert least_s <= step_s(program)
     for shares in options(program, costs, buckets[0]):
         every = {p.result: shares for s in buckets for p in s.params if shares}

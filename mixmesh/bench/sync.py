@@ -1,9 +1,9 @@
 """How gradients meet, measured: where all_reduce, owners' shards and a parameter server are each the fastest.
 
-Data parallelism in proportion to speed, its gradients in buckets of 1 MB that all meet in one way; and the
-mixture that the simulator chooses per bucket (``mixmesh.sync``). The clusters differ in what decides: how
-many ranks there are, how thin the link is, and how far apart ranks are ready (``late``: shares of the batch
-are even although the devices are not).
+Data parallelism in proportion to speed, its gradients in buckets of 1 MB: all in one way; in the one that
+the simulator chooses (``ours``); and mixed as it would choose per bucket (``mixmesh.sync``). The clusters
+differ in what decides: how many ranks there are, how thin the link is, and how far apart ranks are ready
+(``late``: shares of the batch are even although the devices are not).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .measure import cluster_text
 from .training_cases import AS_FAST
 
 BUCKET_BYTES = 1e6
-ALL_REDUCE, SHARDED, SERVER = "all_reduce", "sharded", "server"
+ALL_REDUCE, SHARDED, SERVER, MIXED = "all_reduce", "sharded", "server", "mixed"
 
 
 def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
@@ -42,7 +42,8 @@ def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
         ALL_REDUCE: program,
         SHARDED: min((p for p, one in zip(owned, rooted) if not one), key=step_s),
         SERVER: min((p for p, one in zip(owned, rooted) if one), key=step_s),
-        OURS: best_sync(program, costs, step_s),
+        MIXED: best_sync(program, costs, step_s, mixed=True),
+        OURS: best_sync(program, costs, step_s, mixed=False),
     }
 
 

@@ -78,7 +78,9 @@ class Way:
         largest, seconds = curve.rising[-1]
         if size_bytes <= largest:
             return curve.at(size_bytes)
-        return max(curve.at(size_bytes), seconds + self.link_s_per_byte * (size_bytes - largest))
+        beyond = seconds + self.link_s_per_byte * (size_bytes - largest)
+        # of one point's seconds nobody knows which part grows
+        return beyond if len(curve.points) < 2 else max(curve.at(size_bytes), beyond)
 
 
 @dataclass(frozen=True, eq=False)

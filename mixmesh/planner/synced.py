@@ -1,4 +1,7 @@
-"""Owners for the gradients of a plan that was found, where the simulator says that they pay."""
+"""Owners for the gradients of a plan that was found, where the simulator says that they pay.
+
+All buckets meet in one way: on gloo, mixtures were slower than simulated (``mixmesh bench sync``).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those
 
 
 def synced(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with its buckets summed in the fastest of their ways."""
+    """The proposal with its gradients summed in the fastest of their ways."""
     program, simulation = proposal.program, proposal.simulation
     with task.timed("sync"):
         floor_s, _ = simulation.least_s(program)
@@ -27,7 +30,7 @@ def synced(task: Task, proposal: Proposal) -> Proposal:
         return task.simulation(p).step_s(p)
 
     # what is gathered in small pieces is there for the first layers while the others still travel
-    made = best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds)
+    made = best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds, mixed=False)
     found = task.judge(proposal.planner, made)
     if not found.feasible or found.timeline.step_s > step_s * (1 - MARGIN):
         return proposal
