@@ -69,8 +69,8 @@ MEASURED = (
     ),
     Measured(
         "b",
-        "llama:64",
-        NETWORK + machine("fast", 2, "0.45", "1.25") + machine("slow", 2, "0.15", "1.25"),
+        "llama:96",
+        NETWORK + machine("fast", 2, "0.46", "1.25") + machine("slow", 2, "0.14", "1.25"),
         target=1.5,
         overflows=False,
     ),
