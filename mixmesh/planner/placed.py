@@ -114,15 +114,17 @@ def placed(task: Task) -> Iterator[Proposal]:
     space = space_of(task)
     usable = usable_of(task)
     simulated = LocalSearch(space, simulator_of(task, space), usable)
+    end_s = time.perf_counter() + task.search_s
     for part in TIGHTENED:
         task.progress(f"planning: placed, local search in {part:.0%} of memory")
         with task.timed("placement"):
-            max_s = task.search_s / (2 * len(TIGHTENED))
+            max_s = (end_s - time.perf_counter()) / 2
             estimated = local_search(task, space, usable=[size * part for size in usable], max_s=max_s)
             # the estimate of what is alike everywhere is off by as much, so the best of these has its chance
             alike = min(dict.fromkeys(uniform(space)), key=estimated.key)
             for strategy in (*estimated.best(JUDGED), estimated.cheapest(), alike):
                 simulated.key(strategy)
+            max_s = (end_s - time.perf_counter()) / 2
             climb(simulated, MOVES, MAX_SIMULATIONS, max_s, random.Random(0))
         unfit, _ = simulated.key(*simulated.best(1))
         if not unfit:
@@ -159,7 +161,8 @@ class LocalSearch:
         if strategy not in self.seen:
             said = self.judge(strategy)
             peaks = zip(said.peak_memory_bytes, self.usable)
-            excess = max(0.0, max(peak / usable for peak, usable in peaks) - 1)
+            # of all ranks together, so that each one relieved is a step in the right direction
+            excess = sum(max(0.0, peak / usable - 1) for peak, usable in peaks)
             self.seen[strategy] = excess > 0, said.step_s * (1 + EXCESS * excess)
         return self.seen[strategy]
 
