@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost.placed import Exchange, Sheet, exchange_of, synchronised
-from ..ir import Instruction, Program
+from ..ir import Instruction, Program, owned_type
 from ..ir.samples import RANDOM
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
@@ -114,6 +114,7 @@ def _users(sheet: Sheet) -> list[list[int]]:
 def _of_gradient(program: Program, i: Instruction) -> tuple[Exchange | None, str]:
     """The collective in the backward of an instruction, and what its process group is for."""
     if synchronised(program, i):
-        return Exchange("all_reduce", i.type.value.size_bytes, program.participants(i.type)), "gradient"
+        name = "all_reduce" if owned_type(program, i) is None else "reduce_scatter"
+        return Exchange(name, i.type.value.size_bytes, program.participants(i.type)), "gradient"
     flows = i.is_redistribution and i.result in program.requires_grad
     return (exchange_of(program, i, backward=True) if flows else None), "data"
