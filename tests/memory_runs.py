@@ -75,6 +75,7 @@ CASES = {
         ("gpt_long", "zero1x4", (60, 40)),
         ("gpt_long", "zero2x4", (60, 40)),
         ("gpt_long", "zero3x4", (60, 40)),
+        ("gpt_long", "zero3", (60, 40)),
         ("mlp", "zero1", (50, 50)),
     )
 }
