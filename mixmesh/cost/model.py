@@ -160,6 +160,13 @@ class CostModel:
             fixed *= len(ranks) / self.cluster.world_size
         return fixed + per_byte * size_bytes
 
+    def largest_micro_batch(self, rank: int, stage: int) -> int | None:
+        """Samples of the largest micro-batch that was run on a device like that of ``rank`` in a stage of
+        ZeRO; None where none was tried."""
+        measured = self._measured(self.cluster.devices[rank])
+        tried = measured.largest_micro_batch if measured else ()
+        return tried[stage] if stage < len(tried) else None
+
     def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
         """What a process holds before any tensor: interpreter, libraries, CUDA context. One that is
         ``idle`` has not loaded the kernels."""

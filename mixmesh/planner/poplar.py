@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
@@ -32,6 +33,7 @@ STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # of the collectives' seconds, what a micro-step waits for
 SPARE = (0.0, 0.02, 0.06, 0.2)  # of a device's room, left to rows that are not divided
 RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
+COMMON = 2  # the first stage whose devices share one count of micro-steps
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
 GROWTH = 1.2  # from one micro-batch of a curve to the next
 
@@ -86,8 +88,11 @@ class Staged:
         simulation = self.task.simulation(self.program, accumulating=accumulating)
         in_each_s = micro_step_s(simulation, self.program)
         seen: set = set()
-        for price_s in [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]:
-            made = self.allocated(room, price_s, simulation)
+        prices = [in_each_s * share for share in HIDDEN] if accumulating else [ONCE_S]
+        # stages 0 and 1 leave every device its own count; a common one can make larger micro-batches
+        counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
+        for price_s, together in product(prices, counted):
+            made = self.allocated(room, price_s, together, simulation)
             if made is None or accumulating != (max(made[0].accumulation_steps) > 1):
                 continue
             allocation, owners = made
@@ -108,33 +113,37 @@ class Staged:
             yield self.task.best_buckets("poplar", program, simulation, planned)
 
     def allocated(
-        self, room: Room, price_s: float, simulation: Simulation
+        self, room: Room, price_s: float, together: int, simulation: Simulation
     ) -> tuple[Allocation, Ratio | None] | None:
         """The allocation that leaves room for all that is owned, with the shares of the owners; None if
         there is none. As little as possible is reserved of each device's memory, the same share of all."""
-        best = self.attempt(room, 1.0, price_s, simulation)
+        best = self.attempt(room, 1.0, price_s, together, simulation)
         low, high = -1, RESERVES
         while best is not None and self.owners is not None and low + 1 < high:
             middle = (low + high) // 2
-            made = self.attempt(room, middle / RESERVES, price_s, simulation)
+            made = self.attempt(room, middle / RESERVES, price_s, together, simulation)
             low, high, best = (middle, high, best) if made is None else (low, middle, made)
         return best
 
     def attempt(
-        self, room: Room, reserve: float, price_s: float, simulation: Simulation
+        self, room: Room, reserve: float, price_s: float, together: int, simulation: Simulation
     ) -> tuple[Allocation, Ratio | None] | None:
-        largest = room.largest(reserve)
+        largest = {r: self.confirmed(r, most) for r, most in room.largest(reserve).items()}
         able = [r for r in self.ranks if largest[r]]
         if not able:
             return None
         curves = [self.curve(r, largest[r], simulation) for r in able]
-        together = 2 if simulation.samples is None else self.stage
         found = allocate(curves, self.task.batch, stage=together, collective_s=price_s)
         allocation = on_ranks(found, able, self.task.world_size)
         if self.owners is None:
             return allocation, None
         owners = room.owners(allocation.micro_batch)
         return None if owners is None else (allocation, owners)
+
+    def confirmed(self, rank: int, samples: int) -> int:
+        """No more than what was seen to run, where that was tried."""
+        tried = self.task.costs.largest_micro_batch(rank, self.stage)
+        return samples if tried is None else min(samples, tried)
 
     def curve(self, rank: int, largest: int, simulation: Simulation) -> tuple[list[int], list[float]]:
         """Micro-batch sizes up to the largest, and the seconds of a forward and backward pass of each."""
