@@ -156,7 +156,9 @@ def _make_plan(
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES and chosen.micro_batches is None:
-        chosen = best[chosen.planner] = ordered(task, synced(task, chosen))
+        if not last:  # a third of a second for 24 layers, which ``auto`` has only in a search
+            chosen = synced(task, chosen)
+        chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)
     program = with_algorithms(chosen.program, task.costs)
     # with micro-steps the simulation's is that of one of them
