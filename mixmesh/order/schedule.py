@@ -157,7 +157,10 @@ class Orders:
         for n in main:
             mine = list(need(n))
             if any(communicates(self.program, instructions[m]) for m in mine):
-                out[ahead:ahead] = mine
+                # a parameter that is used in shards too stands where the first of its users is
+                known = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
+                at = max([ahead, *(out.index(m) + 1 for m in known)])
+                out[at:at] = mine
                 ahead = len(out)
             else:
                 out += mine
