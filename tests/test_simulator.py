@@ -501,14 +501,21 @@ def test_nor_with_several_groups(text, what, rank, how, link):
 def test_links_carry_no_more_than_they_can(text, how):
     """What crosses a link takes at least as long as its bytes at the link's rate, from the first start on."""
     costs = Busy(Cluster.parse(PAIRS.replace("LINK", "10").replace("NIC", "10")), *how)
-    timeline = simulate(parse_program(text), costs, events=True)
+    program = parse_program(text)
+    timeline = simulate(program, costs, events=True)
     met: dict[tuple, list[int]] = {}
     for e in timeline.events:
         if e.stream == "communication":
             met.setdefault((e.name, e.op, e.size_bytes, e.start_s), []).append(e.rank)
+    moves = {i.result: i for i in program.instructions if i.op == "move"}
     starts, carried = {}, Counter()
-    for (_, op, size, start), ranks in met.items():
-        for link, s in link_s_per_byte(costs.cluster, op, tuple(sorted(ranks))).items():
+    for (name, op, size, start), ranks in met.items():
+        move = moves.get(name.split()[0])
+        if move is None:
+            crossed = link_s_per_byte(costs.cluster, op, tuple(sorted(ranks)))
+        else:  # what changes its ratio crosses in part
+            crossed = exchange_of(program, move, backward=name != move.result).link_s_per_byte(costs.cluster)
+        for link, s in crossed.items():
             carried[link] += s * size
             starts[link] = min(starts.get(link, start), start)
     for link, seconds in carried.items():
