@@ -1,0 +1,222 @@
+"""What happens in a pass, one after the other, and where gradients are complete."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cost import VIEWS
+from ..cost.placed import (
+    Exchange,
+    Sheet,
+    communicates,
+    exchange_of,
+    is_factored,
+    is_resharded,
+    is_stored,
+    synchronised,
+)
+from ..ir import LEAVES, Instruction, Program, owned_type
+from ..rules import RULES
+from ..timeline import factors_name, gradient_name, product_name, repeated_name
+from .values import Step
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+
+def counts_of(steps: list[Step], sheet: Sheet) -> np.ndarray:
+    """How often each work stands in each step that has any."""
+    busy = [step for step in steps if step.works]
+    counts = np.zeros((len(busy), len(sheet.works)))
+    for row, step in zip(counts, busy):
+        for work, _, _ in step.works:
+            row[work] += 1
+    return counts
+
+
+class Order:
+    """Steps in the making."""
+
+    def __init__(self, simulation: Simulation, sheet: Sheet) -> None:
+        self.simulation, self.sheet, self.program = simulation, sheet, sheet.program
+        self.steps: list[Step] = []
+        self.works: list[tuple[int, str, str]] = []
+        self.make()
+        self.close()
+
+    def make(self) -> None:
+        raise NotImplementedError
+
+    def close(self, **what) -> None:
+        if what or self.works:
+            self.steps.append(Step(tuple(self.works), **what))
+            self.works.clear()
+
+    def start(self, name: str, exchange: Exchange, value: str = "", **what) -> None:
+        self.close(name=name, call=self.simulation.call(exchange), value=value, **what)
+
+    def finish_of(self, i: Instruction, n: int) -> int:
+        """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
+        the loss at the end; what nobody uses at once."""
+        end = len(self.program.instructions) if i.result == self.program.loss else n
+        return self.sheet.uses.get(i.result, (end,))[0]
+
+
+class Forward(Order):
+    def make(self) -> None:
+        program = self.program
+        coming: dict[int, list[str]] = {}  # by where they are awaited
+        owned = {p.result for p in program.params if owned_type(program, p) is not None}
+        for n, i in enumerate(program.instructions):
+            for name in [name for name in dict.fromkeys(i.inputs) if name in owned]:
+                owned.remove(name)
+                self.close(used=name)
+            if n in coming:
+                for name in [name for name in dict.fromkeys(i.inputs) if name in coming[n]]:
+                    self.close(awaited=name)
+            if n in self.sheet.work_of:
+                self.works.append((self.sheet.work_of[n], shown(i), i.op))
+            exchange = exchange_of(program, i)
+            if exchange is not None:
+                self.start(i.result, exchange, i.result)
+                at = self.finish_of(i, n)
+                if at == n:
+                    self.close(awaited=i.result)
+                else:
+                    coming.setdefault(at, []).append(i.result)
+        for name in coming.get(len(program.instructions), ()):
+            self.close(awaited=name)
+
+
+class Backward(Order):
+    """Autograd runs nodes in the reverse of the order in which they were made."""
+
+    def make(self) -> None:
+        program, sheet = self.program, self.sheet
+        points = {point for groups in self.simulation.points.values() for point, _ in groups}
+        again = self._repeated()
+        moved = self._moved()
+        self.returning: set[str] = set()  # what goes back to a place that is still to come
+        self.gathered: set[str] = set()  # factors
+        coming: set[str] = set()
+        for n in range(len(program.instructions), -1, -1):
+            i = program.instructions[n] if n < len(program.instructions) else None
+            if i is not None and i.is_redistribution and i.result in self.returning:
+                self.close(awaited=gradient_name(i.result))
+            for gather in again.get(n, ()):
+                self.start(
+                    repeated_name(gather.result), exchange_of(program, gather), repeated_name(gather.result)
+                )
+                coming.add(gather.result)
+            if i is not None and sheet.flows[n] and n in sheet.work_of:
+                for name in [n for n in dict.fromkeys(i.inputs) if n in coming and keeps(program, i, n)]:
+                    coming.remove(name)
+                    self.close(awaited=repeated_name(name))
+                self._factors(n, i)
+                self.works.append((sheet.work_of[n], gradient_name(shown(i)), i.op))
+            if n in points:
+                self.close(point=n)
+            for redistribution in moved.get(n, ()):
+                self._gradient(redistribution)
+
+    def _moved(self) -> dict[int, list[Instruction]]:
+        """Redistributions with a gradient, by where autograd's node for them was made, last first."""
+        program = self.program
+        out: dict[int, list[Instruction]] = {}
+        for n, i in enumerate(program.instructions):
+            if i.is_redistribution and i.result in program.requires_grad and communicates(program, i):
+                out.setdefault(self.finish_of(i, n), []).append(i)
+        for n, moved in out.items():
+            if n < len(program.instructions):
+                order = {name: k for k, name in enumerate(program.instructions[n].inputs)}
+                moved.sort(key=lambda i: -order.get(i.result, -1))
+        return out
+
+    def _repeated(self) -> dict[int, list[Instruction]]:
+        """Gathers that are repeated, by the last use of what they bring, last first."""
+        program = self.program
+        out: dict[int, list[Instruction]] = {}
+        for i in program.instructions:
+            if not (i.op == "all_gather" and is_resharded(program, i) and exchange_of(program, i)):
+                continue
+            uses = self.sheet.uses.get(i.result)
+            if i.result in program.requires_grad and uses:
+                last = program.instructions[uses[-1]]
+                plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
+                if plain and last.results[0] in program.requires_grad:
+                    out.setdefault(uses[-1], []).insert(0, i)
+        return out
+
+    def _gradient(self, i: Instruction) -> None:
+        exchange = exchange_of(self.program, i, backward=True)
+        if exchange is None:
+            return
+        name = gradient_name(i.result)
+        if is_stored(self.program, i):
+            self.start(name, exchange, taken_in=(-1, name))
+        else:
+            self.start(name, exchange, name)
+            self.returning.add(i.result)
+
+    def _factors(self, n: int, i: Instruction) -> None:
+        """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
+        program = self.program
+        if not is_factored(i) or len(ranks := program.participants(i.type)) < 2:
+            return
+        name = factors_name(i.result)
+        product = (self.sheet.factor_work_of[n], product_name(i.result))
+        needed = [i.type]
+        if i.inputs[1] in program.requires_grad and i.inputs[0] not in self.gathered:
+            self.gathered.add(i.inputs[0])  # by the first product that needs it, for all of them
+            needed.append(program.types[i.inputs[0]])
+        for k, factor in enumerate(needed, 1):
+            last = product if k == len(needed) and i.inputs[1] in program.requires_grad else (-1, name)
+            self.start(name, Exchange("all_gather", factor.value.size_bytes, ranks), taken_in=last)
+
+
+KEEPS_NO_PARAMETER = VIEWS | {"aten.add.Tensor", "aten.sub.Tensor", "aten._to_copy", "aten.embedding"}
+
+
+def keeps(program: Program, user: Instruction, name: str) -> bool:
+    """Whether autograd needs an input of an instruction again, for the gradients of the others."""
+    if user.op in KEEPS_NO_PARAMETER:
+        return False
+    rule = RULES.get(user.op)
+    if rule is None or not rule.flops:
+        return True
+    factors = user.inputs[:2]  # a third one is a bias
+    return name in factors and any(f != name and f in program.requires_grad for f in factors)
+
+
+Points = tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
+    """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
+
+    A point is the instruction after whose backward that is. A rank that makes no use of a parameter is in
+    none: it sends its zeros when its pass ends.
+    """
+    out: dict[str, Points] = {}
+    for p in program.params:
+        if not synchronised(program, p):
+            continue
+        left = set(program.participants(p.type))
+        found: list[tuple[int, tuple[int, ...]]] = []
+        for n in sheet.uses.get(p.result, ()):
+            user = program.instructions[n]
+            if not sheet.flows[n]:
+                continue
+            types = (p.type,) if user.is_redistribution else user.types
+            who = left.intersection(*(program.participants(t) for t in types))
+            if who:
+                found.append((n, tuple(sorted(who))))
+                left -= who
+        out[p.result] = tuple(found)
+    return out
+
+
+def shown(i: Instruction) -> str:
+    return next((r for r in i.results if r is not None), i.op)

@@ -1,0 +1,262 @@
+"""The clocks of one simulated step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cost.micro_steps import Pass
+from ..cost.sums import IN_FLIGHT_BYTES
+from ..ir import Program
+from ..timeline import LOSS_SUM, Event
+from .sums import AT_THE_END, Sums
+from .values import Alike, Call, Seconds, Step
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+
+class Run:
+    """The clocks of one simulated step, by kind of rank."""
+
+    def __init__(
+        self, simulation: Simulation, program: Program, sums: Sums, alike: Alike, keep_events: bool
+    ) -> None:
+        self.simulation, self.program, self.keep_events = simulation, program, keep_events
+        self.alike, count = alike, len(alike.firsts)
+        self.clock = [0.0] * count
+        self.busy = [0.0] * count
+        self.under_way = [0.0] * count  # until when a collective of the kind is
+        self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
+        self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
+        self.free = [0.0] * len(simulation.channels)  # when each channel is
+        self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
+        self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
+        self.ready: dict[str, tuple[float, Call]] = {}  # results that nobody has waited for yet
+        self.arriving: list[tuple[float, Call, int, str]] = []  # gradients to be taken in at the end
+        self.communication = 0.0
+        self.turn_s = 0.0  # when the first rank ends its forward pass
+        self.events: list[Event] = []
+        self.active = [True] * count  # whether the kind takes this micro-step
+        self.gathers, self.gather_of = sums.gathers, sums.gather_of
+        self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not awaited it
+        self.landed = 0  # how many of them somebody has awaited
+        self.fetched = 0  # and how many everybody has
+        self.begin(sums)
+
+    def begin(self, sums: Sums) -> None:
+        """The next backward pass makes these sums."""
+        self.sums = sums
+        self.left = [len(call.exchange.ranks) for call in sums.calls]
+        self.issued = [0.0] * len(self.left)
+        self.sum_end = [0.0] * len(self.left)
+
+    def micro_steps(
+        self, one: Pass, sums: Sums, active: list[bool], forward_s: Seconds, backward_s: Seconds
+    ) -> None:
+        """Micro-steps that are alike. Once they take equally long, so do all that follow."""
+        self.active = active
+        forward_s, backward_s = (
+            [np.multiply(row, active) for row in rows] for rows in (forward_s, backward_s)
+        )
+        before: list[float] = []
+        for n in range(one.repeats):
+            start = [*self.clock, *self.busy, self.communication]
+            self.begin(sums)
+            self.micro_step(forward_s, backward_s, is_last=one.is_last)
+            took = [b - a for a, b in zip(start, (*self.clock, *self.busy, self.communication))]
+            if before and not self.keep_events and np.allclose(took, before, rtol=1e-9, atol=0.0):
+                rest = one.repeats - 1 - n
+                count = len(self.clock)
+                self.clock = [t + rest * d for t, d in zip(self.clock, took)]
+                self.busy = [t + rest * d for t, d in zip(self.busy, took[count:])]
+                self.communication += rest * took[-1]
+                break
+            before = took
+
+    def micro_step(self, forward_s: Seconds, backward_s: Seconds, *, is_last: bool = True) -> None:
+        """A forward and a backward pass; of the last one the loss is summed."""
+        simulation = self.simulation
+        self.steps(simulation.forward, simulation.forward_counts, forward_s)
+        if self.gathers:
+            self.fetch(len(self.gathers) - 1)
+        self.turn_s = min(self.clock)
+        if is_last and simulation.loss is not None:
+            self.start(simulation.loss, LOSS_SUM)
+        self.steps(simulation.backward, simulation.backward_counts, backward_s)
+        self.end_of_backward(backward_s)
+
+    def start_gathers(self) -> None:
+        """Begins to gather what the owners have stepped, no more at a time than the runtime does."""
+        under_way = sum(call.exchange.size_bytes for _, call, _ in self.gathered[self.landed :])
+        for name, call in self.gathers[len(self.gathered) :]:
+            if under_way >= IN_FLIGHT_BYTES:
+                break
+            kinds = set(self.alike.of(call.exchange.ranks))
+            self.gathered.append((self.start(call, name), call, kinds))
+            under_way += call.exchange.size_bytes
+
+    def fetch(self, last: int) -> None:
+        """Ranks await the gathers up to the ``last``, in order; with each that is there others may start."""
+        for n in range(self.fetched, last + 1):
+            end, call, waiting = self.gathered[n]
+            kinds = [k for k in waiting if self.active[k]]
+            for k in kinds:
+                self.clock[k] = max(self.clock[k], end)
+            waiting.difference_update(kinds)
+            self.occupy(call, kinds)
+            if n == self.landed:
+                self.landed += 1
+                self.start_gathers()
+            if n == self.fetched and not waiting:
+                self.fetched += 1
+
+    def optimizer(self) -> None:
+        seconds = self.simulation.sheet.optimizer_s(self.program)
+        for kind, rank in enumerate(self.alike.firsts):
+            self.compute(kind, "optimizer", seconds[rank])
+
+    def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
+        start = self.clock[kind]
+        end = self.computed(kind, self.slowdown[kind], seconds)
+        self.clock[kind] = end
+        self.busy[kind] += end - start
+        if self.keep_events and seconds > 0:
+            self.events.append(Event(self.alike.firsts[kind], "compute", name, start, end, op))
+
+    def computed(self, kind: int, slowdown: float, seconds: float) -> float:
+        """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
+        start, until = self.clock[kind], self.under_way[kind]
+        if slowdown <= 0 or until <= start:
+            return start + seconds
+        slow = start + seconds * (1 + slowdown)
+        return slow if slow <= until else until + seconds - (until - start) / (1 + slowdown)
+
+    def last(self, ranks: tuple[int, ...]) -> float:
+        """When the last of these ranks is there."""
+        return max([self.clock[k] for k in self.alike.of(ranks)])
+
+    def occupy(self, call: Call, kinds: Iterable[int]) -> None:
+        """The computing threads' half of a collective."""
+        if call.host:
+            where = call.exchange.ranks
+            for k in kinds:
+                self.clock[k] += call.host[where.index(self.alike.firsts[k])]
+
+    def start(self, call: Call, name: str) -> float:
+        """All ranks issue a collective here; returns its end."""
+        self.occupy(call, self.alike.of(call.exchange.ranks))
+        return self.communicate(call, name, self.last(call.exchange.ranks))
+
+    def communicate(self, call: Call, name: str, issued: float) -> float:
+        """A collective that the last rank has issued; returns its end."""
+        channel, exchange = call.channel, call.exchange
+        start = max(issued, self.free[channel])
+        carrying = start + call.longest
+        served = self.served
+        for link, seconds in call.links:
+            before = served[link]
+            served[link] = (before if before > start else start) + seconds
+            if call.yields and served[link] > carrying:
+                carrying = served[link]
+        for other, _ in self.simulation.rivals[channel]:
+            if self.carrying[other] > start:
+                carrying = max(carrying, self.shared(call, start))
+                break
+        end = max(start + call.seconds, carrying)
+        self.free[channel], self.carrying[channel] = end, carrying
+        self.communication += call.seconds
+        if self.slowed:
+            for k in self.alike.of(exchange.ranks):
+                self.under_way[k] = max(self.under_way[k], end)
+        if self.keep_events:
+            what = (name, start, end, exchange.name, exchange.size_bytes)
+            self.events += [Event(r, "communication", *what) for r in exchange.ranks]
+        return end
+
+    def shared(self, call: Call, start: float) -> float:
+        """Until when a collective occupies links that others are using."""
+        rivals = [
+            (self.carrying[other] - start, links)
+            for other, links in self.simulation.rivals[call.channel]
+            if self.carrying[other] > start
+        ]
+        return max(
+            [
+                start + seconds + sum(min(seconds, rest) for rest, links in rivals if link in links)
+                for link, seconds in call.links
+            ],
+            default=start,
+        )
+
+    def wait(self, end: float, call: Call) -> None:
+        for k in self.alike.of(call.exchange.ranks):
+            if self.clock[k] < end:
+                self.clock[k] = end
+        self.occupy(call, self.alike.of(call.exchange.ranks))
+
+    def steps(self, steps: list[Step], counts: np.ndarray, work_s: Seconds) -> None:
+        table = np.array(work_s).reshape(len(work_s), len(self.clock))
+        rows = iter((counts @ table).tolist())
+        for step in steps:
+            if step.works:
+                self.work(step, next(rows), work_s)
+            if step.awaited:
+                self.wait(*self.ready.pop(step.awaited))
+            elif step.call is not None:
+                end = self.start(step.call, step.name)
+                if step.value:
+                    self.ready[step.value] = (end, step.call)
+                if step.taken_in is not None:
+                    self.arriving.append((end, step.call, *step.taken_in))
+            elif step.used in self.gather_of:
+                self.fetch(self.gather_of[step.used])
+            elif step.point is not None:
+                for k, ranks in self.sums.issues.get(step.point, ()):
+                    self.issue(k, ranks)
+
+    def work(self, step: Step, seconds: list[float], work_s: Seconds) -> None:
+        clock, busy = self.clock, self.busy
+        if self.keep_events:
+            for work, name, op in step.works:
+                for kind, s in enumerate(work_s[work]):
+                    self.compute(kind, name, s, op)
+            return
+        slow_ends = [(k, self.computed(k, slowdown, seconds[k])) for k, slowdown in self.slowed]
+        for kind, s in enumerate(seconds):
+            clock[kind] += s
+            busy[kind] += s
+        for k, end in slow_ends:
+            busy[k] += end - clock[k]
+            clock[k] = end
+
+    def issue(self, k: int, ranks: tuple[int, ...]) -> None:
+        """These ranks' part in a gradient sum is there."""
+        call = self.sums.calls[k]
+        self.occupy(call, self.alike.of(ranks))
+        self.issued[k] = max(self.issued[k], self.last(ranks))
+        self.left[k] -= len(ranks)
+        if not self.left[k]:
+            self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
+
+    def end_of_backward(self, work_s: Seconds) -> None:
+        """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
+        for k, ranks in self.sums.issues.get(AT_THE_END, ()):
+            self.issue(k, ranks)
+        for end, call, work, name in self.arriving:
+            self.wait(end, call)
+            if work >= 0:
+                for kind in self.alike.of(call.exchange.ranks):
+                    self.compute(kind, name, work_s[work][kind], "aten.mm")
+        self.arriving.clear()
+        for end, call in zip(self.sum_end, self.sums.calls):
+            self.wait(end, call)
+        for (_, ranks), channel in self.simulation.channels.items():
+            end = self.free[channel]
+            if end > 0:
+                end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
+            for k in self.alike.of(ranks):
+                if self.active[k]:
+                    self.clock[k] = max(self.clock[k], end)

@@ -1,0 +1,226 @@
+"""A program ready to be simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from functools import cached_property
+
+from ..cost import CostModel
+from ..cost.memory import PeakMemory
+from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
+from ..cost.placed import Exchange, Sheet, cut_shares, synchronised
+from ..cost.resources import Link, links_of
+from ..cost.sums import gradient_sums, order_of_sums
+from ..ir import Program, once_program, samples_of
+from ..plan_file import Schedule, accumulates, schedule
+from ..timeline import Timeline
+from .order import Backward, Forward, counts_of, ready_points
+from .run import Run
+from .sums import NO_SUMS, Sums, sums_of
+from .values import Alike, Call, MicroBatches, membership
+
+
+def simulate(
+    program: Program,
+    costs: CostModel,
+    *,
+    optimizer_states: int = 2,
+    micro_batches: MicroBatches = None,
+    events: bool = False,
+) -> Timeline:
+    """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2);
+    ``micro_batches`` are those of a plan. Raises PlanError for a program that cannot run in micro-steps."""
+    simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
+    return simulation.run(program, micro_batches, events=events)
+
+
+class Simulation:
+    """A program ready to be simulated under other ratios and buckets, and if ``accumulating`` in whatever
+    micro-steps: the order of what happens, with all times that do not depend on them."""
+
+    def __init__(
+        self, program: Program, costs: CostModel, optimizer_states: int = 2, *, accumulating: bool = False
+    ) -> None:
+        self.costs = costs
+        self.samples = samples_of(program) if accumulating else None
+        self.step = program if self.samples is None else costed_micro_step(program, self.samples)
+        self.sheet = Sheet(self.step, costs)
+        self.memory = PeakMemory(costs, optimizer_states, self.samples)
+        self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
+        self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
+        self.crossed: list[frozenset[int]] = []  # per channel: links, by number
+        self.links: dict[Link, int] = {}
+        self._calls: dict[tuple[str, Exchange], Call] = {}
+        self._s_per_byte: dict[tuple, dict[Link, float]] = {}
+        self._sums: dict[tuple, Sums] = {}
+        self.loss = self._loss(program)
+        self.summed = order_of_sums(program)
+        self.points = ready_points(self.step, self.sheet)
+        for i in program.params:
+            if synchronised(program, i):
+                self._channel("gradient", program.participants(i.type))
+        self.forward = Forward(self, self.sheet).steps
+        self.backward = Backward(self, self.sheet).steps
+        self.forward_counts = counts_of(self.forward, self.sheet)
+        self.backward_counts = counts_of(self.backward, self.sheet)
+        once = None if self.samples is None else once_program(program, self.samples)
+        self.once = None if once is None else Sheet(once, costs)
+        self.once_forward = [] if once is None else Forward(self, self.once).steps
+
+    def run(self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False) -> Timeline:
+        """One step under the ratios and buckets of ``program``, whose instructions must be those that the
+        simulation was made from, in these micro-steps."""
+        planned = self._schedule(program, micro_batches)
+        run = self._run(program, self.sums(program), planned, events=events)
+        return Timeline(
+            max(run.clock),
+            self.memory.peaks(program, planned),
+            tuple([run.busy[k] for k in run.alike.kind_of]),
+            run.communication,
+            tuple(run.events),
+        )
+
+    def step_s(self, program: Program, micro_batches: MicroBatches = None) -> float:
+        """The step's seconds alone."""
+        return max(self._run(program, self.sums(program), self._schedule(program, micro_batches)).clock)
+
+    def passes_s(self, device_class: int, share: float) -> float:
+        """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
+        total = 0.0
+        counts = zip(self.forward_counts.sum(axis=0).tolist(), self.backward_counts.sum(axis=0).tolist())
+        for work, (forward, backward) in zip(self.sheet.works, counts):
+            time, part = work.times[device_class], share if work.cut[0] else 1.0
+            total += forward * time.forward.at(part) + backward * time.backward.at(part)
+        return total
+
+    def _schedule(self, program: Program, micro_batches: MicroBatches) -> Schedule | None:
+        if self.samples is None:
+            return None
+        return schedule(program, micro_batches, self.samples)
+
+    def least_s(self, program: Program) -> tuple[float, float]:
+        """What the step does not go below under these ratios if sums of gradients are free, and what it does
+        not go below whatever the buckets: each group of ranks makes one sum right after the forward pass.
+        Shares are not rounded to whole samples."""
+        run = self._run(program, NO_SUMS, whole=False)
+        sizes: dict[tuple[int, ...], int] = {}
+        for s in self.summed:
+            sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + program.params[s.place].type.value.size_bytes
+        summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
+        return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
+
+    def _run(
+        self,
+        program: Program,
+        sums: Sums,
+        planned: Schedule | None = None,
+        *,
+        events: bool = False,
+        whole: bool = True,
+    ) -> Run:
+        step = program if planned is None else with_ratios_of(self.step, program)
+        if self.sheet.pattern_of(step) != self.sheet.pattern:
+            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
+        # events tell equal ranks apart
+        alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
+        run = Run(self, step, sums, alike, events)
+        run.optimizer()
+        run.start_gathers()
+        if self.once is not None:
+            counts = counts_of(self.once_forward, self.once)
+            run.steps(self.once_forward, counts, self.once.seconds(program, ranks=alike.firsts)[0])
+        if planned is None:
+            run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
+            return run
+        in_each = self.sums(program, scattered=True) if planned.scatters else NO_SUMS
+        for one in passes(planned):
+            seconds = self.sheet.seconds(step, ranks=alike.firsts, part=one.part)
+            active = [one.part[rank] is not None for rank in alike.firsts]
+            run.micro_steps(one, sums if one.is_last else in_each, active, *seconds)
+        return run
+
+    def _kinds(self, program: Program, whole: bool, planned: Schedule | None) -> Iterable[Hashable]:
+        """Per rank what its clock depends on: the device, what it holds of everything, with whom it meets,
+        and its micro-steps."""
+        ratios = [ratio for _, ratio in program.ratios]
+        if whole:
+            # with no size, whether it takes part
+            held = [cut_shares((0, 1, None), ratio, program.world_size) for ratio in ratios]
+            held += [self.sheet.shares(cut, program) for cut in self.sheet.cuts]
+        else:
+            held = ratios
+        sizes = [] if planned is None else [planned.sizes]
+        return zip(self.costs.class_of, self._met, *held, *sizes)
+
+    @cached_property
+    def _met(self) -> list[int]:
+        """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
+        groups = dict.fromkeys(ranks for _, ranks in self.channels)
+        return Alike(membership(groups, self.sheet.world_size)).kind_of
+
+    @cached_property
+    def in_sums(self) -> Alike:
+        """Ranks whose gradients are complete at the same points, whatever the buckets."""
+        groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
+        groups |= dict.fromkeys(s.kind[1] for s in self.summed)
+        return Alike(membership(groups, self.sheet.world_size))
+
+    def call(self, exchange: Exchange, purpose: str = "data") -> Call:
+        key = (purpose, exchange)
+        if key not in self._calls:
+            self._calls[key] = self._call(purpose, exchange)
+        return self._calls[key]
+
+    def _call(self, purpose: str, exchange: Exchange) -> Call:
+        kind = (exchange.performed, exchange.ranks, exchange.sent)
+        if kind not in self._s_per_byte:
+            self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
+        name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
+        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
+        # what its seconds hold of the computing threads is counted there, slower
+        seconds = max(exchange.seconds(self.costs) - alone, 0.0)
+        # where a collective was measured to be faster than the cluster file allows, it holds no link longer
+        links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
+        host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
+        channel = self._channel(purpose, exchange.ranks)
+        return Call(
+            exchange,
+            channel,
+            seconds,
+            tuple((self.links[link], s) for link, s in links),
+            max((s for _, s in links), default=0.0),
+            purpose == "gradient",
+            host if any(host) else (),
+        )
+
+    def _channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
+        """The number of a process group. All are known before the first step is simulated."""
+        key = (purpose, ranks)
+        if key not in self.channels:
+            number = self.channels[key] = len(self.channels)
+            crossed = links_of(self.costs.cluster, ranks)
+            mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
+            self.rivals.append([])
+            for other, theirs in enumerate(self.crossed):
+                if mine & theirs:
+                    self.rivals[number].append((other, mine & theirs))
+                    self.rivals[other].append((number, mine & theirs))
+            self.crossed.append(mine)
+        return self.channels[key]
+
+    def sums(self, program: Program, *, scattered: bool = False) -> Sums:
+        """The sums of gradients under the buckets of ``program``, or those of them that every micro-step of
+        ZeRO stage 2 makes."""
+        key = (scattered, *(p.attr("bucket") if p.attrs else None for p in program.params))
+        if key not in self._sums:
+            every = gradient_sums(program, order=self.summed)
+            self._sums[key] = sums_of(self, tuple(s for s in every if s.stage == 2 or not scattered))
+        return self._sums[key]
+
+    def _loss(self, program: Program) -> Call | None:
+        """The sum of the loss over all ranks, for the user to see: in no instruction, but in every step."""
+        if program.world_size < 2:
+            return None
+        width = 8 if program.types[program.loss].value.dtype == "f64" else 4
+        return self.call(Exchange("all_reduce", width, tuple(range(program.world_size))))
