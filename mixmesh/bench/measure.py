@@ -14,7 +14,7 @@ from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from .. import testbed
 from ..baselines import data_parallel
 from ..cluster import Cluster
 from ..cost import CostModel
+from ..errors import InputError
 from ..ir import even_ratio
 from ..plan_file import Plan
 from ..profiler import profile
@@ -54,6 +55,37 @@ def case_folder(keep: Path | None, case: str) -> Iterator[Path]:
         folder = Path(temporary) if keep is None else keep / case
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
+
+
+C = TypeVar("C")
+R = TypeVar("R")
+
+
+def each_case(chosen: Sequence[C], keep: Path | None, run: Callable[[C, Path], R]) -> Iterator[R]:
+    """The result of each case, as soon as it is there."""
+    for case in chosen:
+        with case_folder(keep, str(case)) as folder:
+            yield run(case, folder)
+
+
+def named(
+    names: Sequence[str], among: Sequence[C], every: Sequence[C], words: Callable[[C], Sequence[str]]
+) -> tuple[C, ...]:
+    """The cases that answer to these names, of ``every`` one; ``among`` without a name. Raises InputError."""
+    if not names:
+        return tuple(among)
+    out: list[C] = []
+    for name in names:
+        found = [case for case in every if name in words(case)]
+        if not found:
+            raise InputError(
+                f"no such case: {name!r}",
+                expected=", ".join(map(str, every)),
+                got=name,
+                hint=f"--only {words(every[0])[0]}",
+            )
+        out += found
+    return tuple(dict.fromkeys(out))
 
 
 def call(

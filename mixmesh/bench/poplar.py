@@ -16,11 +16,11 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..cost import Profile
-from ..errors import InputError, MixmeshError
+from ..errors import MixmeshError
 from ..trace import trace
 from ..workloads import make
 from . import jobs
-from .measure import call, case_folder, cluster_text
+from .measure import call, cluster_text, each_case, named
 from .poplar_cases import (
     FIRST_STEP,
     FULL,
@@ -50,20 +50,7 @@ QUICK: tuple[Case, ...] = (MEASURED[1], SIMULATED[2])
 def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
     """The cases of these names: ``a``, ``first-step``, ``llama-0.5b@poplar-b``, or a workload or a preset;
     all without a name."""
-    if not names:
-        return tuple(among)
-    out: list[Case] = []
-    for name in names:
-        found = [c for c in CASES if name in (str(c), *str(c).split("@"))]
-        if not found:
-            raise InputError(
-                f"no such case: {name!r}",
-                expected=", ".join(map(str, CASES)),
-                got=name,
-                hint=f"--only {CASES[0]}",
-            )
-        out += found
-    return tuple(dict.fromkeys(out))
+    return named(names, among, CASES, lambda c: (str(c), *str(c).split("@")))
 
 
 def run(
@@ -73,18 +60,16 @@ def run(
     keep: Path | None = None,
 ) -> Iterator[Result]:
     """The result of each case as soon as it is there. Profiles and plans stay in ``keep``."""
-    for case in chosen:
-        with case_folder(keep, str(case)) as folder:
 
-            def say(text: str, case: Case = case) -> None:
-                progress(f"{case}: {text}")
+    def found(case: Case, folder: Path) -> Result:
+        def say(text: str) -> None:
+            progress(f"{case}: {text}")
 
-            if isinstance(case, Measured):
-                yield measure(case, effort, folder, say)
-            elif isinstance(case, Simulated):
-                yield simulate(case, say)
-            else:
-                yield first_step(folder, say)
+        if isinstance(case, Measured):
+            return measure(case, effort, folder, say)
+        return simulate(case, say) if isinstance(case, Simulated) else first_step(folder, say)
+
+    return each_case(chosen, keep, found)
 
 
 def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> MeasuredResult:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from ..cost import Profile
-from ..errors import InputError
 from ..plan_file import Plan
 from ..planner import make_plan
 from ..runtime.train import endless
 from ..trace import trace
 from . import jobs
-from .measure import call, case_folder
+from .measure import call, each_case, named
 from .training_cases import (
     CASES,
     CLUSTERS,
@@ -38,20 +37,7 @@ Progress = Callable[[str], None]
 
 def cases(names: Sequence[str], among: Sequence[Case] = CASES) -> tuple[Case, ...]:
     """The cases of these names (``vgg``, ``transformer@pair``), jobs or clusters; all without a name."""
-    if not names:
-        return tuple(among)
-    out: list[Case] = []
-    for name in names:
-        found = [c for c in among if name in (str(c), c.name, c.job, c.cluster)]
-        if not found:
-            raise InputError(
-                f"no such case: {name!r}",
-                expected=", ".join(map(str, among)),
-                got=name,
-                hint=f"--only {among[0].name}",
-            )
-        out += found
-    return tuple(dict.fromkeys(out))
+    return named(names, among, among, lambda c: (str(c), c.name, c.job, c.cluster))
 
 
 def run(
@@ -61,14 +47,12 @@ def run(
     keep: Path | None = None,
 ) -> Iterator[Result]:
     """The result of each case as soon as it is measured. Profiles and plans stay in ``keep``."""
-    for case in chosen:
-        with case_folder(keep, str(case)) as folder:
 
-            def say(text: str, case: Case = case) -> None:
-                progress(f"{case}: {text}")
+    def measured(case: Case, folder: Path) -> Result:
+        made = race if isinstance(case, Race) else sweep
+        return made(case, effort, folder, lambda text: progress(f"{case}: {text}"))
 
-            measured = race if isinstance(case, Race) else sweep
-            yield measured(case, effort, folder, say)
+    return each_case(chosen, keep, measured)
 
 
 def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from ..job import Job
-from .images import VGG19, Classifier, _job, _resnet
+from .images import Classifier, _job, _resnet, vgg19_convolutions
 
 CLASSES = 1000
 
@@ -31,16 +31,8 @@ class ConvNorm(nn.Sequential):
 
 def vgg19_224(global_batch: int) -> Job:
     """VGG-19 (Simonyan and Zisserman, 2015), 143.7 M parameters, 102.8 M of them in one dense layer."""
-    layers: list[nn.Module] = []
-    channels = 3
-    for width in VGG19:
-        if width:
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
-        else:
-            layers.append(nn.MaxPool2d(2))
     dense = [nn.Linear(25088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, CLASSES)]
-    model = Classifier(nn.Sequential(*layers), nn.Sequential(nn.Flatten(), *dense))
+    model = Classifier(vgg19_convolutions(), nn.Sequential(nn.Flatten(), *dense))
     return _job(model, global_batch, side=224, classes=CLASSES)
 
 

@@ -37,9 +37,7 @@ class Widen(nn.Module):
         return x.expand(-1, -1, 7, 7).flatten(1)
 
 
-def vgg19(global_batch: int) -> Job:
-    """HAP's VGG19: five poolings leave one pixel, which the head of the ImageNet model (4096, 4096) gets as
-    7 x 7 equal ones: 25088 inputs. That head is 119.6 M of the 139.6 M parameters."""
+def vgg19_convolutions() -> nn.Sequential:
     layers: list[nn.Module] = []
     channels = 3
     for width in VGG19:
@@ -48,10 +46,16 @@ def vgg19(global_batch: int) -> Job:
             channels = width
         else:
             layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers)
+
+
+def vgg19(global_batch: int) -> Job:
+    """HAP's VGG19: five poolings leave one pixel, which the head of the ImageNet model (4096, 4096) gets as
+    7 x 7 equal ones: 25088 inputs. That head is 119.6 M of the 139.6 M parameters."""
     head = nn.Sequential(
         Widen(), nn.Linear(25088, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, CLASSES)
     )
-    return _job(Classifier(nn.Sequential(*layers), head), global_batch)
+    return _job(Classifier(vgg19_convolutions(), head), global_batch)
 
 
 class VisionTransformer(nn.Module):

@@ -6,14 +6,15 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
 from ...errors import InputError
+from ..output import print_json
 
 Only = Annotated[
     list[str] | None,
@@ -21,6 +22,9 @@ Only = Annotated[
 ]
 Keep = Annotated[Path | None, typer.Option("--keep", metavar="FOLDER", help="Keep profiles and plans here.")]
 Out = Annotated[Path, typer.Option("--out", metavar="R.json", help="Write the rows here.")]
+
+Say = Callable[[str], None]
+Result = TypeVar("Result")
 
 app = typer.Typer(help="The project's own comparisons.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -54,3 +58,31 @@ def progress_bar(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=total)
         yield (lambda text: progress.update(task, description=text)), (lambda: progress.advance(task))
+
+
+def case_by_case(
+    count: int,
+    run: Callable[[Say], Iterator[Result]],
+    shown: Callable[[Result], str],
+    report: Callable[[Sequence[Result]], dict],
+    out: Path,
+    as_json: bool,
+) -> dict:
+    """Prints each of ``count`` results and writes all that there are, as soon as one is there; then says what
+    of the targets was met. Gives the report."""
+    results: list[Result] = []
+    with progress_bar(count) as (say, advance):
+        for result in run(say):
+            results.append(result)
+            advance()
+            if not as_json:
+                print(shown(result), "\n", flush=True)
+            write_rows(report(results), out)  # what there is, if a later case fails
+    made = report(results)
+    if as_json:
+        print_json(made)
+        return made
+    print(f"{made['targets_met']} of {made['targets']} targets met; written to {out}")
+    if {*made["emulation"]} - {"quota"}:
+        print("warning: without quotas and limits these times and memories say nothing of a mixed cluster")
+    return made

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..output import Json, print_json, seconds, table
-from .common import Keep, Out, app, command_line, progress_bar, write_rows
+from ..output import Json, seconds, table
+from .common import Keep, Out, app, case_by_case, command_line
 
 if TYPE_CHECKING:
     from ...bench.contest import Contest, ContestResult
@@ -35,26 +34,18 @@ def contests(
 ) -> None:
     """Holds them one by one, prints each, and writes the rows."""
     from ...bench.contest import hold, report
-    from ...bench.measure import case_folder
+    from ...bench.measure import each_case
     from ...bench.training_cases import FULL, SHORT
 
-    results: list[ContestResult] = []
-    with progress_bar(len(chosen)) as (say, advance):
-        for contest in chosen:
-            with case_folder(keep, str(contest)) as folder:
-                results.append(hold(contest, SHORT if quick else FULL, folder, say))
-            advance()
-            if not as_json:
-                print(shown(results[-1]), "\n")
-                sys.stdout.flush()
-            write_rows(report(bench, results, command_line()), out)  # what there is, if a later case fails
-    made = report(bench, results, command_line())
-    if as_json:
-        print_json(made)
-        return
-    print(f"{made['targets_met']} of {made['targets']} targets met; written to {out}")
-    if made["emulation"] != ["quota"]:
-        print("warning: without CPU quotas and network limits these times say nothing of a mixed cluster")
+    effort = SHORT if quick else FULL
+    case_by_case(
+        len(chosen),
+        lambda say: each_case(chosen, keep, lambda contest, folder: hold(contest, effort, folder, say)),
+        shown,
+        lambda results: report(bench, results, command_line()),
+        out,
+        as_json,
+    )
 
 
 def shown(result: ContestResult) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..output import Json, print_json, seconds, table
-from .common import Keep, Out, app, command_line, progress_bar, write_rows
+from ..output import Json, seconds, table
+from .common import Keep, Out, app, case_by_case, command_line
 from .order import Quick
 
 if TYPE_CHECKING:
@@ -23,26 +22,19 @@ def sfb(
 ) -> None:
     """From which batch on gathering a gradient's factors is slower than summing it, in the testbed."""
     from ...bench.contest import report
-    from ...bench.measure import case_folder
+    from ...bench.measure import each_case
     from ...bench.sfb import CASES, QUICK, find
     from ...bench.training_cases import FULL, SHORT
 
-    chosen = QUICK if quick else CASES
-    results: list[CrossingResult] = []
-    with progress_bar(len(chosen)) as (say, advance):
-        for crossing in chosen:
-            with case_folder(keep, str(crossing)) as folder:
-                results.append(find(crossing, SHORT if quick else FULL, folder, say))
-            advance()
-            if not as_json:
-                print(shown(results[-1]), "\n")
-                sys.stdout.flush()
-            write_rows(report("sfb", results, command_line()), out)
-    made = report("sfb", results, command_line())
-    if as_json:
-        print_json(made)
-    else:
-        print(f"{made['targets_met']} of {made['targets']} targets met; written to {out}")
+    chosen, effort = (QUICK, SHORT) if quick else (CASES, FULL)
+    case_by_case(
+        len(chosen),
+        lambda say: each_case(chosen, keep, lambda crossing, folder: find(crossing, effort, folder, say)),
+        shown,
+        lambda results: report("sfb", results, command_line()),
+        out,
+        as_json,
+    )
 
 
 def shown(result: CrossingResult) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..output import Json, print_json, seconds, table
-from .common import Keep, Only, Out, app, command_line, progress_bar, write_rows
+from ..output import Json, seconds, table
+from .common import Keep, Only, Out, app, case_by_case, command_line
 
 if TYPE_CHECKING:
     from ...bench.training_results import RaceResult, Result, Speedup, SweepResult
@@ -29,22 +28,14 @@ def training(
     from ...bench.training_results import RaceResult, report
 
     chosen = cases(only or (), QUICK if quick else CASES)
-    results: list[Result] = []
-    with progress_bar(len(chosen)) as (say, advance):
-        for result in run(chosen, SHORT if quick else FULL, say, keep):
-            results.append(result)
-            advance()
-            if not as_json:
-                print(shown_race(result) if isinstance(result, RaceResult) else shown_sweep(result), "\n")
-                sys.stdout.flush()
-            write_rows(report(results, command_line()), out)  # what there is, if a later case fails
-    made = report(results, command_line())
-    if as_json:
-        print_json(made)
-    else:
-        print(f"{made['targets_met']} of {made['targets']} targets met; written to {out}")
-        if made["emulation"] != ["quota"]:
-            print("warning: without CPU quotas and network limits these times say nothing of a mixed cluster")
+    made = case_by_case(
+        len(chosen),
+        lambda say: run(chosen, SHORT if quick else FULL, say, keep),
+        lambda result: shown_race(result) if isinstance(result, RaceResult) else shown_sweep(result),
+        lambda results: report(results, command_line()),
+        out,
+        as_json,
+    )
     if not made["losses_agree"]:
         raise typer.Exit(1)
 
