@@ -23,7 +23,7 @@ from .meter import Meter
 WINDOW_S = 0.3  # of computing alone, and about as long beside communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
-PIECE_BYTES = (2**12, 2**18)
+PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
 REPEATS = 5
 MAX_SUMS = 64  # one after the other, at most
 PIECES = 16  # gradients in a bucket
