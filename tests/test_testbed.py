@@ -235,7 +235,14 @@ testbed.run(Cluster.parse({CLUSTER!r}), ["sh", "-c", "sleep 60 & echo started; s
 
 
 def start_launcher():
-    launcher = subprocess.Popen(python(LAUNCHER), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        python(LAUNCHER),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a shell starts what runs in its background with interrupts ignored, and children inherit that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     assert launcher.stdout.readline() == "started\n"
     return launcher
 
