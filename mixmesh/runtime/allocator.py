@@ -38,8 +38,14 @@ def trim_heap(planned_bytes: int) -> int:
     """
     if not grows() or resident_bytes() <= TRIM_ABOVE * planned_bytes:
         return planned_bytes
-    ctypes.CDLL(None).malloc_trim(0)
+    give_back()
     return max(planned_bytes, round(1.1 * resident_bytes() / TRIM_ABOVE))
+
+
+def give_back() -> None:
+    """Gives what is free in the heap back to the kernel, where the C library can."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def resident_bytes() -> int:
