@@ -29,6 +29,8 @@ from mixmesh.profiler.micro_batches import (
     largest_within,
     rehearse,
 )
+from mixmesh.runtime.allocator import resident_bytes
+from mixmesh.runtime.train import peak_memory_bytes
 from mixmesh.trace import trace
 
 CPU = torch.device("cpu")
@@ -161,6 +163,15 @@ def test_a_rehearsal_holds_what_the_micro_batch_takes(stage):
     assert 6 * activation < large - small < 60 * activation
     assert all(torch.equal(p, before[name]) for name, p in made.model.named_parameters())
     assert not torch.distributed.is_initialized()
+
+
+def test_what_is_free_in_the_heap_hides_nothing():
+    """Of what a child takes, whose largest resident size begins with what its parent holds."""
+    rows = [torch.ones(2**14) for _ in range(4800)]  # 300 MiB within the heap
+    last = torch.ones(2**14)  # they lie before it, and so are not at the heap's end
+    del rows
+    hidden = in_child(lambda: peak_memory_bytes(CPU) - resident_bytes(), 60).value
+    assert hidden < 16 * 2**20 and last.numel()
 
 
 def test_largest_micro_batches_of_a_small_device():

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..runtime.allocator import give_back
 from ..testbed.system import die_with
 
 # what PyTorch's CPU allocator says: its errors have no type of their own
@@ -64,6 +65,10 @@ def in_child(work: Callable[[], Any], timeout_s: float) -> Outcome:
     """
     sys.stdout.flush()
     sys.stderr.flush()
+    # Linux starts the child's largest resident size at what this process holds: what is free in its heap
+    # would hide as much of what the child takes
+    gc.collect()
+    give_back()
     parent = os.getpid()
     read_end, write_end = os.pipe()
     pid = os.fork()

@@ -26,7 +26,7 @@ from ..errors import InputError, MixmeshError
 from ..ir import Program, even_ratio, make_ratio, samples_of
 from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
-from ..runtime.allocator import give_back, resident_bytes
+from ..runtime.allocator import resident_bytes
 from ..runtime.data import shard_batches
 from ..runtime.parallel import parallelize
 from ..runtime.train import default_optimizer, owned, peak_memory_bytes
@@ -211,8 +211,6 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
     child process, nothing of ``job`` changes.
     """
     in_child = device.type == "cpu"
-    if in_child:
-        give_back()  # what this process held before would hide what the rehearsal takes
     before = resident_bytes() - size_bytes(job) if in_child else torch.cuda.memory_allocated(device)
     if not in_child:
         torch.cuda.reset_peak_memory_stats(device)
