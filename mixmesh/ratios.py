@@ -30,7 +30,7 @@ import numpy as np
 
 from .cost import CostModel
 from .cost.memory import PeakMemory
-from .cost.placed import Sheet, exchange_of
+from .cost.placed import Sheet
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
 
@@ -94,7 +94,7 @@ def stages(
                 open_stage += lines[sheet.work_of[n]]
                 if order == -1 and n in sheet.factor_work_of:
                     open_stage += lines[sheet.factor_work_of[n]]
-            elif i.is_redistribution and sheet.flows[n] and exchange_of(program, i) is not None:
+            elif i.is_redistribution and sheet.flows[n] and sheet.exchanges[i.result, False] is not None:
                 close()
     close()
     return tuple(done)

@@ -469,13 +469,9 @@ CHECKS |= {
 }
 
 
-def no_comm():
-    return None
-
-
 @pytest.fixture(scope="module")
 def results():
-    return run_world(WORLD, CHECKS, no_comm)
+    return run_world(WORLD, CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -511,7 +507,7 @@ def fails_in_the_backward_pass(_) -> None:
 
 def test_a_rank_that_never_calls_is_an_error_with_a_place():
     failing = {f.__name__: f for f in (fails_when_a_rank_never_calls, fails_in_the_backward_pass)}
-    for failures in run_world(WORLD, failing, no_comm).values():
+    for failures in run_world(WORLD, failing).values():
         assert_passed(failures)
 
 

@@ -93,13 +93,9 @@ class Training:
 CHECKS = {f"strategy {seed}": Training(seed) for seed in (0, 1, 2, 3, 4, "without rank 1")}
 
 
-def no_comm():
-    return None
-
-
 @pytest.fixture(scope="module")
 def results():
-    return run_world(WORLD, CHECKS, no_comm)
+    return run_world(WORLD, CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -192,16 +192,12 @@ class Executed:
             file.write(repr(found))
 
 
-def no_comm():
-    return None
-
-
 @pytest.fixture(scope="module")
 def executed(tmp_path_factory):
     """By program: its text, and what each rank communicated."""
     texts = all_programs() | staged_plans()
     folders = {name: tmp_path_factory.mktemp("ranks") for name in texts}
-    results = run_world(WORLD, {n: Executed(texts[n], str(folders[n])) for n in texts}, no_comm)
+    results = run_world(WORLD, {n: Executed(texts[n], str(folders[n])) for n in texts})
     for name, failures in results.items():
         assert not any(failures), (name, failures)
     return {

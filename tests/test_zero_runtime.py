@@ -513,13 +513,9 @@ CHECKS |= {
 }
 
 
-def no_comm():
-    return None
-
-
 @pytest.fixture(scope="module")
 def results():
-    return run_world(WORLD, CHECKS, no_comm)
+    return run_world(WORLD, CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

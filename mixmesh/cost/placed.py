@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from ..cluster import Cluster
 from ..ir import (
+    Cut,
     Instruction,
     Partial,
     Placement,
@@ -219,15 +220,6 @@ def is_resharded(program: Program, i: Instruction) -> bool:
     return i.op == "all_gather" and bool(i.attr("reshard", False)) and is_stored(program, i)
 
 
-Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
-
-
-def cut_of(t: TensorType) -> Cut:
-    if isinstance(t.placement, Shard):
-        return t.value.shape[t.placement.dim], t.placement.unit, t.ratio
-    return 0, 1, t.ratio
-
-
 def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
     """The share of a tensor cut so that each rank holds, by integer sizes."""
     size, unit, _ = cut
@@ -275,7 +267,7 @@ class Sheet:
                 plain = (i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads)
                 if plain not in times:
                     times[plain] = tuple(costs.op(call, grads, c) for c in range(len(costs.classes)))
-                cut = cut_of(work_type(program, i))
+                cut = work_type(program, i).cut
                 if is_factored(i):
                     own, factors = split_by_factors(program, i, times[plain])
                     self.work_of[n] = number((plain, cut, "own"), own, cut)
@@ -314,8 +306,21 @@ class Sheet:
         out: dict[Cut, int] = {}
         for i in self.program.params:
             if i.result in self.program.requires_grad:
-                cut = cut_of(owned_type(self.program, i) or i.type)
+                cut = (owned_type(self.program, i) or i.type).cut
                 out[cut] = out.get(cut, 0) + i.type.value.size_bytes
+        return out
+
+    @cached_property
+    def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
+        """By the result of a redistribution, and whether it is in the backward pass."""
+        out: dict[tuple[str, bool], Exchange | None] = {}
+        known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
+        for i in self.program.instructions:
+            if i.is_redistribution:
+                ends = self.program.types[i.inputs[0]], i.type
+                if ends not in known:
+                    known[ends] = exchange_of(self.program, i), exchange_of(self.program, i, backward=True)
+                out[i.result, False], out[i.result, True] = known[ends]
         return out
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:

@@ -21,11 +21,11 @@ from .printing import print_instruction, print_program
 from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
 from .samples import Samples, micro_step_program, once_program, samples_of
 from .text import parse_program
-from .types import DTYPE_BYTES, TensorType, ValueType, local_bytes, local_shape, participants
+from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
+    "Arg", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
     "Replicate", "Samples", "Shard", "TensorType", "ValueType",
     "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "micro_step_program",
     "nameless", "once_program", "owned_type", "parse_program", "participants", "print_instruction",

@@ -73,16 +73,16 @@ class Instruction:
     def is_leaf(self) -> bool:
         return self.op in LEAVES
 
-    @property
+    @cached_property
     def is_redistribution(self) -> bool:
         return self.op in REDISTRIBUTIONS
 
-    @property
+    @cached_property
     def result(self) -> str:
         (name,) = self.results
         return name
 
-    @property
+    @cached_property
     def type(self) -> TensorType:
         (only,) = self.types
         return only

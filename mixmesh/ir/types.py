@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from .placement import REPLICATE, Partial, Placement, Ratio, Shard, shard_sizes, support
 
@@ -15,8 +16,10 @@ DTYPE_BYTES = {
 }  # fmt: skip
 FLOATING = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", "c64", "c128"})
 
+Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)  # no slots: what it takes is worked out once
 class ValueType:
     """The logical type of a value: dtype and global shape, no word on placement."""
 
@@ -26,11 +29,11 @@ class ValueType:
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
@@ -39,7 +42,7 @@ class ValueType:
         return self.dtype in FLOATING
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots, as above
 class TensorType:
     """A value type with one placement per mesh axis and the name of the ratio that it is cut by.
 
@@ -51,11 +54,18 @@ class TensorType:
     placements: tuple[Placement, ...] = (REPLICATE,)
     ratio: str | None = None
 
-    @property
+    @cached_property
     def placement(self) -> Placement:
         """The placement on a flat cluster (one axis)."""
         (only,) = self.placements
         return only
+
+    @cached_property
+    def cut(self) -> Cut:
+        """What decides the share that a rank holds."""
+        if isinstance(self.placement, Shard):
+            return self.value.shape[self.placement.dim], self.placement.unit, self.ratio
+        return 0, 1, self.ratio
 
     def __str__(self) -> str:
         inner = ", ".join(map(str, self.placements))

@@ -133,7 +133,8 @@ def _make_plan(
     started = time.perf_counter()
     costs = CostModel(cluster, profile)
     names, last = (planner,), ()
-    if planner == "auto" and search_s is None:
+    quick = planner == "auto" and search_s is None
+    if quick:
         names, last = AUTO, LAST_RESORT
     elif planner == "auto":
         searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
@@ -156,7 +157,7 @@ def _make_plan(
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES and chosen.micro_batches is None:
-        if not last:  # a third of a second for 24 layers, which ``auto`` has only in a search
+        if not quick:  # a third of a second for 24 layers, which ``auto`` has only in a search
             chosen = synced(task, chosen)
         chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)

@@ -10,8 +10,6 @@ from ..cost import VIEWS
 from ..cost.placed import (
     Exchange,
     Sheet,
-    communicates,
-    exchange_of,
     is_factored,
     is_resharded,
     is_stored,
@@ -78,7 +76,7 @@ class Forward(Order):
                     self.close(awaited=name)
             if n in self.sheet.work_of:
                 self.works.append((self.sheet.work_of[n], shown(i), i.op))
-            exchange = exchange_of(program, i)
+            exchange = self.sheet.exchanges.get((i.result, False)) if i.is_redistribution else None
             if exchange is not None:
                 self.start(i.result, exchange, i.result)
                 at = self.finish_of(i, n)
@@ -103,11 +101,15 @@ class Backward(Order):
         coming: set[str] = set()
         for n in range(len(program.instructions), -1, -1):
             i = program.instructions[n] if n < len(program.instructions) else None
+            if i is not None and i.is_leaf:
+                continue
             if i is not None and i.is_redistribution and i.result in self.returning:
                 self.close(awaited=gradient_name(i.result))
             for gather in again.get(n, ()):
                 self.start(
-                    repeated_name(gather.result), exchange_of(program, gather), repeated_name(gather.result)
+                    repeated_name(gather.result),
+                    sheet.exchanges[gather.result, False],
+                    repeated_name(gather.result),
                 )
                 coming.add(gather.result)
             if i is not None and sheet.flows[n] and n in sheet.work_of:
@@ -126,7 +128,9 @@ class Backward(Order):
         program = self.program
         out: dict[int, list[Instruction]] = {}
         for n, i in enumerate(program.instructions):
-            if i.is_redistribution and i.result in program.requires_grad and communicates(program, i):
+            if not (i.is_redistribution and i.result in program.requires_grad):
+                continue
+            if any(self.sheet.exchanges[i.result, backward] is not None for backward in (False, True)):
                 out.setdefault(self.finish_of(i, n), []).append(i)
         for n, moved in out.items():
             if n < len(program.instructions):
@@ -139,7 +143,9 @@ class Backward(Order):
         program = self.program
         out: dict[int, list[Instruction]] = {}
         for i in program.instructions:
-            if not (i.op == "all_gather" and is_resharded(program, i) and exchange_of(program, i)):
+            if not (
+                i.op == "all_gather" and is_resharded(program, i) and self.sheet.exchanges[i.result, False]
+            ):
                 continue
             uses = self.sheet.uses.get(i.result)
             if i.result in program.requires_grad and uses:
@@ -150,7 +156,7 @@ class Backward(Order):
         return out
 
     def _gradient(self, i: Instruction) -> None:
-        exchange = exchange_of(self.program, i, backward=True)
+        exchange = self.sheet.exchanges[i.result, True]
         if exchange is None:
             return
         name = gradient_name(i.result)

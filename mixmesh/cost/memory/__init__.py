@@ -6,15 +6,16 @@ CPUs it is the resident set of the process, whose allocator holds a little more 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
-from ...ir import Program, Samples, owned_type
+from ...ir import Cut, Program, Samples, owned_type
 from ...plan_file import Schedule
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
-from ..placed import Cut, cut_shares
+from ..placed import cut_shares
 from .walk import Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
@@ -34,6 +35,8 @@ ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
 SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
 
+MAX_PASSES = 32  # over what may be the peak
+
 EVERYWHERE: Cut = (0, 1, None)
 
 
@@ -50,30 +53,35 @@ class Walked:
         every = (*self.moments, *self.complete.values())
         # a bucket is whole on the ranks of its parameters
         summed = ((0, 1, p.type.ratio) for p in program.params)
-        cuts = dict.fromkeys((*(cut for m in every for cut in m.held), *summed))
+        cuts = dict.fromkeys(chain(*(m.held for m in every), summed))
         self.cuts: tuple[Cut, ...] = tuple(cuts if cuda else dict.fromkeys((*cuts, EVERYWHERE)))
         self.sizes = self.array(self.moments)
         self.highest = undominated(self.sizes)
 
     def array(self, moments: Sequence[Moment]) -> np.ndarray:
         """Bytes in whole with what a heap loses."""
-        held = [[m.held.get(cut, 0.0) for cut in self.cuts] for m in moments]
-        sizes = np.array(held).reshape(len(moments), len(self.cuts))
+        sizes = self._rows([m.held for m in moments])
         if not self.cuda:
-            small = np.array([[m.small.get(cut, 0.0) for cut in self.cuts] for m in moments])
-            sizes = sizes * (1 + ALLOWANCE) + small.reshape(sizes.shape) * SMALL_ALLOWANCE
+            small = self._rows([m.small for m in moments])
+            sizes = sizes * (1 + ALLOWANCE) + small * SMALL_ALLOWANCE
             sizes[:, self.cuts.index(EVERYWHERE)] += HEAP_BYTES
         return sizes
 
+    def _rows(self, sizes: list[Mapping[Cut, float]]) -> np.ndarray:
+        none = (0.0,) * len(self.cuts)
+        every = chain.from_iterable(map(size.get, self.cuts, none) for size in sizes)
+        return np.fromiter(every, float, len(sizes) * len(none)).reshape(len(sizes), len(none))
+
 
 def undominated(sizes: np.ndarray) -> np.ndarray:
-    """Rows that hold more of something than any other: one of them is the peak, whatever the shares."""
+    """Rows of which one is the peak, whatever the shares: without those of which another has no less of
+    anything, but for some that are as cheap to keep as to find."""
     kept = []
     left = sizes[np.argsort(-sizes.sum(axis=1), kind="stable")]
-    while len(left):
+    while len(left) and len(kept) < MAX_PASSES:
         kept.append(left[0])
         left = left[(left > left[0]).any(axis=1)]
-    return np.array(kept).reshape(len(kept), sizes.shape[1])
+    return np.concatenate([np.array(kept).reshape(len(kept), sizes.shape[1]), left])
 
 
 class Memory:
@@ -89,7 +97,7 @@ class Memory:
         self.cuts = walked.cuts
         copied = walked.array(copies)
         self.sizes = np.concatenate([walked.sizes, copied])
-        self.highest = undominated(np.concatenate([walked.highest, copied]))
+        self.highest = undominated(np.concatenate([walked.highest, copied])) if copies else walked.highest
 
     def shares(self, program: Program, part: Part = None) -> np.ndarray:
         """(cut, rank); in a micro-step of this ``part`` of the samples."""

@@ -61,13 +61,15 @@ ROWS: dict[str, Row] = {
     **_rows("avg_pool2d avg_pool1d adaptive_avg_pool2d adaptive_avg_pool1d", Row("first")),
 }  # fmt: skip
 INPUTS = Row("inputs")
+CONVOLUTION = Row("factors", forward=1.0, backward=1.0)  # oneDNN's layout of the result, or its gradient
 CONVOLUTIONS = ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.conv_transpose")
 
 
 def row_of(call: Call) -> Row:
-    if call.op.startswith(CONVOLUTIONS):
-        return Row("factors", forward=1.0, backward=1.0)  # oneDNN's own layout of the result, or its gradient
-    return ROWS.get(call.op, INPUTS)
+    row = ROWS.get(call.op)
+    if row is None:
+        return CONVOLUTION if call.op.startswith(CONVOLUTIONS) else INPUTS
+    return row
 
 
 def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, int]]:

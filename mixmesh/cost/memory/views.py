@@ -6,12 +6,14 @@ A view costs nothing and keeps what it looks at alive; a reshape that no strides
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 from ...rules import Call
 
 Shape = tuple[int, ...]
 
 
+@lru_cache(maxsize=4096)
 def contiguous(shape: Shape) -> Shape:
     """Strides of a tensor in memory order."""
     out = [1] * len(shape)

@@ -7,17 +7,18 @@ goes when the operator that made its value has used it, with what that operator 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from types import MappingProxyType
+from typing import NamedTuple
 
-from ...ir import Instruction, Partial, Program, Shard, TensorType, owned_type
+from ...ir import Cut, Instruction, Partial, Program, Shard, TensorType, owned_type
 from ...rules import Call, call_of
 from ..micro_steps import unmarked
 from ..placed import (
     DUAL_COLLECTIVE,
-    Cut,
-    cut_of,
     first_uses,
     is_computation,
     is_resharded,
@@ -35,14 +36,13 @@ OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap
 BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
     """Bytes in whole that are held at one time, by how they are cut; ``small`` are those of them that come
     and go in a CPU's heap."""
 
     what: str
     held: Sizes
-    small: Sizes = field(default_factory=dict)
+    small: Mapping[Cut, float] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -65,14 +65,17 @@ class _Ledger:
     held: Sizes = field(default_factory=dict)
     small: Sizes = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
+    same_small: Sizes | None = None  # a copy of ``small``, while it stays so
 
     def take(self, size_bytes: float, cut: Cut, *, stays: bool = False) -> _Storage:
-        self.held[cut] = self.held.get(cut, 0.0) + size_bytes
+        held = self.held
+        held[cut] = held.get(cut, 0.0) + size_bytes
         # by an even share, so that memory stays linear in the shares
         small = not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
         if small:
             self.small[cut] = self.small.get(cut, 0.0) + size_bytes
-        return _Storage(size_bytes, cut, small=small)
+            self.same_small = None
+        return _Storage(size_bytes, cut, 1, small)
 
     def drop(self, *storages: _Storage) -> None:
         for s in storages:
@@ -81,15 +84,18 @@ class _Ledger:
                 self.held[s.cut] -= s.size_bytes
                 if s.small:
                     self.small[s.cut] -= s.size_bytes
+                    self.same_small = None
 
     def moment(self, what: str, *beside: tuple[float, Cut]) -> None:
         self.moments.append(self.now(what, *beside))
 
     def now(self, what: str, *beside: tuple[float, Cut]) -> Moment:
-        held = dict(self.held)
+        held = self.held.copy()
         for size_bytes, cut in beside:
             held[cut] = held.get(cut, 0.0) + size_bytes
-        return Moment(what, held, dict(self.small))
+        if self.same_small is None:
+            self.same_small = self.small.copy()
+        return Moment(what, held, self.same_small)
 
 
 def whole(t: TensorType) -> Cut:
@@ -119,15 +125,22 @@ class Walk:
         self.program, self.states, self.cuda, self.held = program, states, cuda, held
         self.ledger = _Ledger(program.world_size)
         self.values: dict[str, _View] = {}
+        self.calls: dict[int, Call] = {}  # by index of the instruction
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
-        self.flying: list[_Storage] = []
+        self.flying: deque[_Storage] = deque()
+        self.flying_bytes = 0.0
         self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
         self.complete: dict[int, Moment] = {}  # by index, where the last gradient of a parameter is there
         self.uses: dict[str, list[int]] = {}
-        for n, i in enumerate(program.instructions):
-            for name in dict.fromkeys(i.inputs):
+        # of each instruction, without repetition
+        self.inputs = [
+            i.inputs if len(i.inputs) < 2 else tuple(dict.fromkeys(i.inputs)) for i in program.instructions
+        ]
+        for n, names in enumerate(self.inputs):
+            for name in names:
                 self.uses.setdefault(name, []).append(n)
+        self.resharded = {i.result for i in program.instructions if is_resharded(program, i)}
         self.owned = {p.result: t for p in program.params if (t := owned_type(program, p)) is not None}
         self.scatters = [s for s in gradient_sums(program) if s.owned is not None] if self.owned else []
         self.gathers = self.scatters[::-1] if held is Held.NOTHING else []  # the first micro-step has them
@@ -155,14 +168,14 @@ class Walk:
         if self.cuda:
             held: Sizes = {everywhere: 2.0 * group}
             for i in leaves:
-                held[cut_of(i.type)] = held.get(cut_of(i.type), 0.0) + i.type.value.size_bytes
+                held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
             self.ledger.moments.append(Moment("the initial values", held))
             return
         self.ledger.moments.append(
             Moment("the initial values", {everywhere: model + batch + group + largest})
         )
         if cut is not None and isinstance(cut.type.placement, Shard):
-            held = {everywhere: float(model + batch), cut_of(cut.type): float(largest)}
+            held = {everywhere: float(model + batch), cut.type.cut: float(largest)}
             self.ledger.moments.append(Moment("cutting the model", held))
 
     def stored(self) -> None:
@@ -172,16 +185,16 @@ class Walk:
                 size, ratio = i.type.value.size_bytes, i.type.ratio
                 # a rank has its whole share of the batch, whatever a micro-step takes of it
                 batch = replace(i.type, ratio=unmarked(ratio)) if i.op == "input" else i.type
-                self.ledger.take(size, cut_of(batch), stays=True)
+                self.ledger.take(size, batch.cut, stays=True)
                 if i.op == "param" and i.result in self.program.requires_grad:
                     held = self.owned.get(i.result, i.type)
-                    self.ledger.take(self.states * size, cut_of(held), stays=True)
+                    self.ledger.take(self.states * size, held.cut, stays=True)
                     if self.held is Held.ADDENDS or (self.held is Held.SUMS and i.result not in self.owned):
                         self.gradients[i.result] = self._new(i.type)
                     elif self.held is Held.SUMS:
-                        self.ledger.take(size, cut_of(held))
+                        self.ledger.take(size, held.cut)
                 shape = i.type.value.shape
-                storage = _Storage(0.0, cut_of(i.type), references=2)  # never let go of
+                storage = _Storage(0.0, i.type.cut, references=2)  # never let go of
                 self.values[i.result] = _View(storage, contiguous(shape))
         inputs = [i.type for i in self.program.instructions if i.op == "input"]
         if not self.cuda:
@@ -192,18 +205,18 @@ class Walk:
     def forward(self) -> None:
         self._fetch()
         for n, i in enumerate(self.program.instructions):
-            for name in dict.fromkeys(i.inputs):
+            for name in self.inputs[n]:
                 self._arrive(name, n)
             if i.is_redistribution:
                 self._move(i)
             elif is_computation(i):
                 self._compute(n, i)
-            for name in (*dict.fromkeys(i.inputs), *(r for r in i.results if r is not None)):
-                if name in self.values and max(self.uses.get(name, [n])) <= n and name != self.program.loss:
+            for name in (*self.inputs[n], *i.results):
+                if self.uses.get(name, (n,))[-1] <= n and name in self.values and name != self.program.loss:
                     self.ledger.drop(self.values[name].storage)
 
     def _new(self, t: TensorType, strides: tuple[int, ...] | None = None) -> _View:
-        storage = self.ledger.take(t.value.size_bytes, cut_of(t))
+        storage = self.ledger.take(t.value.size_bytes, t.cut)
         return _View(storage, strides or contiguous(t.value.shape))
 
     def _alias(self, view: _View, strides: tuple[int, ...]) -> _View:
@@ -211,7 +224,7 @@ class Walk:
         return _View(view.storage, strides)
 
     def _compute(self, n: int, i: Instruction) -> None:
-        call = call_of(i, self.program.types)
+        call = self.calls[n] = call_of(i, self.program.types)
         views = [self.values[name] for name in i.inputs]
         made = self._results(call, i, views)
         for name, view in zip(i.results, made):
@@ -224,7 +237,7 @@ class Walk:
                 storage = (
                     made[position].storage if what == "result" else self._factor(call, i, position, views)
                 )
-                if what == "result" or not self._resharded(i.inputs[position]):
+                if what == "result" or i.inputs[position] not in self.resharded:
                     storage.references += 1
                     kept_here.append(storage)
             if extra_bytes(call):
@@ -271,13 +284,9 @@ class Walk:
                 return storage
         return view.storage
 
-    def _resharded(self, name: str) -> bool:
-        producer = self.program.producers[name]
-        return producer.is_redistribution and is_resharded(self.program, producer)
-
     def _work_cut(self, i: Instruction) -> Cut:
         types = [*i.types, *(self.program.types[name] for name in i.inputs)]
-        return cut_of(next((t for t in types if isinstance(t.placement, Shard)), types[0]))
+        return next((t for t in types if isinstance(t.placement, Shard)), types[0]).cut
 
     def _beside(self, call: Call, i: Instruction, size_bytes: float) -> list[tuple[float, Cut]]:
         """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
@@ -332,10 +341,12 @@ class Walk:
             if not any(r in program.requires_grad for r in i.results):
                 self.ledger.drop(*self.saved.pop(n, ()))
                 continue
+            if i.is_leaf:
+                continue
             if i.is_redistribution and i.result in self.returning:
                 self._come_back(i)
-            for name in dict.fromkeys(i.inputs):
-                if self._resharded(name) and name not in again:
+            for name in self.inputs[n]:
+                if name in self.resharded and name not in again:
                     again[name] = self.ledger.take(
                         program.types[name].value.size_bytes, whole(program.types[name])
                     )
@@ -344,11 +355,11 @@ class Walk:
                     self.ledger.moment(f"%{name} again", *beside)
             if is_computation(i):
                 self._compute_back(n, i)
-            for name in dict.fromkeys(i.inputs):
+            for name in self.inputs[n]:
                 if name in again and self.uses[name][0] == n:
                     self.ledger.drop(again.pop(name))
             # a redistribution that came in at its first use goes back after it
-            for name in reversed(dict.fromkeys(i.inputs)):
+            for name in reversed(self.inputs[n]):
                 moved = program.producers[name]
                 if moved.is_redistribution and self.uses[name][0] == n:
                     if name in program.requires_grad:
@@ -373,7 +384,7 @@ class Walk:
         return out
 
     def _compute_back(self, n: int, i: Instruction) -> None:
-        call = call_of(i, self.program.types)
+        call = self.calls[n]
         row = row_of(call)
         outgoing = self._outgoing(i)
         arriving: list[tuple[str, _View]] = []
@@ -450,9 +461,8 @@ class Walk:
             flat = self.ledger.take(i.type.value.size_bytes, whole(i.type))
             self.ledger.moment(f"gradient of %{i.result}")
             self.ledger.drop(*(g.storage for g in outgoing))
-            self.flying.append(flat)
-            while sum(s.size_bytes for s in self.flying[:-1]) > IN_FLIGHT_BYTES:
-                self._land()
+            self._fly(flat)
+            self._land_above(IN_FLIGHT_BYTES)
             self._accumulate(i.inputs[0], self._new(source))
             return
         arriving = self._new(source)
@@ -477,18 +487,28 @@ class Walk:
         self.ledger.moment(BUCKET)
         wholes = [self.gradients.pop(p.result).storage for p in s.params if p.result in self.gradients]
         if flat is None:
-            self.flying += wholes
+            self._fly(*wholes)
         else:
             self.ledger.drop(*wholes)
-            self.flying.append(flat)
-        while sum(f.size_bytes for f in self.flying[:-1]) > IN_FLIGHT_BYTES:
-            self._land()
+            self._fly(flat)
+        self._land_above(IN_FLIGHT_BYTES)
         if self.held is not Held.SUMS:  # else they are added to what is there
             for p in s.params:
-                self.ledger.take(p.type.value.size_bytes, cut_of(self.owned[p.result]))
+                self.ledger.take(p.type.value.size_bytes, self.owned[p.result].cut)
+
+    def _land_above(self, size_bytes: float) -> None:
+        """Sums that were issued earlier land until no more than so much, and the last of them, is left."""
+        while self.flying and self.flying_bytes - self.flying[-1].size_bytes > size_bytes:
+            self._land()
 
     def _land(self) -> None:
-        self.ledger.drop(self.flying.pop(0))
+        landed = self.flying.popleft()
+        self.flying_bytes -= landed.size_bytes
+        self.ledger.drop(landed)
+
+    def _fly(self, *storages: _Storage) -> None:
+        self.flying.extend(storages)
+        self.flying_bytes += sum(s.size_bytes for s in storages)
 
     # --- optimizer ------------------------------------------------------------------------------------
 
@@ -504,16 +524,17 @@ class Walk:
         ]
         beside: Sizes = {}
         for t in trained:
-            size, cut = float(t.value.size_bytes), cut_of(t)
+            size, cut = float(t.value.size_bytes), t.cut
             beside[cut] = beside.get(cut, 0.0) + size if self.cuda else max(beside.get(cut, 0.0), size)
         if self.cuda:
             self.ledger.moment("the optimizer", *((size, cut) for cut, size in beside.items()))
             return
         # of the tensors of the backward pass that went, the heap still keeps what it lost
-        lost = {cut: max(m.small.get(cut, 0.0) for m in self.ledger.moments) for cut in self.ledger.small}
+        smalls = {id(m.small): m.small for m in self.ledger.moments}.values()
+        lost = {cut: max(small.get(cut, 0.0) for small in smalls) for cut in self.ledger.small}
         for cut, size in beside.items():
             now = self.ledger.now("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
-            self.ledger.moments.append(replace(now, small=lost))
+            self.ledger.moments.append(now._replace(small=lost))
 
 
 def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator[Moment]:
@@ -525,7 +546,7 @@ def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator
         if len(bucket.params) > 1 and last in complete and bucket.owned is None:
             at, cut = complete[last], whole(bucket.params[0].type)
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
-            yield replace(at, held=held)
+            yield at._replace(held=held)
 
 
 def _back(i: Instruction) -> str:
@@ -540,8 +561,8 @@ def staging(op: str, source: TensorType, target: TensorType, cuda: bool) -> Iter
         case "reduce_scatter":
             yield size, whole(source)
         case "all_to_all" | "move":
-            yield size, cut_of(source)
-            yield size, cut_of(target)
+            yield size, source.cut
+            yield size, target.cut
 
 
 def ordering(
