@@ -243,37 +243,46 @@ class Sheet:
     many ratios. The ranks that take part must stay the same.
     """
 
-    def __init__(self, program: Program, costs: CostModel) -> None:
+    def __init__(self, program: Program, costs: CostModel, like: Sheet | None = None) -> None:
+        """``like`` is of the same instructions on other ranks."""
         self.program, self.costs = program, costs
         self.world_size = program.world_size
+        if like is not None:
+            self.borders, self.works, self.work_of = like.borders, like.works, like.work_of
+            self.factor_work_of = like.factor_work_of
+            self.uses, self.flows, self.optimized = like.uses, like.flows, like.optimized
+            self.pattern = self.pattern_of(program)
+            return
         self.borders = tuple(i for i in program.instructions if _moves_borders(program, i))
         self.pattern = self.pattern_of(program)
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
         self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
-        numbers: dict[tuple, int] = {}
+        numbers: dict[tuple[int, Cut, str], int] = {}
 
-        def number(key: tuple, found: tuple[OpTime, ...], cut: Cut) -> int:
-            if key not in numbers:
-                numbers[key] = len(self.works)
+        def number(kind: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
+            known = numbers.setdefault((kind, cut, part), len(self.works))
+            if known == len(self.works):
                 self.works.append(Work(found, cut))
-            return numbers[key]
+            return known
 
-        times: dict[tuple, tuple[OpTime, ...]] = {}
+        kinds: dict[tuple, int] = {}  # of calls that cost alike
+        times: list[tuple[OpTime, ...]] = []
         for n, i in enumerate(program.instructions):
             if is_computation(i):
                 call = call_of(i, program.types)
                 grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
                 plain = (i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads)
-                if plain not in times:
-                    times[plain] = tuple(costs.op(call, grads, c) for c in range(len(costs.classes)))
+                kind = kinds.setdefault(plain, len(times))
+                if kind == len(times):
+                    times.append(tuple(costs.op(call, grads, c) for c in range(len(costs.classes))))
                 cut = work_type(program, i).cut
                 if is_factored(i):
-                    own, factors = split_by_factors(program, i, times[plain])
-                    self.work_of[n] = number((plain, cut, "own"), own, cut)
-                    self.factor_work_of[n] = number((plain, "factors"), factors, (0, 1, cut[2]))
+                    own, factors = split_by_factors(program, i, times[kind])
+                    self.work_of[n] = number(kind, cut, "own", own)
+                    self.factor_work_of[n] = number(kind, (0, 1, cut[2]), "factors", factors)
                 else:
-                    self.work_of[n] = number((plain, cut), times[plain], cut)
+                    self.work_of[n] = number(kind, cut, "", times[kind])
 
     def pattern_of(self, program: Program) -> tuple:
         """What decides which collectives there are and between whom: the ranks that take part, and what

@@ -73,16 +73,16 @@ class Instruction:
     def is_leaf(self) -> bool:
         return self.op in LEAVES
 
-    @cached_property
+    @property
     def is_redistribution(self) -> bool:
         return self.op in REDISTRIBUTIONS
 
-    @cached_property
+    @property
     def result(self) -> str:
         (name,) = self.results
         return name
 
-    @cached_property
+    @property
     def type(self) -> TensorType:
         (only,) = self.types
         return only

@@ -43,9 +43,10 @@ class Played:
 Priority = Callable[[int, float, float], tuple]
 
 
-def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
+def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
     """Begins ``tasks`` one by one, of those whose predecessors among them have begun the one of the least
-    ``priority``. Every rank computes one at a time, every process group carries one at a time."""
+    ``priority``; without one as they stand, predecessors first. Every rank computes one at a time, every
+    process group carries one at a time."""
     inside = set(tasks)
     successors = {t: [s for s in graph.tasks[t].successors if s in inside] for t in tasks}
     missing: dict[int, int] = dict.fromkeys(tasks, 0)
@@ -57,13 +58,18 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
     arrival = {t: [0.0 for _ in kinds] for t in tasks}  # of all that a task needs, by kind of rank
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not missing[t]]
-    order, ready_s, end_s = [], {}, 0.0
+    ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
+    in_turn = iter(tasks)
+    order, end_s = [], 0.0
     while waiting:
-        t = min(waiting, key=lambda t: priority(t, max(arrival[t]), max(map(max, clock, arrival[t]))))
+        if priority is None:
+            t = next(in_turn)
+        else:
+            now = max(clock)
+            t = min([(*priority(t, ready_s[t], max(now, ready_s[t])), t) for t in waiting])[-1]
         waiting.remove(t)
         task, needs = graph.tasks[t], arrival.pop(t)
         order.append(t)
-        ready_s[t] = max(needs)
         if task.group is None:
             clock = ends = [max(c, a) + s for c, a, s in zip(clock, needs, task.seconds)]
         else:
@@ -76,6 +82,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority) -> Played:
             missing[s] -= 1
             if not missing[s]:
                 waiting.append(s)
+                ready_s[s] = max(arrival[s])
     return Played(tuple(order), ready_s, end_s)
 
 
@@ -128,11 +135,10 @@ class Orders:
     def passes(self, order: Sequence[int]) -> tuple[Played, Played]:
         """The forward and the backward pass in an order of all instructions."""
         main = [n for n in order if n in self.placed]
-        place = {n: k for k, n in enumerate(main)}
         back = {t: k for k, t in enumerate(self._back(main))}
         tasks = self.graph.tasks
         return (
-            play(self.graph, main, lambda t, *_: (place[t],)),
+            play(self.graph, main),
             play(self.graph, list(back), lambda t, *_: (tasks[t].group is None, back[t])),
         )
 
@@ -165,17 +171,20 @@ class Orders:
             else:
                 out += mine
             out.append(n)
-        return out + [n for n in range(len(instructions)) if n not in self.placed | done]
+        stood = self.placed | done
+        return out + [n for n in range(len(instructions)) if n not in stood]
 
 
 def reordered(program: Program, sheet: Sheet) -> tuple[Program, ...]:
     """The program in orders that list scheduling thinks faster, the fastest first. ``sheet`` is of the same
     instructions."""
     orders = Orders(program, sheet)
-    now_s = orders.estimate_s(range(len(program.instructions)))
+    as_it_stands = tuple(range(len(program.instructions)))
     found: dict[tuple[int, ...], float] = {}
-    for order in (orders.forward(), orders.backward()):
-        found[tuple(order)] = orders.estimate_s(order)
+    for order in (as_it_stands, tuple(orders.forward()), tuple(orders.backward())):
+        if order not in found:
+            found[order] = orders.estimate_s(order)
+    now_s = found[as_it_stands]
     better = sorted((s, order) for order, s in found.items() if s < now_s * (1 - GAIN))
     return tuple(in_order(program, order) for _, order in better)
 

@@ -11,6 +11,7 @@ from functools import cached_property
 from ..baselines import data_parallel, device_seconds, proportional_ratio
 from ..buckets import bucketed
 from ..cost import CostModel
+from ..cost.placed import supports
 from ..errors import Infeasible
 from ..ir import Graph, Program, Ratio, make_ratio, support
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
@@ -63,9 +64,10 @@ class Task:
         self.best_s = float("inf")  # of all that fits so far
         self._data_parallel: dict[Ratio, Program] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
-        self._programs: dict[tuple[tuple[int, ...], int], Program] = {}
-        # by identity, which is kept alive
-        self._simulations: dict[tuple[int, bool], tuple[Program, Simulation]] = {}
+        self._programs: dict[tuple[bool, bool, int], Program] = {}
+        # by the identity of instructions, which are kept alive
+        self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
+        self._first: dict[tuple[int, bool, bool], Simulation] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -101,10 +103,13 @@ class Task:
         return self._data_parallel[ratio]
 
     def spell(self, problem: Problem, found: Found) -> Program:
-        """The program of a path; one, and one simulation, for all ratios under which the same ranks go it."""
-        key = (support(problem.ratio), found.number)
+        """The program of a path: the same instructions for all who go it, but that types say so where not
+        everyone takes part, and that one rank alone converts nothing."""
+        count = len(support(problem.ratio))
+        key = (count == self.world_size, count == 1, found.number)
         if key not in self._programs:
-            self._programs[key] = emit(problem, found)
+            made = self._programs[key] = emit(problem, found)
+            made.types, made.requires_grad, made.producers, made.params  # noqa: B018 - copies have them too
         return with_ratio(self._programs[key], "r0", problem.ratio)
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
@@ -116,12 +121,20 @@ class Task:
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:
-        """One for each program, whatever its ratio and micro-steps; the first ones are asked for again."""
-        key = (id(program.instructions), accumulating)
+        """One for each program and set of ranks, whatever the ratio and micro-steps; the first ones are asked
+        for again."""
+        ranks = supports(program)
+        key = (id(program.instructions), ranks, accumulating)
         if key not in self._simulations:
+            # what is not of the ranks is known from the first such program
+            alike = (id(program.instructions), any(len(r) == 1 for r in ranks), accumulating)
+            like = self._first.get(alike)
             with self.timed("simulate"):
-                made = Simulation(program, self.costs, self.optimizer_states, accumulating=accumulating)
+                made = Simulation(
+                    program, self.costs, self.optimizer_states, accumulating=accumulating, like=like
+                )
             self._simulations[key] = (program, made)
+            self._first.setdefault(alike, made)
         return self._simulations[key][1]
 
     def judge(

@@ -39,13 +39,20 @@ class Simulation:
     micro-steps: the order of what happens, with all times that do not depend on them."""
 
     def __init__(
-        self, program: Program, costs: CostModel, optimizer_states: int = 2, *, accumulating: bool = False
+        self,
+        program: Program,
+        costs: CostModel,
+        optimizer_states: int = 2,
+        *,
+        accumulating: bool = False,
+        like: Simulation | None = None,
     ) -> None:
+        """``like`` is of the same instructions on other ranks: several there if they are several here."""
         self.costs = costs
         self.samples = samples_of(program) if accumulating else None
         self.step = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet = Sheet(self.step, costs)
-        self.memory = PeakMemory(costs, optimizer_states, self.samples)
+        self.sheet = Sheet(self.step, costs, like and like.sheet)
+        self.memory = PeakMemory(costs, optimizer_states, self.samples, like and like.memory)
         self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
         self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
         self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share

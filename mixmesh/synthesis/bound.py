@@ -33,7 +33,8 @@ class Bound:
         self.problem, self.steps = problem, steps
         self.parent: list[int | None] = [self._parent(n) for n in range(steps.count)]
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
-        self._below: list[list[tuple[Option, Vector]]] = [[] for _ in range(steps.count)]
+        # per option of a step: what it needs of the step's parent, as a mask, and its remainder
+        self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._converted: dict[tuple[int, int, float], list[tuple[int, float]]] = {}
         self._held: dict[tuple[int, int, int], Vector] = {}
@@ -42,8 +43,11 @@ class Bound:
         rest = lift(problem.nothing)
         self.roots: list[Vector] = [rest] * (steps.count + 1)
         for step in reversed(range(steps.count)):
-            self._below[step] = [(o, self._cost(step, o)) for o in problem.options[step]]
             parent = self.parent[step]
+            self._below[step] = [
+                (sum(1 << code for v, code in dict.fromkeys(o.needs) if v == parent), self._cost(step, o))
+                for o in problem.options[step]
+            ]
             if parent is None:
                 rest = _add(rest, _least([cost for _, cost in self._below[step]]))
             else:
@@ -81,27 +85,23 @@ class Bound:
         """The remainder below a value of which ``children`` steps are still to come."""
         key = (value, children, mask)
         if key not in self._held:
+            steps = self.children[value][:children]
             totals = []
             for made, price in self._conversions(value, mask):
-                total = self._charged(price)
-                for step in self.children[value][:children]:
-                    total = _add(total, self._child(step, value, made))
-                totals.append(total)
+                below = [self._child(step, made) for step in steps]
+                seconds = below[0] if len(below) == 1 else list(map(sum, zip(*below)))
+                totals.append([price + s for s in seconds] if price else seconds)
             self._held[key] = _least(totals)
         return self._held[key]
 
     def _charged(self, seconds: float) -> Vector:
         return (seconds,) * (len(self.problem.classes) + 1)
 
-    def _child(self, step: int, value: int, mask: int) -> Vector:
+    def _child(self, step: int, mask: int) -> Vector:
         """The least remainder from ``step`` on if ``value`` is held as the mask has it, never otherwise."""
         key = (step, mask)
         if key not in self._one:
-            costs = [
-                cost
-                for option, cost in self._below[step]
-                if all(mask >> code & 1 for v, code in option.needs if v == value)
-            ]
+            costs = [cost for needed, cost in self._below[step] if needed & mask == needed]
             self._one[key] = _least([*costs, self._charged(float("inf"))])
         return self._one[key]
 
@@ -159,4 +159,4 @@ def _add(a: Vector, b: Vector) -> Vector:
 
 
 def _least(vectors: list[Vector]) -> Vector:
-    return tuple(map(min, zip(*vectors)))
+    return tuple(vectors[0]) if len(vectors) == 1 else tuple(map(min, zip(*vectors)))

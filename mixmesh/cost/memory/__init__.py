@@ -148,9 +148,16 @@ class PeakMemory:
     """Peaks under other ratios and buckets of one program, walked once; with ``samples`` in whatever
     micro-steps."""
 
-    def __init__(self, costs: CostModel, optimizer_states: int = 2, samples: Samples | None = None) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        optimizer_states: int = 2,
+        samples: Samples | None = None,
+        like: PeakMemory | None = None,
+    ) -> None:
+        """``like`` is that of the same instructions on other ranks."""
         self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
-        self._walked: dict[tuple, Walked] = {}
+        self._walked: dict[tuple, Walked] = {} if like is None else like._walked
         self._memories: dict[tuple, Memory] = {}
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
