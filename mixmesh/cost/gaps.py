@@ -51,6 +51,7 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
         if not is_computation(i) or i.op in VIEWS:
             continue
         call, t = call_of(i, program.types), work_type(program, i)
+        cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
         is_estimated = False
         for rank in program.participants(t):
             share, device_class = held_share(program, t, rank), costs.class_of[rank]
@@ -62,8 +63,8 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
                 is_estimated = True
                 seconds = costs.op(call, 1, device_class).forward.at(share)
                 estimated[i.op] = max(estimated.get(i.op, 0.0), seconds)
-            elif not measured.forward.covers(share):
-                largest = measured.forward.points[-1][0]
+            elif not (curve := measured.curves(cut)[0]).covers(share):
+                largest = curve.points[-1][0]
                 text = f"%{i.results[0]} = {i.op} on rank {rank}, a share of {share:.3g} above {largest:.3g}"
                 beyond[n] = max(beyond.get(n, (0.0, "")), (share / largest, text))
         estimated_calls += is_estimated

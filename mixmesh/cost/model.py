@@ -9,15 +9,17 @@ rates scaled to what the profile saw of the same class on that device, if it saw
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
 from ..cluster import Cluster, Device
+from ..ir import Placement
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
-from .profile import DeviceProfile, Profile, device_key, host_key, op_key
+from .profile import DeviceProfile, Profile, cut_inputs, device_key, host_key, op_key
 
 # operators that only make a new view of the same bytes
 VIEWS = frozenset(
@@ -71,23 +73,34 @@ class CostModel:
         """Rank to class."""
         return tuple(self.classes.index(d) for d in self.cluster.devices)
 
-    def op(self, call: Call, grads: int, device_class: int) -> OpTime:
-        """Times of ``call`` on a device class. ``grads`` is how many of its inputs take a gradient."""
-        key = (op_key(call), grads, device_class)
+    def op(self, call: Call, grads: int, device_class: int, cut: str = "") -> OpTime:
+        """Times of ``call`` on a device class. ``grads`` is how many of its inputs take a gradient, ``cut``
+        says which inputs are cut (``cut_inputs``): other ones than in data parallelism may cost otherwise."""
+        key = (op_key(call), grads, device_class, cut)
         if key not in self._ops:
-            self._ops[key] = self._op(call, grads, self.classes[device_class])
+            self._ops[key] = self._op(call, grads, self.classes[device_class], cut)
         return self._ops[key]
+
+    def cut(self, call: Call, placements: Iterable[Placement]) -> str:
+        """Which inputs of a product are cut; of other operators, and where no profile tells one from another,
+        it does not matter."""
+        return cut_inputs(placements) if self._knows_cuts and is_product(call) else ""
+
+    @cached_property
+    def _knows_cuts(self) -> bool:
+        profiles = self.profile.devices.values() if self.profile else ()
+        return any(op.cuts for d in profiles for op in d.ops.values())
 
     def _measured(self, device: Device) -> DeviceProfile | None:
         return self.profile.devices.get(device_key(device)) if self.profile else None
 
-    def _op(self, call: Call, grads: int, device: Device) -> OpTime:
+    def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
         measured = self._measured(device)
         if measured is not None:
             found = measured.ops.get(op_key(call))
             if found is not None:
-                forward = found.forward.scaled(measured.step_scale)
-                return OpTime(forward, found.backward.scaled(measured.step_scale) if grads else ZERO)
+                forward, backward = [c.scaled(measured.step_scale) for c in found.curves(cut)]
+                return OpTime(forward, backward if grads else ZERO)
         scale = self._class_scale(device, is_product(call))
         launch = CPU_LAUNCH_S / (device.cpu_share or 1) if device.kind == "cpu" else GPU_LAUNCH_S
         work = roofline_s(call, device) * scale

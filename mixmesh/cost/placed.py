@@ -190,7 +190,8 @@ def first_uses(program: Program) -> dict[str, int]:
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
     call = call_of(i, program.types)
     grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
-    return costs.op(call, grads, device_class)
+    cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
+    return costs.op(call, grads, device_class, cut)
 
 
 def is_computation(i: Instruction) -> bool:
@@ -272,10 +273,15 @@ class Sheet:
             if is_computation(i):
                 call = call_of(i, program.types)
                 grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
-                plain = (i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads)
+                inputs_cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
+                plain = (
+                    i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads, inputs_cut
+                )  # fmt: skip
                 kind = kinds.setdefault(plain, len(times))
                 if kind == len(times):
-                    times.append(tuple(costs.op(call, grads, c) for c in range(len(costs.classes))))
+                    times.append(
+                        tuple(costs.op(call, grads, c, inputs_cut) for c in range(len(costs.classes)))
+                    )
                 cut = work_type(program, i).cut
                 if is_factored(i):
                     own, factors = split_by_factors(program, i, times[kind])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +16,7 @@ import pydantic
 
 from ..cluster import Cluster, Device
 from ..errors import InputError
-from ..ir import refs
+from ..ir import Placement, Shard, refs
 from ..rules import Call
 from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
@@ -27,9 +28,13 @@ _NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
 
 
-class _Op(pydantic.BaseModel, extra="forbid"):
+class _Curves(pydantic.BaseModel, extra="forbid"):
     forward: list[tuple[float, float]]
     backward: list[tuple[float, float]]
+
+
+class _Op(_Curves):
+    cuts: dict[Annotated[str, pydantic.Field(pattern="^[01]+$")], _Curves] = {}
     flop: int = pydantic.Field(ge=0)
     moved_bytes: int = pydantic.Field(ge=0)
 
@@ -79,12 +84,21 @@ class _FirstFile(pydantic.BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class OpMeasurement:
-    """Curves over the share of an operator's work, and how much work that is in whole."""
+    """Curves over the share of an operator's work, and how much work that is in whole.
+
+    ``cuts`` are those of a product of which other inputs are cut than where the batch is: a digit per input,
+    1 where it is cut (``cut_inputs``).
+    """
 
     forward: Curve
     backward: Curve
     flop: int
     moved_bytes: int
+    cuts: dict[str, tuple[Curve, Curve]] = field(default_factory=dict)
+
+    def curves(self, cut: str = "") -> tuple[Curve, Curve]:
+        """Forward and backward, where these inputs are cut if that was measured."""
+        return self.cuts.get(cut, (self.forward, self.backward))
 
 
 @dataclass(frozen=True)
@@ -145,7 +159,13 @@ class Profile:
         devices = {
             name: DeviceProfile(
                 {
-                    key: OpMeasurement(_curve(op.forward), _curve(op.backward), op.flop, op.moved_bytes)
+                    key: OpMeasurement(
+                        _curve(op.forward),
+                        _curve(op.backward),
+                        op.flop,
+                        op.moved_bytes,
+                        {cut: (_curve(c.forward), _curve(c.backward)) for cut, c in op.cuts.items()},
+                    )
                     for key, op in d.ops.items()
                 },
                 d.optimizer_s_per_byte,
@@ -180,6 +200,10 @@ class Profile:
                             "backward": list(op.backward.points),
                             "flop": op.flop,
                             "moved_bytes": op.moved_bytes,
+                            "cuts": {
+                                cut: {"forward": list(forward.points), "backward": list(backward.points)}
+                                for cut, (forward, backward) in op.cuts.items()
+                            },
                         }
                         for key, op in d.ops.items()
                     },
@@ -271,6 +295,11 @@ def op_key(call: Call) -> str:
         f"{k}={v!r}" for k, v in call.kwargs if not _has_ref(v)
     ]
     return f"{call.op}({', '.join(map(str, call.inputs))}; {', '.join(plain)})"
+
+
+def cut_inputs(placements: Iterable[Placement]) -> str:
+    """Which inputs of a call are cut: a digit for each, 1 where it is."""
+    return "".join(["1" if isinstance(p, Shard) else "0" for p in placements])
 
 
 def host_key(collective: str, algorithm: str | None) -> str:

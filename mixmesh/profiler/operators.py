@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from ..cost import VIEWS, Curve, OpMeasurement, call_flop, moved_bytes, op_key
+from ..cost.profile import cut_inputs
 from ..ir import (
     REPLICATE,
     Graph,
@@ -57,39 +59,90 @@ def measure_ops(
             found[key] = made
         else:
             skipped.append(node.op)
+    # with what is left of the time: products whose weight is cut, each a little
+    weighted = [(key, node, call) for key, (node, call) in order if key in found and has_weight(graph, node)]
+    for number, (key, node, call) in enumerate(weighted):
+        if time.perf_counter() > deadline:
+            break
+        progress(f"operators with a part of their weight {number + 1}/{len(weighted)}: {node.op}")
+        cuts = measure_cuts(graph, node, call, units, shares, meter, device)
+        found[key] = replace(found[key], cuts=cuts)
     return found, skipped
+
+
+def has_weight(graph: Graph, node: Node) -> bool:
+    """Whether a node is a product with a parameter, or a view of one."""
+    rule = RULES.get(node.op)
+    if rule is None or not rule.flops:
+        return False
+    producers = {r: n for n in graph.nodes for r in n.results if r is not None}
+    for name in node.inputs[:2]:
+        source = producers[name]
+        while source.op in VIEWS and source.inputs:
+            source = producers[source.inputs[0]]
+        if source.op == "param":
+            return True
+    return False
 
 
 def measure_op(
     graph: Graph, node: Node, call: Call, units, shares: Sequence[float], meter: Meter, device: torch.device
 ) -> OpMeasurement | None:
-    rule = RULES.get(node.op)
-    options = strategies(rule, call) if rule else ()
-    sharded = [o for o in options if o.is_sharded]
-    by_batch = [o for o in sharded if Shard(0) in o.inputs[:1] or Shard(0) in o.outputs]
-    chosen = next(iter(by_batch or sharded), None)
+    chosen = next(iter(sharded(call)), None)
+    curves = measure_curves(graph, node, chosen, units, shares, meter, device)
+    return None if curves is None else OpMeasurement(*curves, call_flop(call), moved_bytes(call))
+
+
+def measure_cuts(
+    graph: Graph, node: Node, call: Call, units, shares: Sequence[float], meter: Meter, device: torch.device
+) -> dict[str, tuple[Curve, Curve]]:
+    """The other ways to cut a product, by which of its inputs are cut."""
+    by_cut = {cut_inputs(strategy.inputs): strategy for strategy in reversed(sharded(call))}
+    usual = cut_inputs(sharded(call)[0].inputs) if by_cut else ""
+    found = {}
+    for cut, strategy in by_cut.items():
+        if cut != usual:
+            curves = measure_curves(graph, node, strategy, units, shares, meter, device)
+            if curves is not None:
+                found[cut] = curves
+    return found
+
+
+def sharded(call: Call) -> list[Strategy]:
+    """All ways to cut a call; first where the batch is cut, as far as it has one."""
+    rule = RULES.get(call.op)
+    found = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
+    return sorted(found, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)
+
+
+def measure_curves(
+    graph: Graph,
+    node: Node,
+    strategy: Strategy | None,
+    units,
+    shares: Sequence[float],
+    meter: Meter,
+    device: torch.device,
+) -> tuple[Curve, Curve] | None:
+    """Forward and backward over the share; None if the operator cannot run on made-up values: then it is
+    estimated by its class."""
     forward, backward = [], []
-    for target in shares if chosen is not None else (1.0,):
+    for target in shares if strategy is not None else (1.0,):
         try:
-            made = shard_program(graph, node, chosen, units, min(target, 1.0))
-            if made is None:
-                continue
-            program, real_share = made
+            program, real_share = shard_program(graph, node, strategy, units, min(target, 1.0))
             forward_s, backward_s = time_op(program, meter, device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
-            return None  # an operator that cannot run on made-up values is estimated by its class
+            return None
         if forward and forward[-1][0] == real_share:
             continue
         forward.append((real_share, forward_s))
         backward.append((real_share, backward_s))
-    if not forward:
-        return None
-    return OpMeasurement(Curve(tuple(forward)), Curve(tuple(backward)), call_flop(call), moved_bytes(call))
+    return (Curve(tuple(forward)), Curve(tuple(backward))) if forward else None
 
 
 def shard_program(
     graph: Graph, node: Node, strategy: Strategy | None, units, share: float
-) -> tuple[Program, float] | None:
+) -> tuple[Program, float]:
     """A program of one instruction whose rank 0 has about ``share`` of the work, and the exact share."""
     exact = 1.0
 

@@ -27,12 +27,13 @@ def code_of(placement: Placement) -> int:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
-    None if every rank does all of it."""
+    None if every rank does all of it. ``times`` are per device class; () for an update."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
     work: Need | None
     strategy: Strategy | None
+    times: tuple[OpTime, ...] = ()
 
 
 class Choices:
@@ -194,10 +195,14 @@ class Choices:
         call = call_of(node, self.graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
         key = self._key(call)
-        if (key, grads) not in self._times:
-            count = len(self.costs.classes)
-            self._times[key, grads] = tuple(self.costs.op(call, grads, c) for c in range(count))
-        self.times.append(self._times[key, grads])
+
+        def times(cut: str = "") -> tuple[OpTime, ...]:
+            if (key, grads, cut) not in self._times:
+                count = len(self.costs.classes)
+                self._times[key, grads, cut] = tuple(self.costs.op(call, grads, c, cut) for c in range(count))
+            return self._times[key, grads, cut]
+
+        self.times.append(times())
         allowed = self._allowed(node)
         if all(map(self._is_minor, (*node.inputs, *(r for r in node.results if r is not None)))):
             # batch statistics, scales, position tables: cutting them only multiplies the states
@@ -206,7 +211,7 @@ class Choices:
             allowed = allowed[:1]  # constants are cheap and the same everywhere
         options: dict[tuple, Choice] = {}
         for strategy in allowed:
-            made = self._choice(node, strategy)
+            made = self._choice(node, strategy, times(self.costs.cut(call, strategy.inputs)))
             if made is not None:
                 options.setdefault((made.needs, made.gives), made)
         return tuple(options.values())
@@ -221,7 +226,7 @@ class Choices:
         samples = any((name, dim) in self._sample_dims for dim in range(len(t.shape)))
         return t.size_bytes <= SMALL_BYTES and not samples
 
-    def _choice(self, node: Node, strategy: Strategy) -> Choice | None:
+    def _choice(self, node: Node, strategy: Strategy, times: tuple[OpTime, ...]) -> Choice | None:
         needs = tuple((self.ids[n], code_of(p)) for n, p in zip(node.inputs, strategy.inputs))
         gives = tuple(
             (self.ids[n], code_of(p)) for n, p in zip(node.results, strategy.outputs) if n is not None
@@ -229,4 +234,4 @@ class Choices:
         if any(c >= 2 and not self.can_shard(v, c) for v, c in needs + gives):
             return None
         work = next((n for n in gives + needs if n[1] >= 2), None)
-        return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy)
+        return Choice(tuple(dict.fromkeys(needs)), gives, work, strategy, times)

@@ -138,20 +138,20 @@ class Problem:
 
     def _options(self, step: int) -> tuple[Option, ...]:
         made = []
-        times, weight = self.choices.times[step], self.weights[step]
+        weight = self.weights[step]
         varying = any(r in self.choices.varying for r in self.steps[step].results)
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
             if self.forced and any(self.forced.get(value, code) != code for value, code in choice.gives):
                 continue
-            if not times:
+            if not choice.times:
                 forward = backward = self.nothing
             else:
                 shares = self.shares(*choice.work) if choice.work else self.shares(0, R)
-                key = (id(times), shares)
+                key = (id(choice.times), shares)
                 if key not in self._costs:
-                    self._costs[key] = self._cost(times, shares)
+                    self._costs[key] = self._cost(choice.times, shares)
                 forward, backward = self._costs[key]
                 if choice.work is None and varying:
                     forward = tuple(t * (1 + REPEATED_WORK) for t in forward)
