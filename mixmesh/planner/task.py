@@ -67,7 +67,7 @@ class Task:
         self._programs: dict[tuple[bool, bool, int], Program] = {}
         # by the identity of instructions, which are kept alive
         self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
-        self._first: dict[tuple[int, bool, bool], Simulation] = {}
+        self._first: dict[tuple[int, tuple[bool, ...], bool], Simulation] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Task:
         key = (id(program.instructions), ranks, accumulating)
         if key not in self._simulations:
             # what is not of the ranks is known from the first such program
-            alike = (id(program.instructions), any(len(r) == 1 for r in ranks), accumulating)
+            alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), accumulating)
             like = self._first.get(alike)
             with self.timed("simulate"):
                 made = Simulation(

@@ -34,7 +34,6 @@ __all__ = [
 ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
 SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
-
 MAX_PASSES = 32  # over what may be the peak
 
 EVERYWHERE: Cut = (0, 1, None)
