@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..ir import Instruction, Program, owned_type, stage_of, support
 from .placed import Exchange, first_uses, synchronised
@@ -43,8 +44,7 @@ class GradientSum:
         return Exchange("all_gather", self.size_bytes, self.ranks, rooted=self.rooted)
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
+class Summed(NamedTuple):
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
     use, and what must agree within a bucket: dtype, ranks, the owners' ratio and the stage."""
 

@@ -148,10 +148,10 @@ def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[st
         if node.op in NOT_DIFFERENTIABLE:
             continue
         trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
-        if trainable or any(name in down for name in node.inputs):
+        if trainable or not down.isdisjoint(node.inputs):
             down.update(r for r in node.results if r is not None and types[r].is_floating)
     up: set[str] = {loss}
     for node in reversed(nodes):
-        if node.op not in NOT_DIFFERENTIABLE and any(r in up for r in node.results):
+        if node.op not in NOT_DIFFERENTIABLE and not up.isdisjoint(node.results):
             up.update(node.inputs)
     return frozenset(down & up)

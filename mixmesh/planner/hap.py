@@ -20,17 +20,19 @@ MAX_STATES = 200  # and two per step, before it keeps only the best few of every
 MAX_ROUNDS = 4
 SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
+HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 
 
 @dataclass
 class Tried:
     """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
-    their steps do not go below where sums of gradients are free."""
+    their steps do not go below where sums of gradients are free, and where they are not."""
 
     seen: set[int] = field(default_factory=set)
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
+    least_s: list[float] = field(default_factory=list)
 
     @property
     def same_at_both_ends(self) -> bool:
@@ -69,6 +71,8 @@ class Synthesis:
                     continue  # the cheapest program at both ends is the cheapest in between
                 if proposed and 0.0 in tried.by_price and min(tried.floors_s) > LOST * self.task.best_s:
                     break  # gradients for nothing would not help these devices, nor will any other price
+                if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * self.task.best_s:
+                    continue
                 what = "data parallel" if price is None else f"gradient price {price:g}"
                 self.task.progress(f"planning: hap, {len(ranks)} devices, {what}")
                 for proposal in self.alternate(ranks, price, tried, judged=not proposed):
@@ -134,6 +138,7 @@ class Synthesis:
             simulation = self.task.simulation(program)
             floor_s, least_s = self.bounds(program, ranks)
             tried.floors_s.append(floor_s)
+            tried.least_s.append(least_s)
             if not judged and least_s > LOST * self.task.best_s:
                 break
             better = self.task.ratio(simulation, program, ranks)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..buckets import merged
-from ..order import ready_seconds, reordered
+from ..order import GAIN, ready_seconds, reordered
 from .task import Proposal, Task
 
 
 def ordered(task: Task, proposal: Proposal) -> Proposal:
     """The proposal in the fastest of its orders, with the fastest of its buckets; itself if none is faster
     and fits."""
+    if proposal.timeline.step_s <= max(proposal.timeline.compute_s) * (1 + GAIN):
+        return proposal  # a rank that always computes does not get faster by another order
     best = proposal
     with task.timed("order"):
         programs = reordered(proposal.program, proposal.simulation.sheet)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ..cost import CostModel
 from ..ir import Graph, Placement, Ratio, shard_sizes, support
@@ -24,8 +25,7 @@ UNDEALT = 1e3  # in data parallelism, of a second of communication that moves sa
 Vector = tuple[float, ...]  # seconds per class of ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One way to execute a step: what it needs, what it gives, what it costs each class."""
 
     needs: tuple[Need, ...]

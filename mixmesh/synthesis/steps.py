@@ -8,7 +8,7 @@ one integer, so that both are single comparisons.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .choices import Need, P, R
 from .problem import Option, Problem, Vector
@@ -17,16 +17,14 @@ BITS = 16  # of a mask: R, P and up to 14 dims
 FULL = (1 << BITS) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
+class Move(NamedTuple):
     """One step of a path: the option taken and the leaves loaded for it."""
 
     option: Option
     loads: tuple[Need, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
+class Transition(NamedTuple):
     """An option with the loads and conversions that it takes from certain masks.
 
     ``wait``/``wait_back``: seconds of collectives that all ranks wait for; ``forward``/``backward``:
