@@ -30,8 +30,8 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``); after the
-# 29 cases of ``tests/memory_runs.py``
+# a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``);
+# after the 29 cases of ``tests/memory_runs.py``
 ALLOWANCE = 0.06
 SMALL_ALLOWANCE = 1.0  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
