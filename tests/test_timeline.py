@@ -281,7 +281,7 @@ def check_recording(name: str) -> None:
 
 def test_recording_every_kind_of_program():
     checks = {name: Recording(name) for name in test_gloo.PROGRAMS}
-    for failures in run_world(test_gloo.WORLD, checks, test_gloo.no_comm).values():
+    for failures in run_world(test_gloo.WORLD, checks).values():
         assert_passed(failures)
 
 
