@@ -3,8 +3,8 @@
 PyTorch asks for aligned memory. Until glibc 2.38 a freed aligned piece often does not fit the next request
 of the same size (glibc bug 14581), so that activations of some megabytes, which come and go with every
 step, make the heap grow with every step. Large pieces of their own from the kernel go back whole: from
-2 MiB on, which took 0 to 3 % of a step more than from 8 MiB on, and 30 to 70 MiB less memory; from 1 MiB on
-it would be up to 10 % of a step. What is free in the heap is given back between steps, where the process
+8 MiB on. From 2 MiB on ranks would hold 30 to 70 MiB less, and the same in every run, for 0 to 5 % more of a
+step: pages that are new each time. What is free in the heap is given back between steps, where the process
 comes near to what the plan promised: that costs page faults, little beside matrix products, up to half the
 time of elementwise operators.
 """

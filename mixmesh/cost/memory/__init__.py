@@ -30,10 +30,9 @@ __all__ = [
     "peak_memory_bytes",
 ]
 
-# a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``);
-# after the 29 cases of ``tests/memory_runs.py``
-ALLOWANCE = 0.06
-SMALL_ALLOWANCE = 1.0  # more, of the tensors that come and go within the heap
+# a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
+ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
+SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
 MAX_PASSES = 32  # over what may be the peak
 
