@@ -332,7 +332,7 @@ def test_warnings_about_shares():
 
 
 def test_settings():
-    assert cgroups.quota_us(0.35) == (1750, 5000)
+    assert cgroups.quota_us(0.35) == (7000, 20000)
     quota, period = cgroups.quota_us(0.01)  # the kernel takes no quota below 1 ms
     assert quota >= 1000 and quota / period == pytest.approx(0.01)
     assert network.burst_bytes(125e6) == 70_000 and network.burst_bytes(1.25e9) == 625_000
@@ -348,7 +348,7 @@ def test_cgroup_v2_writes_what_the_kernel_documents(tmp_path):
     groups.set_memory(0, 1 << 30)
     rank = tmp_path / "mm0" / "r0"
     assert (rank / "compute" / "cgroup.type").read_text() == "threaded"
-    assert (rank / "compute" / "cpu.max").read_text() == "2500 5000"
+    assert (rank / "compute" / "cpu.max").read_text() == "10000 20000"
     assert (rank / "memory.max").read_text() == str(1 << 30)
     assert groups.join_files(0) == (f"{rank}/free/cgroup.procs",)
     assert groups.worker_env(0)["MIXMESH_COMPUTE_TASKS"] == f"{rank}/compute/cgroup.threads"

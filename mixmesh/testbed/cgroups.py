@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
 from mixmesh.testbed.system import read, read_table, write
 
-# 10, 20 and 100 ms gave the same rates. But who waits for a collective has a whole quota afterwards, and uses
-# it at full speed, which no slow device does: with 20 ms a step of tensor parallelism, which waits often, was
-# a sixth faster than with 5 ms.
-PERIOD_US = 5_000
+# Short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms who
+# waits for a collective catches up less: docs/design.md, "Measuring".
+PERIOD_US = 20_000
 MIN_QUOTA_US = 1_000  # the kernel's own limit
 
 
