@@ -20,6 +20,7 @@ from mixmesh.ir import even_ratio, parse_program
 from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links
 from mixmesh.profiler.meter import Meter
 from mixmesh.profiler.overlap import measure_overlap
+from mixmesh.profiler.rest import WATCHED_S, measure_rest, rested
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.redistribute import bind
 
@@ -105,13 +106,48 @@ def test_nothing_measured_is_the_estimate_of_the_links():
     assert isinstance(cost, CollectiveFit) and cost.algorithm(MB) is None
 
 
+# --- rest ---------------------------------------------------------------------------------------------------
+
+
+def under_a_quota(share: float, period_s: float, begins_at: float, unit_s: float) -> list[float]:
+    """When units are done that take a processor ``unit_s``, from somewhere in a period on, of whose quota
+    nothing is used yet."""
+    t, left, times = 0.0, share * period_s, []
+    over = period_s - begins_at
+    while t < WATCHED_S:
+        todo = unit_s
+        while todo > 1e-12:
+            run = min(todo, left, over - t)
+            t, todo, left = t + run, todo - run, left - run
+            if left <= 1e-12 or over - t <= 1e-12:
+                t, left, over = over, share * period_s, over + period_s
+        times.append(t)
+    return times
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_a_quota_is_seen_as_a_lead(share):
+    """Half a period's wait for its quota that the rest saves, and as much from where in a period it is."""
+    period_s, unit_s = 0.02, 2e-4
+    rounds = [under_a_quota(share, period_s, n / 20 * period_s, unit_s) for n in range(20)]
+    lead_s, speed = rested(rounds)
+    assert lead_s == pytest.approx((1 - share) * period_s, rel=0.25)
+    assert speed == pytest.approx(1 / share, rel=0.15)
+
+
+def test_a_steady_device_has_no_lead():
+    rounds = [[(n + 0.3 * ((n + k) % 3)) * 1e-3 for n in range(1, 170)] for k in range(5)]
+    assert rested(rounds) == (0.0, 1.0)
+
+
 # --- the profile -------------------------------------------------------------------------------------------
 
 
 def test_a_profile_is_read_as_it_was_written(tmp_path):
     links = measured("all_gather", "padded", 2, 10, skew=1.5), measured("send", "", 1, 9, ranks=(0, 2))
+    rest = {"rested_s": 0.01, "rested_speed": 2.5, "beside_s": {"all_reduce": (1e-4, 3e-10)}}
     made = Profile(
-        {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4)},
+        {"cpu": DeviceProfile({}, 1e-9, 5, 1.1, 0.3, {"all_reduce": (1e-4, 2e-9)}, 3.0, 4, **rest)},
         links,
         {"backend": "gloo"},
     )
@@ -256,8 +292,11 @@ def check_more_budget_measures_groups_and_overlap(comm: Comm) -> None:
     assert {"send", "broadcast", "reduce"} <= {m.collective for m in links}
     reduced = next(m for m in links if m.collective == "all_reduce" and m.ranks == ALL)
     assert reduced.points[-1][0] >= BUCKET_BYTES
-    slowdown, host_s = measure_overlap(comm, Meter(comm.device, emulated=True), links)
+    slowdown, host_s, beside_s = measure_overlap(comm, Meter(comm.device, emulated=True), links)
     assert 0 <= slowdown <= 1
+    assert all(0 <= fixed < 0.05 and 0 <= per_byte < 1e-7 for fixed, per_byte in beside_s.values())
+    lead_s, speed = measure_rest(comm.device)
+    assert 0 <= lead_s < 1 and speed >= 1
     assert 0 < host_s["all_reduce"][1] < 1e-8  # a copy: some gigabytes per second
     pieces = {name: fixed for name, (fixed, _) in host_s.items() if name.startswith("all_gather ")}
     assert len(pieces) == 3 and all(0 < fixed < 0.05 for fixed in pieces.values())  # a few calls

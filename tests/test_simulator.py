@@ -234,17 +234,59 @@ def test_a_pair_that_is_late_does_not_block_another():
 
 
 class Busy(CostModel):
-    """Collectives that slow computing down and keep the computing thread busy."""
+    """Collectives that slow computing down and keep the computing thread busy, and devices that rest."""
 
-    def __init__(self, cluster, slowdown=0.0, s_per_byte=0.0):
+    def __init__(self, cluster, slowdown=0.0, s_per_byte=0.0, rest=(0.0, 1.0), beside=0.0):
         super().__init__(cluster)
-        self._slowdown, self._s_per_byte = slowdown, s_per_byte
+        self._slowdown, self._s_per_byte, self._rest, self._beside = slowdown, s_per_byte, rest, beside
+
+    def rest(self, rank: int) -> tuple[float, float]:
+        return self._rest
+
+    def exchange_beside_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
+        return self._beside * size_bytes
 
     def slowdown(self, rank: int) -> float:
         return self._slowdown
 
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         return self._s_per_byte * size_bytes
+
+
+RESTED = """program rested world=2 {
+  ratio a = [1.0, 0.0]
+  ratio b = [0.0, 1.0]
+  %x = input("x") : f32[512, 256] R@a
+  %w = param("w") : f32[256, 256] R@a
+  %v = param("v") : f32[256, 256] R@b
+  %h = aten.linear(%x, %w) : f32[512, 256] R@a
+  %m = move(%h) : f32[512, 256] R@b
+  %g = aten.linear(%m, %v) : f32[512, 256] R@b
+  %s = aten.mean(%g) : f32[] R@b
+  %loss = move(%s) : f32[] P(sum)
+  return %loss
+}
+"""
+
+
+@pytest.mark.parametrize("lead_s", [0.0, 1e-5, 1e3])
+def test_who_has_waited_is_faster_until_it_is_ahead(lead_s):
+    """Each rank waits while the other computes, so with a lead without end both always work at their best."""
+    program, speed = parse_program(RESTED), 2.5
+    base = cluster(TWO, 10)
+    usual, timeline = simulate(program, CostModel(base)), simulate(program, Busy(base, rest=(lead_s, speed)))
+    if lead_s == 0:
+        assert timeline == usual
+    for rank in (0, 1):
+        saved = usual.compute_s[rank] - timeline.compute_s[rank]
+        most = usual.compute_s[rank] * (1 - 1 / speed)
+        assert -1e-12 <= saved <= most * (1 + 1e-9)
+        if lead_s > 1:
+            assert saved == pytest.approx(most)
+    assert timeline.step_s <= usual.step_s
+    assert usual.step_s - timeline.step_s <= 4 * lead_s + 1e-12  # of two ranks, forward and backward
+    taken = simulate(program, Busy(base, rest=(lead_s, speed), beside=1e-9))
+    assert timeline.step_s <= taken.step_s  # what communication takes is not saved up
 
 
 def slowed(at: float, seconds: float, until: float, slowdown: float) -> float:
@@ -434,7 +476,18 @@ def layers_on_groups(draw) -> str:
     return "program groups world=4 {\n" + "\n".join(lines) + "\n}\n"
 
 
-BETTER = ("device", "memory", "nic", "network", "link", "latency", "link latency", "slowdown", "host")
+BETTER = (
+    "device",
+    "memory",
+    "nic",
+    "network",
+    "link",
+    "latency",
+    "link latency",
+    "slowdown",
+    "host",
+    "beside",
+)
 
 
 def better(costs: Busy, what: str, rank: int) -> Busy:
@@ -444,7 +497,7 @@ def better(costs: Busy, what: str, rank: int) -> Busy:
     number = base.machine_index_of(rank)
     machine, place = base.machines[number], base.ranks_of(number).index(rank)
     d = machine.devices[place]
-    slowdown, s_per_byte = costs._slowdown, costs._s_per_byte
+    slowdown, s_per_byte, beside = costs._slowdown, costs._s_per_byte, costs._beside
     network, latency = base.bandwidth_bytes_per_s, base.latency_s
     match what:
         case "device":
@@ -465,10 +518,13 @@ def better(costs: Busy, what: str, rank: int) -> Busy:
             slowdown /= 2
         case "host":
             s_per_byte /= 2
+        case "beside":
+            beside /= 2
     devices = (*machine.devices[:place], d, *machine.devices[place + 1 :])
     machines = list(base.machines)
     machines[number] = replace(machine, devices=devices)
-    return Busy(Cluster(base.name, tuple(machines), network, latency), slowdown, s_per_byte)
+    made = Cluster(base.name, tuple(machines), network, latency)
+    return Busy(made, slowdown, s_per_byte, costs._rest, beside)
 
 
 def does_not_grow(program, costs, what, rank):
@@ -476,7 +532,13 @@ def does_not_grow(program, costs, what, rank):
     assert after <= before * (1 + 1e-9), (what, rank)
 
 
-busy = st.sampled_from([(0.0, 0.0), (0.4, 0.0), (0.0, 1e-9), (0.8, 1e-9)])
+LONG, SHORT = (1.0, 3.0), (1e-5, 1.5)  # compared with a step of these programs
+busy = st.sampled_from(
+    [
+        (0.0, 0.0), (0.4, 0.0), (0.0, 1e-9), (0.8, 1e-9), (0.0, 1e-9, SHORT), (0.0, 0.0, LONG),
+        (0.0, 0.0, SHORT, 1e-9), (0.0, 1e-9, LONG, 1e-9),
+    ]
+)  # fmt: skip
 
 
 @settings(deadline=None, max_examples=20)

@@ -76,6 +76,8 @@ def profile(
                 "operators": len(d.ops),
                 "step_scale": d.step_scale,
                 "slowdown": d.slowdown,
+                "rested_s": d.rested_s,
+                "rested_speed": d.rested_speed,
                 "largest_micro_batch": d.largest_micro_batch,
             }
             for name, d in found.devices.items()

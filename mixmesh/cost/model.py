@@ -150,6 +150,11 @@ class CostModel:
         measured = self._measured(self.cluster.devices[rank])
         return measured.slowdown if measured else 0.0
 
+    def rest(self, rank: int) -> tuple[float, float]:
+        """Seconds by which ``rank`` gets ahead of its usual pace after a rest, and its speed until then."""
+        measured = self._measured(self.cluster.devices[rank])
+        return (measured.rested_s, measured.rested_speed) if measured else (0.0, 1.0)
+
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
         """Seconds for which a collective over ``size_bytes`` in whole keeps the computing thread busy."""
         return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
@@ -162,10 +167,20 @@ class CostModel:
         """The same where the device computes nothing else, as when collectives were measured: a part of
         their seconds."""
         measured = self._measured(self.cluster.devices[rank])
+        return 0.0 if measured is None else self._exchange_s(measured.host_s, name, ranks, size_bytes)
+
+    def exchange_beside_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
+        """Seconds of a device's usual pace that its communicating threads take for a collective."""
+        measured = self._measured(self.cluster.devices[rank])
         if measured is None:
             return 0.0
+        return self.host_scale(rank) * self._exchange_s(measured.beside_s, name, ranks, size_bytes)
+
+    def _exchange_s(
+        self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
+    ) -> float:
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
-        known = measured.host_s.get(host_key(name, algorithm)) or measured.host_s.get(name)
+        known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
         if known is None:
             return 0.0
         fixed, per_byte = known

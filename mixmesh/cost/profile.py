@@ -50,6 +50,9 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     host_scale: float = pydantic.Field(default=1.0, gt=0)
     idle_constant_bytes: int | None = pydantic.Field(default=None, ge=0)
     largest_micro_batch: list[Annotated[int, pydantic.Field(ge=0)]] = []
+    rested_s: _NotNegative = 0.0
+    rested_speed: float = pydantic.Field(default=1.0, ge=1, allow_inf_nan=False)
+    beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -113,7 +116,9 @@ class DeviceProfile:
     where the device computes. ``memory_constant_bytes`` is what a process holds beside tensors, and
     ``idle_constant_bytes`` what one does that computes nothing. ``largest_micro_batch`` is, by stage of
     ZeRO, how many samples the device was seen to hold in a micro-step with even owners; empty where that was
-    not tried.
+    not tried. After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s``
+    ahead of it; a second of rest is good for a second of lead, up to that. ``beside_s`` is as ``host_s``, of
+    the threads that communicate: what they take, a device that rests does not save up.
     """
 
     ops: dict[str, OpMeasurement]
@@ -125,6 +130,9 @@ class DeviceProfile:
     host_scale: float = 1.0
     idle_constant_bytes: int = 0
     largest_micro_batch: tuple[int, ...] = ()
+    rested_s: float = 0.0
+    rested_speed: float = 1.0
+    beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -176,6 +184,9 @@ class Profile:
                 d.host_scale,
                 d.memory_constant_bytes if d.idle_constant_bytes is None else d.idle_constant_bytes,
                 tuple(d.largest_micro_batch),
+                d.rested_s,
+                d.rested_speed,
+                d.beside_s,
             )
             for name, d in file.devices.items()
         }
@@ -215,6 +226,9 @@ class Profile:
                     "host_scale": d.host_scale,
                     "idle_constant_bytes": d.idle_constant_bytes,
                     "largest_micro_batch": d.largest_micro_batch,
+                    "rested_s": d.rested_s,
+                    "rested_speed": d.rested_speed,
+                    "beside_s": d.beside_s,
                 }
                 for name, d in self.devices.items()
             },

@@ -29,6 +29,7 @@ from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
 from .operators import measure_ops, shares_to_measure
 from .overlap import measure_overlap
+from .rest import measure_rest
 from .steps import FACTORS, measure_steps
 
 OPERATORS_SHARE = 0.3  # at least
@@ -65,7 +66,9 @@ def profile(
     links_started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
     progress("links beside computing")
-    slowdown, host_s = measure_overlap(comm, meter, links)
+    slowdown, host_s, beside_s = measure_overlap(comm, meter, links)
+    progress("computing after a rest")
+    rest = measure_rest(comm.device)
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     if largest is not None:
@@ -93,7 +96,9 @@ def profile(
     if largest is not None and largest.excess_bytes is not None:
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
-    mine = DeviceProfile(ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples)
+    mine = DeviceProfile(
+        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+    )
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}

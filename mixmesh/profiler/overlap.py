@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..cost import LinkMeasurement, host_key
+from ..cost import Curve, LinkMeasurement, host_key
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
@@ -24,6 +24,8 @@ WINDOW_S = 0.3  # of computing alone, and about as long beside communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
+BESIDE_BYTES = (2**12, 2**21)
+BESIDE_S = 0.06  # a collective that the many bytes are sent by takes no longer
 REPEATS = 5
 MAX_SUMS = 64  # one after the other, at most
 PIECES = 16  # gradients in a bucket
@@ -32,24 +34,33 @@ SIDE = 160  # of the matrices that are multiplied meanwhile
 
 def measure_overlap(
     comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]
-) -> tuple[float, dict[str, tuple[float, float]]]:
-    """``slowdown`` and ``host_s`` of ``DeviceProfile``.
+) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+    """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
 
     The slow-down is between 0 and 1: the part by which work takes longer while collectives go on.
     Collective.
     """
     if comm.world_size < 2:
-        return 0.0, {}
+        return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
     found = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    beside = {}
     if comm.device.type == "cpu":
+        cases = everyone_cases(comm)
         found |= {
             host_key(case.collective, case.algorithm): line(
                 PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
             )
-            for case in everyone_cases(comm)
+            for case in cases
         }
-    return slowdown(comm, channel, links), found
+        sizes = BESIDE_BYTES[0], largest_bytes(links, comm.world_size, BESIDE_BYTES, BESIDE_S)
+        beside = {
+            host_key(case.collective, case.algorithm): line(
+                sizes, lambda size, case=case: exchange_s(comm, channel, case, size, others=True)
+            )
+            for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
+        }
+    return slowdown(comm, channel, links), found, beside
 
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
@@ -77,10 +88,25 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
 
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
     """Bytes of an all_reduce between all ranks, and how many of them fill the window."""
-    curve = next(m.curve for m in links if m.collective == "all_reduce" and len(m.ranks) == world_size)
+    curve = all_reduce_curve(links, world_size)
     fitting = [p for p in curve.points if p[0] <= BUCKET_BYTES[1] and p[1] <= WINDOW_S]
     size, seconds = max(fitting, default=curve.points[0])
     return int(size), min(max(2, math.ceil(WINDOW_S / seconds)), MAX_SUMS)
+
+
+def all_reduce_curve(links: tuple[LinkMeasurement, ...], world_size: int) -> Curve:
+    return next(m.curve for m in links if m.collective == "all_reduce" and len(m.ranks) == world_size)
+
+
+def largest_bytes(
+    links: tuple[LinkMeasurement, ...], world_size: int, between: tuple[int, int], seconds: float
+) -> int:
+    """The most bytes that an all_reduce between all ranks is through with in time."""
+    least, most = between
+    size = most
+    while size > 4 * least and all_reduce_curve(links, world_size).at(size) > seconds:
+        size //= 2
+    return size
 
 
 def piece_of_work(device: torch.device) -> Callable[[], object]:
@@ -145,14 +171,17 @@ def everyone_cases(comm: Comm) -> list[Case]:
     return [*found, Case("all_to_all", "", comm.everyone, even, EVEN)]
 
 
-def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int) -> float:
-    """CPU seconds of the computing thread in a collective that it waits for."""
+def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, others: bool = False) -> float:
+    """CPU seconds of the computing thread in a collective that it waits for, or of the ``others``."""
     run = prepared(comm, channel, case, rows_of(size_bytes))
 
     def once() -> float:
-        started = time.thread_time()
+        started, of_all = time.thread_time(), time.process_time()
         run()
-        return time.thread_time() - started
+        own, of_all = time.thread_time() - started, time.process_time() - of_all
+        return max(of_all - own, 0.0) if others else own
 
     once()
-    return statistics.median(once() for _ in range(REPEATS))
+    found = [once() for _ in range(REPEATS)]
+    # what other threads take is a difference of two clocks, and never less than it needs
+    return min(found) if others else statistics.median(found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,11 +22,25 @@ class Run:
     """The clocks of one simulated step, by kind of rank."""
 
     def __init__(
-        self, simulation: Simulation, program: Program, sums: Sums, alike: Alike, keep_events: bool
+        self,
+        simulation: Simulation,
+        program: Program,
+        sums: Sums,
+        alike: Alike,
+        keep_events: bool,
+        leads: Sequence[float] = (),
     ) -> None:
+        """``leads``: by kind, how far ahead of its usual pace it begins."""
         self.simulation, self.program, self.keep_events = simulation, program, keep_events
         self.alike, count = alike, len(alike.firsts)
         self.clock = [0.0] * count
+        rests = [simulation.rests[r] for r in alike.firsts]
+        self.rested_s = [s for s, _ in rests]
+        self.briskly = [1 / speed for _, speed in rests]  # seconds after a rest of one that is usual
+        self.can_rest = any(self.rested_s)
+        self.began_with = list(leads) or [0.0] * count
+        # when each kind would be as far at its usual pace, if it may be as far ahead as it is
+        self.paced = [-lead for lead in self.began_with]
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # until when a collective of the kind is
         self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
@@ -71,6 +85,7 @@ class Run:
                 rest = one.repeats - 1 - n
                 count = len(self.clock)
                 self.clock = [t + rest * d for t, d in zip(self.clock, took)]
+                self.paced = [t + rest * d for t, d in zip(self.paced, took)]
                 self.busy = [t + rest * d for t, d in zip(self.busy, took[count:])]
                 self.communication += rest * took[-1]
                 break
@@ -103,8 +118,7 @@ class Run:
         for n in range(self.fetched, last + 1):
             end, call, waiting = self.gathered[n]
             kinds = [k for k in waiting if self.active[k]]
-            for k in kinds:
-                self.clock[k] = max(self.clock[k], end)
+            self.until(end, kinds)
             waiting.difference_update(kinds)
             self.occupy(call, kinds)
             if n == self.landed:
@@ -120,11 +134,36 @@ class Run:
 
     def compute(self, kind: int, name: str, seconds: float, op: str = "") -> None:
         start = self.clock[kind]
-        end = self.computed(kind, self.slowdown[kind], seconds)
-        self.clock[kind] = end
+        self.advance(kind, self.computed(kind, self.slowdown[kind], seconds) - start)
+        end = self.clock[kind]
         self.busy[kind] += end - start
         if self.keep_events and seconds > 0:
             self.events.append(Event(self.alike.firsts[kind], "compute", name, start, end, op))
+
+    def advance(self, kind: int, seconds: float) -> None:
+        """A kind works for what are ``seconds`` at its usual pace: faster while it is rested.
+
+        With u the time at which it would be as far at its usual pace, t its clock and v its speed after a
+        rest, work of s seconds is done at ``max(u + s, t + s / v)``, and who waits until t has a u of
+        ``t - rested_s`` at least. Both grow with all that they depend on: nothing gets slower by what gets
+        faster.
+        """
+        self.paced[kind] += seconds
+        self.clock[kind] = max(self.paced[kind], self.clock[kind] + seconds * self.briskly[kind])
+
+    def until(self, end: float, kinds: Iterable[int]) -> None:
+        """Kinds that are there before wait, and rest."""
+        for k in kinds:
+            if self.clock[k] < end:
+                self.clock[k] = end
+                self.paced[k] = max(self.paced[k], end - self.rested_s[k])
+
+    @property
+    def leads(self) -> list[float]:
+        """By kind, how far ahead of its usual pace it is."""
+        if not self.can_rest:
+            return self.began_with
+        return [max(clock - paced, 0.0) for clock, paced in zip(self.clock, self.paced)]
 
     def computed(self, kind: int, slowdown: float, seconds: float) -> float:
         """When a rank has computed for ``seconds``, slower while a collective of its own is under way."""
@@ -139,11 +178,15 @@ class Run:
         return max([self.clock[k] for k in self.alike.of(ranks)])
 
     def occupy(self, call: Call, kinds: Iterable[int]) -> None:
-        """The computing threads' half of a collective."""
+        """Half of what a collective takes of the computing threads, and of what devices may compute."""
         if call.host:
             where = call.exchange.ranks
             for k in kinds:
-                self.clock[k] += call.host[where.index(self.alike.firsts[k])]
+                self.advance(k, call.host[where.index(self.alike.firsts[k])])
+        if call.beside:
+            where = call.exchange.ranks
+            for k in kinds:
+                self.paced[k] += call.beside[where.index(self.alike.firsts[k])]
 
     def start(self, call: Call, name: str) -> float:
         """All ranks issue a collective here; returns its end."""
@@ -192,9 +235,7 @@ class Run:
         )
 
     def wait(self, end: float, call: Call) -> None:
-        for k in self.alike.of(call.exchange.ranks):
-            if self.clock[k] < end:
-                self.clock[k] = end
+        self.until(end, self.alike.of(call.exchange.ranks))
         self.occupy(call, self.alike.of(call.exchange.ranks))
 
     def steps(self, steps: list[Step], counts: np.ndarray, work_s: Seconds) -> None:
@@ -223,6 +264,10 @@ class Run:
             for work, name, op in step.works:
                 for kind, s in enumerate(work_s[work]):
                     self.compute(kind, name, s, op)
+            return
+        if self.can_rest:
+            for kind, s in enumerate(seconds):
+                self.compute(kind, "", s)
             return
         slow_ends = [(k, self.computed(k, slowdown, seconds[k])) for k, slowdown in self.slowed]
         for kind, s in enumerate(seconds):
@@ -257,6 +302,4 @@ class Run:
             end = self.free[channel]
             if end > 0:
                 end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
-            for k in self.alike.of(ranks):
-                if self.active[k]:
-                    self.clock[k] = max(self.clock[k], end)
+            self.until(end, [k for k in self.alike.of(ranks) if self.active[k]])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+
+import numpy as np
 
 from ..cost import CostModel
 from ..cost.memory import PeakMemory
@@ -18,6 +20,8 @@ from .order import Backward, Forward, counts_of, ready_points
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
 from .values import Alike, Call, MicroBatches, membership
+
+MAX_STEPS = 5  # until devices are as rested as a step before
 
 
 def simulate(
@@ -53,7 +57,9 @@ class Simulation:
         self.step = program if self.samples is None else costed_micro_step(program, self.samples)
         self.sheet = Sheet(self.step, costs, like and like.sheet)
         self.memory = PeakMemory(costs, optimizer_states, self.samples, like and like.memory)
-        self.slowdown = [costs.slowdown(r) for r in range(program.world_size)]
+        self.rests = [costs.rest(r) for r in range(program.world_size)]
+        # where a device has so much computing to spend, what communication takes of it is counted in that
+        self.slowdown = [0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(self.rests)]
         self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
         self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
         self.crossed: list[frozenset[int]] = []  # per channel: links, by number
@@ -126,12 +132,31 @@ class Simulation:
         events: bool = False,
         whole: bool = True,
     ) -> Run:
+        """A step, of devices that are as rested at its end as at its beginning."""
+        run = self._step(program, sums, planned, events=events, whole=whole)
+        for _ in range(MAX_STEPS):
+            leads = run.leads
+            if np.allclose(leads, run.began_with, rtol=0.0, atol=1e-9):
+                break
+            run = self._step(program, sums, planned, events=events, whole=whole, leads=leads)
+        return run
+
+    def _step(
+        self,
+        program: Program,
+        sums: Sums,
+        planned: Schedule | None,
+        *,
+        events: bool,
+        whole: bool,
+        leads: Sequence[float] = (),
+    ) -> Run:
         step = program if planned is None else with_ratios_of(self.step, program)
         if self.sheet.pattern_of(step) != self.sheet.pattern:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
         # events tell equal ranks apart
         alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
-        run = Run(self, step, sums, alike, events)
+        run = Run(self, step, sums, alike, events, leads)
         run.optimizer()
         run.start_gathers()
         if self.once is not None:
@@ -190,6 +215,10 @@ class Simulation:
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
+        beside = tuple(
+            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
+            for r in ranks
+        )
         channel = self._channel(purpose, exchange.ranks)
         return Call(
             exchange,
@@ -199,6 +228,7 @@ class Simulation:
             max((s for _, s in links), default=0.0),
             purpose == "gradient",
             host if any(host) else (),
+            beside if any(beside) else (),
         )
 
     def _channel(self, purpose: str, ranks: tuple[int, ...]) -> int:

@@ -24,6 +24,7 @@ class Call:
     longest: float  # of these
     yields: bool  # a gradient sum, which nobody waits for soon
     host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
+    beside: tuple[float, ...]  # the same of the threads that communicate, where devices rest
 
 
 class Step(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time

@@ -1,0 +1,70 @@
+"""How far ahead of its usual pace a device gets after a rest.
+
+A device that has waited for others may compute faster for a while: a processor under a CPU quota has all of
+its quota left, a cool one a higher clock, a shared one the credit that it has saved. A step rests at every
+collective that it waits for, so what a device does in one go, which is what operators are measured by, is not
+what it does between two collectives.
+
+Work is counted against the time since the rest ended. The lead is the work done, in seconds of the usual
+pace, less that time; its maximum is what the device has saved up, and how fast the lead grows at first says
+how fast it works until that is used up. All ranks rest and start together, as after a collective.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .overlap import piece_of_work
+
+REST_S = 0.05
+MOST_REST = 1.4  # times as long: rounds are not to begin with a quota's periods
+WATCHED_S = 0.16  # after a rest: in the second half the device is at its usual pace
+ROUNDS = 15
+STEPS = 320  # in which it is watched
+NOISE = 1.1  # a device no faster than this after a rest is taken for one that does not profit from it
+
+
+def measure_rest(device: torch.device) -> tuple[float, float]:
+    """``rested_s`` and ``rested_speed`` of ``DeviceProfile``. Collective."""
+    unit = piece_of_work(device)
+    unit()
+    rounds = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        time.sleep(random.uniform(1.0, MOST_REST) * REST_S)
+        rounds.append(times_of(unit, WATCHED_S))
+    return rested(rounds)
+
+
+def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
+    """When each unit was done, since the start."""
+    started, times = time.perf_counter(), [0.0]
+    while times[-1] < seconds:
+        unit()
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def rested(rounds: list[list[float]]) -> tuple[float, float]:
+    """The lead in seconds, and the speed over the usual one with which the first half of it is gained.
+
+    Of the rounds' mean, since a quota comes in periods: the line through the work done in the second half is
+    the usual pace, and that line is ahead of no work at no time by the lead.
+    """
+    grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
+    done = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)
+    late = grid >= WATCHED_S / 2
+    per_second, first = np.polyfit(grid[late], done[late], 1)
+    if per_second <= 0 or first <= 0:
+        return 0.0, 1.0
+    lead_s = first / per_second
+    leads = done / per_second - grid
+    half = int(np.argmax(leads >= lead_s / 2))
+    speed = 1 + leads[half] / grid[half]
+    return (float(lead_s), float(speed)) if speed > NOISE else (0.0, 1.0)
