@@ -128,6 +128,14 @@ class Program:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @cached_property
+    def copies(self) -> dict[str, tuple[Instruction, ...]]:
+        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
+        loads: dict[str, list[Instruction]] = {}
+        for i in self.params:
+            loads.setdefault(i.args[0], []).append(i)
+        return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
+
+    @cached_property
     def factored(self) -> frozenset[str]:
         """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
@@ -137,7 +145,7 @@ class Program:
         """A copy with other ratios, or other attributes of instructions. What follows from names and types
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
-        same = () if "instructions" in fields else ("producers", "params", "factored", "graph")
+        same = () if "instructions" in fields else ("producers", "params", "copies", "factored", "graph")
         for known in ("types", "requires_grad", *same):
             if known in self.__dict__:
                 made.__dict__[known] = self.__dict__[known]

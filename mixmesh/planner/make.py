@@ -28,6 +28,7 @@ from .proved import check_limit, proved
 from .segments import segments
 from .synced import synced
 from .task import SEARCH_S, Proposal, Task
+from .two_level import two_level
 
 # one row per planner: what proposes its programs
 PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
@@ -40,6 +41,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "tensor-parallel": simple.tensor_parallel_proportional,
     "model-parallel": model_parallel,
     "segments": segments,
+    "two-level": two_level,
     "placed": placed,
     "heterog": heterog,
     "tag": tag,
