@@ -145,9 +145,6 @@ def _check_copies(program: Program, i: Instruction, fail) -> None:
         raise fail("a parameter with copies has no owners", "one of owned and copies")
     if i.result in program.factored:
         raise fail("a gradient out of factors (sfb) is not summed between copies", "one of sfb and copies")
-    for user in program.instructions:
-        if i.result in user.inputs and user.is_redistribution and isinstance(i.type.placement, Shard):
-            raise fail("a copy is used as it is held", f"no {user.op} of it", _placed(i.type))
 
 
 def _check_update(program: Program, i: Instruction, fail) -> None:

@@ -30,6 +30,7 @@ class GradientSum:
     stage: int = 0
     rooted: bool = False
     cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
+    late: bool = False  # summed when all gradients that redistributions bring are there
 
     @property
     def size_bytes(self) -> int:
@@ -62,6 +63,7 @@ class Summed(NamedTuple):
     first_use: int
     kind: tuple[str, tuple[int, ...], str | None, int]
     cell: Cell | None = None
+    late: bool = False
 
 
 def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) -> tuple[Summed, ...]:
@@ -73,7 +75,8 @@ def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) 
     for p in summed_params(program):
         place, first, dtype = places[p.result], used.get(p.result, -1), p.type.value.dtype
         if p.args[0] in program.copies:
-            found += [Summed(place, first, (dtype, c.ranks, None, 0), c) for c in cells(program, p)]
+            late = p.args[0] in program.late
+            found += [Summed(place, first, (dtype, c.ranks, None, 0), c, late) for c in cells(program, p)]
         else:
             kind = (dtype, program.participants(p.type), *_owners(program, p))
             found.append(Summed(place, first, kind))
@@ -108,11 +111,11 @@ def gradient_sums(
                 index, held = index + 1, 0
             filled[s.kind] = (index, held + size)
             number = -1 - index  # apart from the numbers that the program gives
-        groups.setdefault((number, s.kind), []).append(s)
+        groups.setdefault((number, s.kind, s.late), []).append(s)
 
-    def ready(item: tuple[tuple, list[Summed]]) -> tuple[int, int]:
-        (number, _), members = item
-        return (0, number) if number >= 0 else (1, -min(s.first_use for s in members))
+    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, int]:
+        (number, _, late), members = item
+        return (late, 0, number) if number >= 0 else (late, 1, -min(s.first_use for s in members))
 
     def rooted(owned: str | None) -> bool:
         return owned is not None and len(support(program.ratio_of[owned])) == 1
@@ -124,6 +127,7 @@ def gradient_sums(
             *kind[1:],
             rooted(kind[2]),
             tuple(s.cell for s in members) if any(s.cell for s in members) else (),
+            late,
         )
-        for (_, kind), members in ordered
+        for (_, kind, late), members in ordered
     )

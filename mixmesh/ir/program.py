@@ -136,6 +136,18 @@ class Program:
         return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
 
     @cached_property
+    def late(self) -> frozenset[str]:
+        """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
+        there when the backward pass is over."""
+        users = [i for i in self.instructions if i.is_redistribution] if self.copies else []
+        brought = {name for i in users for name in i.inputs}
+        return frozenset(
+            name
+            for name, copies in self.copies.items()
+            if any(i.result in brought and isinstance(i.type.placement, Shard) for i in copies)
+        )
+
+    @cached_property
     def factored(self) -> frozenset[str]:
         """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]

@@ -22,6 +22,7 @@ from ..ir import (
     Shard,
     ValueType,
     make_ratio,
+    map_refs,
     shard_offsets,
     shard_sizes,
 )
@@ -83,16 +84,20 @@ class _Cutting:
         self.cuts: dict[str, Cut] = {}
         self.summed: set[str] = set()
         self.drawn: dict[str, int] = {}
+        self.alias: dict[str, str] = {}
+        self.wholes = self.needed_whole()
 
     def part(self) -> Part:
         program, draws = self.program, 0
         for i in program.instructions:
+            if any(r in self.wholes for r in i.results):
+                self.whole(i)
             if i.is_leaf:
                 self.leaf(i)
             elif i.is_redistribution:
                 self.redistribution(i)
             elif i.op == "update":
-                self.nodes.append(_node(i, (), i.args, i.kwargs))
+                self.keep(i, (), i.args, i.kwargs)
             else:
                 self.operator(i)
                 if i.op in DRAWS:
@@ -102,6 +107,40 @@ class _Cutting:
             raise NotDivisible(f"the loss %{program.loss} is not summed over samples")
         graph = Graph(program.name, tuple(self.nodes), program.loss)
         return Part(graph, self.cuts, frozenset(self.summed), self.drawn)
+
+    def needed_whole(self) -> set[str]:
+        """What is gathered of what follows from inputs alone (a mask), and what that is made of: each part
+        works it out for the whole batch."""
+        program, found = self.program, set()
+        left = [i.inputs[0] for i in program.instructions if i.op == "all_gather"]
+        while left:
+            name = left.pop()
+            made = program.producers[name]
+            if name in found or (made.is_leaf and isinstance(made.type.placement, Replicate)):
+                continue
+            if made.op == "param" or made.op in DRAWS or name in program.requires_grad:
+                raise NotDivisible(f"%{name} is gathered from all devices  {made.location}")
+            found.add(name)
+            left += made.inputs
+        return found
+
+    def whole(self, i: Instruction) -> None:
+        """An instruction as on a single device, beside that of the part."""
+        if i.is_redistribution:
+            self.alias[f"{i.result}.whole"] = self.name(self.in_whole(i.inputs[0]))
+            return
+        rename = lambda ref: Ref(self.name(self.in_whole(ref.name)))  # noqa: E731
+        kwargs = tuple((k, map_refs(v, rename)) for k, v in i.kwargs)
+        results = tuple(None if r is None else f"{r}.whole" for r in i.results)
+        args = map_refs(i.args, rename)
+        types = tuple(t.value for t in i.types)
+        self.nodes.append(Node(results, types, i.op, args, kwargs, i.location))
+
+    def in_whole(self, name: str) -> str:
+        return f"{name}.whole" if name in self.wholes else name
+
+    def name(self, name: str) -> str:
+        return self.alias.get(name, name)
 
     def cut(self, name: str) -> Cut | None:
         t = self.program.types[name]
@@ -122,15 +161,28 @@ class _Cutting:
         return ValueType(self.program.types[name].value.dtype, self.shape(name))
 
     def add(self, i: Instruction, op: str, args, result: str = "") -> None:
+        args = map_refs(args, self.renamed)
         self.nodes.append(Node((result or i.result,), (self.value(i.result),), op, args, (), i.location))
+
+    def keep(self, i: Instruction, types: tuple[ValueType, ...], args, kwargs, results=None) -> None:
+        kwargs = tuple((k, map_refs(v, self.renamed)) for k, v in kwargs)
+        args = map_refs(args, self.renamed)
+        self.nodes.append(Node(results or i.results, types, i.op, args, kwargs, i.location))
+
+    def renamed(self, ref: Ref) -> Ref:
+        return Ref(self.name(ref.name))
 
     def leaf(self, i: Instruction) -> None:
         cut = self.cut(i.result)
         if cut is not None:
             if i.op != "input":
                 raise NotDivisible(f"the {i.op} %{i.result} is cut between samples")
+            if i.result in self.wholes:
+                args = (Ref(f"{i.result}.whole"), cut.dim, cut.start, cut.start + cut.size, 1)
+                self.add(i, "aten.slice.Tensor", args)
+                return
             self.cuts[i.result] = cut
-        self.nodes.append(_node(i, (self.value(i.result),), i.args, i.kwargs))
+        self.keep(i, (self.value(i.result),), i.args, i.kwargs)
 
     def redistribution(self, i: Instruction) -> None:
         (source,) = i.inputs
@@ -142,6 +194,8 @@ class _Cutting:
         elif isinstance(before, Partial) and isinstance(after, Replicate):
             self.summed.add(i.result)
             self.add(i, "aten.mul.Tensor", (Ref(source), 1))
+        elif i.op == "all_gather":
+            self.alias[i.result] = self.name(self.in_whole(source))
         else:
             raise NotDivisible(f"%{i.result} = {i.op}(%{source}) joins samples of all devices  {i.location}")
 
@@ -152,7 +206,7 @@ class _Cutting:
         )  # what nobody uses needs no shape of its own
         placements = tuple(t.placement for t in i.types)
         if all(isinstance(self.program.types[n].placement, Replicate) for n in (*i.inputs, *names)):
-            self.nodes.append(_node(i, outs, i.args, i.kwargs))
+            self.keep(i, outs, i.args, i.kwargs)
             return
         if i.op in BY_POSITION:
             raise NotDivisible(f"%{names[0]} counts positions of samples  {i.location}")
@@ -175,10 +229,10 @@ class _Cutting:
         args, kwargs = (i.args, i.kwargs) if rule.local is None else rule.local(local)
         share = self.share(i, local)
         if share is None:
-            self.nodes.append(_node(i, outs, args, kwargs))
+            self.keep(i, outs, args, kwargs)
             return
         of_part = f"{i.result}.of_part"
-        self.nodes.append(Node((of_part,), outs, i.op, args, kwargs, i.location))
+        self.keep(i, outs, args, kwargs, (of_part,))
         self.add(i, "aten.mul.Tensor", (Ref(of_part), share))
 
     def share(self, i: Instruction, local: LocalCall) -> float | None:
@@ -192,7 +246,3 @@ class _Cutting:
             if isinstance(placement, Shard):
                 return shape[placement.dim] / value.shape[placement.dim]
         return None  # of an addend, whose mean is linear
-
-
-def _node(i: Instruction, types, args, kwargs) -> Node:
-    return Node(i.results, types, i.op, args, kwargs, i.location)

@@ -9,10 +9,10 @@ many times less as there are devices in the machine.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..baselines import TENSOR_PARALLEL, only
-from ..ir import REPLICATE, Instruction, Program, Ref, Shard, make_ratio, map_refs, support
+from ..ir import Program, make_ratio, support
 from ..placement.join import Set, join
 from ..placement.part import NotDivisible, Part, part_of
 from ..ratios import with_ratio
@@ -108,39 +108,5 @@ class TwoLevel:
         program, _, _ = Synthesis(inner).find(inner.shares(ranks), price, set())
         if program is None:
             return None
-        program = held_whole(program)
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)
         return program if ratio is None else with_ratio(program, "r0", ratio)
-
-
-def held_whole(program: Program) -> Program:
-    """``program`` with parameters that are gathered for use held whole: copies are used as they are held.
-    Raises NotDivisible for one that is used in shards too."""
-    users: dict[str, list[Instruction]] = {}
-    for i in program.instructions:
-        for name in dict.fromkeys(i.inputs):
-            users.setdefault(name, []).append(i)
-    stored = {
-        p.result
-        for p in program.params
-        if isinstance(p.type.placement, Shard) and any(u.is_redistribution for u in users.get(p.result, ()))
-    }
-    whole: dict[str, str] = {}  # gathered -> the parameter
-
-    def named(ref: Ref) -> Ref:
-        return Ref(whole.get(ref.name, ref.name))
-
-    out = []
-    for i in program.instructions:
-        if i.op == "param" and i.result in stored:
-            if not all(u.op == "all_gather" for u in users[i.result]):
-                raise NotDivisible(f"%{i.result} is used in shards and whole")
-            i = replace(i, types=(replace(i.type, placements=(REPLICATE,)),))
-        elif i.is_redistribution and i.inputs[0] in stored:
-            whole[i.result] = i.inputs[0]
-            continue
-        elif not whole.keys().isdisjoint(i.inputs):
-            kwargs = tuple((k, map_refs(v, named)) for k, v in i.kwargs)
-            i = replace(i, args=map_refs(i.args, named), kwargs=kwargs)
-        out.append(i)
-    return replace(program, instructions=tuple(out)) if stored else program

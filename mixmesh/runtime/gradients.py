@@ -43,6 +43,7 @@ class Bucket:
     owned: str | None = None
     stage: int = 0
     cells: tuple[Cell | None, ...] = ()  # by name, what is summed of a parameter with copies
+    late: bool = False  # summed when all gradients that redistributions bring are there
 
 
 def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
@@ -53,7 +54,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
     for param in program.factored:
         summed_by_sfb(program, param)
     return tuple(
-        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells)
+        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells, s.late)
         for s in gradient_sums(program, cap_bytes)
     )
 
@@ -227,10 +228,13 @@ class GradientReducer:
 
         return ready
 
-    def _start_ready(self, *, all_of_them: bool = False) -> None:
-        """Starts buckets in their order, up to the first that still misses a gradient."""
+    def _start_ready(self, *, all_of_them: bool = False, late: bool = False) -> None:
+        """Starts buckets in their order, up to the first that still misses a gradient; the late ones, which
+        come last, only if ``late``."""
         progress = self._progress
         while progress.next < len(progress.missing):
+            if self._own[progress.next].late and not late:
+                return
             missing = progress.missing[progress.next]
             if missing and not all_of_them:
                 return
@@ -291,6 +295,9 @@ class GradientReducer:
     def _finish(self) -> None:
         progress = self._progress
         self._start_ready(all_of_them=True)
+        while progress.arriving:
+            self._land()
+        self._start_ready(all_of_them=True, late=True)
         while progress.arriving:
             self._land()
         for handle in progress.handles:

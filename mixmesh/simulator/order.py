@@ -208,6 +208,9 @@ def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     out: dict[str, Points] = {}
     for first in summed_params(program):
         found: list[tuple[int, tuple[int, ...]]] = []
+        if first.args[0] in program.late:
+            out[first.result] = ()
+            continue
         for p in program.copies.get(first.args[0], (first,)):
             left = set(program.participants(p.type))
             for n in sheet.uses.get(p.result, ()):
