@@ -20,6 +20,7 @@ from ..ir import (
     Ref,
     Replicate,
     Shard,
+    TensorType,
     ValueType,
     make_ratio,
     map_refs,
@@ -143,7 +144,9 @@ class _Cutting:
         return self.alias.get(name, name)
 
     def cut(self, name: str) -> Cut | None:
-        t = self.program.types[name]
+        return self.cut_of(self.program.types[name], name)
+
+    def cut_of(self, t: TensorType, name: str) -> Cut | None:
         if not isinstance(t.placement, Shard):
             return None
         dim = t.placement.dim
@@ -153,12 +156,13 @@ class _Cutting:
         sizes = shard_sizes(size, self.ratio, size // sum(self.counts))
         return Cut(dim, shard_offsets(sizes)[self.number], sizes[self.number], t.value.shape)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        shape, cut = self.program.types[name].value.shape, self.cut(name)
-        return shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
-
     def value(self, name: str) -> ValueType:
-        return ValueType(self.program.types[name].value.dtype, self.shape(name))
+        return self.value_of(self.program.types[name], name)
+
+    def value_of(self, t: TensorType, name: str) -> ValueType:
+        shape, cut = t.value.shape, self.cut_of(t, name)
+        whole = shape if cut is None else (*shape[: cut.dim], cut.size, *shape[cut.dim + 1 :])
+        return ValueType(t.value.dtype, whole)
 
     def add(self, i: Instruction, op: str, args, result: str = "") -> None:
         args = map_refs(args, self.renamed)
@@ -201,9 +205,7 @@ class _Cutting:
 
     def operator(self, i: Instruction) -> None:
         names = [r for r in i.results if r is not None]
-        outs = tuple(
-            t.value if r is None else self.value(r) for r, t in zip(i.results, i.types)
-        )  # what nobody uses needs no shape of its own
+        outs = tuple(self.value_of(t, r or i.op) for r, t in zip(i.results, i.types))
         placements = tuple(t.placement for t in i.types)
         if all(isinstance(self.program.types[n].placement, Replicate) for n in (*i.inputs, *names)):
             self.keep(i, outs, i.args, i.kwargs)
@@ -216,7 +218,7 @@ class _Cutting:
             call,
             tuple(self.program.types[n].placement for n in i.inputs),
             placements,
-            tuple(self.shape(n) for n in i.inputs),
+            tuple(self.value(n).shape for n in i.inputs),
             tuple(t.shape for t in outs),
         )
         for name in names:
