@@ -47,8 +47,7 @@ def cut_within_machines(graph, cluster: Cluster):
     task = Task(graph, CostModel(cluster), 2, lambda _: None)
     planner = TwoLevel(task)
     speeds = [float(len(ranks)) for ranks in planner.machines]
-    (made, *_) = planner.dealt(TENSOR_PARALLEL.gradient_sync, speeds)
-    return made.program
+    return next(planner.dealt(TENSOR_PARALLEL.gradient_sync, speeds))
 
 
 # --- in one process ------------------------------------------------------------------------------------

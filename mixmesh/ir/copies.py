@@ -38,11 +38,14 @@ class Cell:
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
     """What the ranks of a parameter with copies hold in common. ``param`` is the first of them."""
-    held = []
-    for copy in program.copies[param.args[0]]:
-        pieces = [(rank, piece(program, copy, rank)) for rank in program.participants(copy.type)]
-        held.append(tuple((rank, box) for rank, box in pieces if all(size for _, size in box)))
-    return _cells(param.type.value, tuple(held))
+    name = param.args[0]
+    if name not in program.cells:
+        held = []
+        for copy in program.copies[name]:
+            pieces = [(rank, piece(program, copy, rank)) for rank in program.participants(copy.type)]
+            held.append(tuple((rank, box) for rank, box in pieces if all(size for _, size in box)))
+        program.cells[name] = _cells(param.type.value, tuple(held))
+    return program.cells[name]
 
 
 def piece(program: Program, param: Instruction, rank: int) -> Box:

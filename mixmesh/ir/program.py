@@ -136,6 +136,11 @@ class Program:
         return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
 
     @cached_property
+    def cells(self) -> dict[str, tuple]:
+        """What ``copies.cells`` has found, by the name of the parameter."""
+        return {}
+
+    @cached_property
     def late(self) -> frozenset[str]:
         """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
         there when the backward pass is over."""
@@ -158,6 +163,7 @@ class Program:
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
         same = () if "instructions" in fields else ("producers", "params", "copies", "factored", "graph")
+        same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
         for known in ("types", "requires_grad", *same):
             if known in self.__dict__:
                 made.__dict__[known] = self.__dict__[known]

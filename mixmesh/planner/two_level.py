@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..baselines import TENSOR_PARALLEL, only
+from ..buckets import with_buckets
 from ..ir import Program, make_ratio, support
 from ..placement.join import Set, join
 from ..placement.part import NotDivisible, Part, part_of
@@ -24,6 +25,10 @@ from .task import Proposal, Task
 # the link
 PRICES = (1.0, 8.0, TENSOR_PARALLEL.gradient_sync)
 ROUNDS = 2  # of dealing out samples
+WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
+MOST_NODES = 1500  # of the graph, times kinds of machines: about two seconds
+MOST_MACHINES = 8
+BUCKET_BYTES = 16e6  # of programs that are compared
 
 
 @dataclass(frozen=True)
@@ -39,29 +44,59 @@ def two_level(task: Task) -> Iterator[Proposal]:
     return TwoLevel(task).proposals()
 
 
+def machines_of(task: Task) -> list[tuple[int, ...]]:
+    """Ranks by machine."""
+    cluster = task.costs.cluster
+    return [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+
+
+def has_levels(machines: list[tuple[int, ...]]) -> bool:
+    return len(machines) > 1 and max(map(len, machines)) > 1
+
+
+def promising(task: Task) -> bool:
+    """Whether two levels are worth the time outside of a search: the best plan so far spends some on
+    communication, and there is not too much to plan."""
+    machines = machines_of(task)
+    if not has_levels(machines):
+        return False
+    kinds = {tuple(task.costs.class_of[r] for r in ranks) for ranks in machines}
+    if len(task.graph.nodes) * len(kinds) > MOST_NODES or len(machines) > MOST_MACHINES:
+        return False
+    return task.best_s > WORTH * task.least_seconds(tuple(range(task.world_size)))
+
+
 class TwoLevel:
     def __init__(self, task: Task) -> None:
         self.task = task
-        cluster = task.costs.cluster
-        self.machines = [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+        self.machines = machines_of(task)
         self._found: dict[tuple, Program | None] = {}
         self._tasks: dict[tuple, Task] = {}
 
     def proposals(self) -> Iterator[Proposal]:
-        if len(self.machines) < 2 or max(map(len, self.machines)) < 2:
+        """The fastest that fits; the memory of those behind it need not be known."""
+        for _, program in sorted(self.candidates(), key=lambda found: found[0]):
+            made = self.task.best_buckets("two-level", program)
+            yield made
+            if made.feasible:
+                return
+
+    def candidates(self) -> Iterator[tuple[float, Program]]:
+        """Programs with their seconds."""
+        if not has_levels(self.machines) or self.task.batch < len(self.machines):
             return
         shares = self.task.proportional
         speeds = [sum(shares[r] for r in ranks) for ranks in self.machines]
-        if self.task.batch < len(self.machines):
-            return
         try:
             for price in PRICES:
                 self.task.progress(f"planning: two levels, gradient price {price:g}")
-                yield from self.dealt(price, speeds)
-        except NotDivisible:
-            return
+                for program in self.dealt(price, speeds):
+                    made = with_buckets(program, BUCKET_BYTES)
+                    yield self.task.simulation(made).step_s(made), program
+        except NotDivisible as error:
+            self.task.refused = str(error)
 
-    def dealt(self, price: float, speeds: list[float]) -> Iterator[Proposal]:
+    def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
         """Samples in proportion to how fast the machines are through with theirs."""
         seen: set[tuple[int, ...]] = set()
         for _ in range(ROUNDS):
@@ -73,8 +108,7 @@ class TwoLevel:
             if any(f is None for f in found):
                 return
             whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
-            program = join(self.task.graph.name, [f.set for f in found], whole)
-            yield self.task.best_buckets("two-level", program)
+            yield join(self.task.graph.name, [f.set for f in found], whole)
             speeds = [count / f.step_s for count, f in zip(counts, found)]
 
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
