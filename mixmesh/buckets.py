@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from .cost import CostModel
-from .cost.placed import synchronised
+from .cost.placed import summed_params
 from .cost.sums import order_of_sums
-from .ir import Program
+from .ir import Instruction, Program, cells
 
 
 def with_buckets(program: Program, capacity_bytes: float) -> Program:
@@ -29,16 +29,22 @@ def bucketed(program: Program, capacities: Sequence[float]) -> tuple[Program, ..
     for n, i in enumerate(program.instructions):
         for name in i.inputs:
             first_use.setdefault(name, n)
-    waiting = [i for i in program.params if synchronised(program, i)]
+    waiting = summed_params(program)
     waiting.sort(key=lambda i: first_use.get(i.result, -1), reverse=True)
     gradients = [
-        (i.result, i.type.value.size_bytes, (program.participants(i.type), i.type.value.dtype))
-        for i in waiting
+        (i.result, i.type.value.size_bytes, (_ranks(program, i), i.type.value.dtype)) for i in waiting
     ]
     numbers = dict.fromkeys(tuple(_numbers(gradients, capacity)) for capacity in capacities)
     return tuple(
         _numbered(program, dict(zip((name for name, _, _ in gradients), these))) for these in numbers
     )
+
+
+def _ranks(program: Program, param: Instruction) -> tuple:
+    """Between whom the gradient is summed."""
+    if param.args[0] in program.copies:
+        return tuple(cell.ranks for cell in cells(program, param))
+    return program.participants(param.type)
 
 
 def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> Program:

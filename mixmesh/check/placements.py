@@ -58,6 +58,7 @@ def check_placements(program: Program, where: str = "") -> None:
         if i.is_leaf:
             _check_leaf(i, fail)
             _check_owners(program, i, fail)
+            _check_copies(program, i, fail)
         elif i.op == "update":
             _check_update(program, i, fail)
         elif i.is_redistribution:
@@ -129,6 +130,23 @@ def _check_owners(program: Program, i: Instruction, fail) -> None:
         raise fail("a gradient out of factors (sfb) is not summed, and has no owner", "one of owned and sfb")
 
 
+def _check_copies(program: Program, i: Instruction, fail) -> None:
+    copies = program.copies.get(i.args[0], ()) if i.op == "param" else ()
+    mine = program.participants(i.type)
+    for other in copies:
+        shared = sorted({*mine} & {*program.participants(other.type)})
+        if other.result != i.result and shared:
+            raise fail(
+                f"rank {shared[0]} holds {i.args[0]} twice", "copies on different ranks", _placed(i.type)
+            )
+    if not copies:
+        return
+    if i.attr("owned") is not None:
+        raise fail("a parameter with copies has no owners", "one of owned and copies")
+    if i.result in program.factored:
+        raise fail("a gradient out of factors (sfb) is not summed between copies", "one of sfb and copies")
+
+
 def _check_update(program: Program, i: Instruction, fail) -> None:
     if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or len(i.inputs) != 1:
         raise fail("this is no update", 'update("buffer", %value)')
@@ -155,7 +173,7 @@ def _check_redistribution(program: Program, i: Instruction, fail) -> None:
     change = f"{_placed(src)} -> {_placed(dst)}"
     same_ranks = program.participants(src) == program.participants(dst)
     cuts = [program.ratio_of[t.ratio] for t in (src, dst) if isinstance(t.placement, Shard)]
-    if isinstance(src.placement, Partial) and isinstance(dst.placement, Partial):
+    if isinstance(src.placement, Partial) and isinstance(dst.placement, Partial) and same_ranks:
         raise fail("a partial sum stays where it is", "R or S(dim) as the result", change)
     if not same_ranks or len(set(cuts)) > 1:
         # pieces may be gathered by ranks that own none of them

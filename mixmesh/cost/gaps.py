@@ -11,8 +11,9 @@ from ..ir import Program
 from ..rules import call_of
 from .links import MeasuredCollective
 from .model import VIEWS, CostModel
-from .placed import Exchange, exchange_of, held_share, is_computation, synchronised, work_type
+from .placed import Exchange, exchange_of, held_share, is_computation, work_type
 from .profile import device_key, op_key
+from .sums import gradient_sums
 
 NAMED = 3  # operators that a warning names
 
@@ -111,19 +112,14 @@ def _collectives(program: Program, costs: CostModel) -> Iterator[str]:
 
 def exchanges(program: Program) -> Iterator[Exchange]:
     """The collectives of a step: of redistributions, of their gradients, and of buckets of gradients."""
-    buckets: dict[tuple, int] = {}
-    for n, i in enumerate(program.instructions):
+    for i in program.instructions:
         if i.is_redistribution:
             for backward in (False, True):
                 if not backward or i.result in program.requires_grad:
                     exchange = exchange_of(program, i, backward=backward)
                     if exchange is not None:
                         yield exchange
-        elif synchronised(program, i):
-            key = (i.attr("bucket", -1 - n), program.participants(i.type))
-            buckets[key] = buckets.get(key, 0) + i.type.value.size_bytes
-    for (_, ranks), size_bytes in buckets.items():
-        yield Exchange("all_reduce", size_bytes, ranks)
+    yield from (s.exchange for s in gradient_sums(program))
 
 
 def _counted(count: int, noun: str) -> str:

@@ -20,6 +20,7 @@ from ..ir import (
     Replicate,
     Shard,
     TensorType,
+    cells,
     dual,
     nameless,
     owned_type,
@@ -203,10 +204,23 @@ def synchronised(program: Program, i: Instruction) -> bool:
     return (
         i.op == "param"
         and i.result in program.requires_grad
-        and not isinstance(i.type.placement, Shard)
-        and len(program.participants(i.type)) > 1
+        and (
+            i.args[0] in program.copies
+            or (not isinstance(i.type.placement, Shard) and len(program.participants(i.type)) > 1)
+        )
         and i.result not in program.factored
     )
+
+
+def summed_params(program: Program) -> list[Instruction]:
+    """The parameters whose gradients are summed after the backward pass; of copies the first, for all."""
+    return [i for i in program.params if synchronised(program, i) and is_first(program, i)]
+
+
+def is_first(program: Program, param: Instruction) -> bool:
+    """Whether no earlier instruction loads the parameter."""
+    copies = program.copies.get(param.args[0])
+    return copies is None or copies[0].result == param.result
 
 
 def is_stored(program: Program, i: Instruction) -> bool:
@@ -292,8 +306,9 @@ class Sheet:
 
     def pattern_of(self, program: Program) -> tuple:
         """What decides which collectives there are and between whom: the ranks that take part, and what
-        changes of ratio move."""
-        return (supports(program), *(exchange_of(program, i) for i in self.borders))
+        changes of ratio move, and what copies of a parameter share."""
+        shared = [cells(program, i[0]) for i in program.copies.values()]
+        return (supports(program), *(exchange_of(program, i) for i in self.borders), *shared)
 
     @cached_property
     def uses(self) -> dict[str, list[int]]:

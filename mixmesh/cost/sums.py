@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ir import Instruction, Program, owned_type, stage_of, support
-from .placed import Exchange, first_uses, synchronised
+from ..ir import Cell, Instruction, Program, cells, cells_bytes, owned_type, stage_of, support
+from .placed import Exchange, first_uses, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
 # what is on its way to the ranks that own it, or comes back from them, holds its buffer: the runtime has no
@@ -21,17 +21,22 @@ IN_FLIGHT_BYTES = 32 * 2**20
 @dataclass(frozen=True, slots=True)
 class GradientSum:
     """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
-    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one."""
+    owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one. Of
+    a parameter with copies it has one of its ``cells``."""
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
     rooted: bool = False
+    cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
+    late: bool = False  # summed when all gradients that redistributions bring are there
 
     @property
     def size_bytes(self) -> int:
-        return sum(p.type.value.size_bytes for p in self.params)
+        if not self.cells:
+            return sum(p.type.value.size_bytes for p in self.params)
+        return sum(gradient_bytes(p, cell) for p, cell in zip(self.params, self.cells))
 
     @property
     def exchange(self) -> Exchange:
@@ -44,28 +49,37 @@ class GradientSum:
         return Exchange("all_gather", self.size_bytes, self.ranks, rooted=self.rooted)
 
 
+def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
+    """Bytes of a parameter's gradient, or of the cell of it that is summed."""
+    return param.type.value.size_bytes if cell is None else cells_bytes(param.type.value, (cell,))
+
+
 class Summed(NamedTuple):
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, and what must agree within a bucket: dtype, ranks, the owners' ratio and the stage."""
+    use, and what must agree within a bucket: dtype, ranks, the owners' ratio and the stage. Of one with
+    copies it is the first copy, once for every ``cell``."""
 
     place: int
     first_use: int
     kind: tuple[str, tuple[int, ...], str | None, int]
+    cell: Cell | None = None
+    late: bool = False
 
 
 def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) -> tuple[Summed, ...]:
     """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
     without a use comes last. ``first_use`` is that of the program, where it is known already."""
     used = first_uses(program) if first_use is None else first_use
-    found = [
-        Summed(
-            place,
-            used.get(p.result, -1),
-            (p.type.value.dtype, program.participants(p.type), *_owners(program, p)),
-        )
-        for place, p in enumerate(program.params)
-        if synchronised(program, p)
-    ]
+    places = {p.result: place for place, p in enumerate(program.params)}
+    found = []
+    for p in summed_params(program):
+        place, first, dtype = places[p.result], used.get(p.result, -1), p.type.value.dtype
+        if p.args[0] in program.copies:
+            late = p.args[0] in program.late
+            found += [Summed(place, first, (dtype, c.ranks, None, 0), c, late) for c in cells(program, p)]
+        else:
+            kind = (dtype, program.participants(p.type), *_owners(program, p))
+            found.append(Summed(place, first, kind))
     return tuple(sorted(found, key=lambda s: -s.first_use))
 
 
@@ -91,23 +105,29 @@ def gradient_sums(
         p = params[s.place]
         number = p.attr("bucket") if p.attrs else None
         if number is None:
-            size = p.type.value.size_bytes
+            size = gradient_bytes(p, s.cell)
             index, held = filled.get(s.kind, (0, 0))
             if held and held + size > cap_bytes:
                 index, held = index + 1, 0
             filled[s.kind] = (index, held + size)
             number = -1 - index  # apart from the numbers that the program gives
-        groups.setdefault((number, s.kind), []).append(s)
+        groups.setdefault((number, s.kind, s.late), []).append(s)
 
-    def ready(item: tuple[tuple, list[Summed]]) -> tuple[int, int]:
-        (number, _), members = item
-        return (0, number) if number >= 0 else (1, -min(s.first_use for s in members))
+    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, int]:
+        (number, _, late), members = item
+        return (late, 0, number) if number >= 0 else (late, 1, -min(s.first_use for s in members))
 
     def rooted(owned: str | None) -> bool:
         return owned is not None and len(support(program.ratio_of[owned])) == 1
 
     ordered = sorted(groups.items(), key=ready)
     return tuple(
-        GradientSum(tuple(params[s.place] for s in members), *kind[1:], rooted(kind[2]))
-        for (_, kind), members in ordered
+        GradientSum(
+            tuple(params[s.place] for s in members),
+            *kind[1:],
+            rooted(kind[2]),
+            tuple(s.cell for s in members) if any(s.cell for s in members) else (),
+            late,
+        )
+        for (_, kind, late), members in ordered
     )

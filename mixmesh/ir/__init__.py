@@ -1,5 +1,6 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
+from .copies import Cell, cells, cells_bytes, piece
 from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
 from .ownership import owned_type, stage_of
 from .placement import (
@@ -25,10 +26,10 @@ from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_s
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio", "Ref",
-    "Replicate", "Samples", "Shard", "TensorType", "ValueType",
-    "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs", "micro_step_program",
-    "nameless", "once_program", "owned_type", "parse_program", "participants", "print_instruction",
-    "print_program", "redistribution", "refs", "samples_of", "shard_offsets", "shard_sizes", "stage_of",
-    "support",
+    "Arg", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio",
+    "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
+    "cells", "cells_bytes", "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs",
+    "micro_step_program", "nameless", "once_program", "owned_type", "parse_program", "participants", "piece",
+    "print_instruction", "print_program", "redistribution", "refs", "samples_of", "shard_offsets",
+    "shard_sizes", "stage_of", "support",
 ]  # fmt: skip

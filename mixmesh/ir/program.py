@@ -128,6 +128,31 @@ class Program:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @cached_property
+    def copies(self) -> dict[str, tuple[Instruction, ...]]:
+        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
+        loads: dict[str, list[Instruction]] = {}
+        for i in self.params:
+            loads.setdefault(i.args[0], []).append(i)
+        return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
+
+    @cached_property
+    def cells(self) -> dict[str, tuple]:
+        """What ``copies.cells`` has found, by the name of the parameter."""
+        return {}
+
+    @cached_property
+    def late(self) -> frozenset[str]:
+        """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
+        there when the backward pass is over."""
+        users = [i for i in self.instructions if i.is_redistribution] if self.copies else []
+        brought = {name for i in users for name in i.inputs}
+        return frozenset(
+            name
+            for name, copies in self.copies.items()
+            if any(i.result in brought and isinstance(i.type.placement, Shard) for i in copies)
+        )
+
+    @cached_property
     def factored(self) -> frozenset[str]:
         """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
@@ -137,7 +162,8 @@ class Program:
         """A copy with other ratios, or other attributes of instructions. What follows from names and types
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
-        same = () if "instructions" in fields else ("producers", "params", "factored", "graph")
+        same = () if "instructions" in fields else ("producers", "params", "copies", "factored", "graph")
+        same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
         for known in ("types", "requires_grad", *same):
             if known in self.__dict__:
                 made.__dict__[known] = self.__dict__[known]

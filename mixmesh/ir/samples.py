@@ -32,6 +32,11 @@ RANDOM = (
     "exponential",
     "rrelu_with_noise",
 )
+# operators that draw numbers for each element, by what they are numbered for the seeds of their numbers
+DRAWS = (
+    "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
+    "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

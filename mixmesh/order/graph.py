@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost.placed import Exchange, Sheet, exchange_of, synchronised
-from ..ir import Instruction, Program, owned_type
+from ..ir import Instruction, Program, cells, cells_bytes, owned_type
 from ..ir.samples import RANDOM
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
@@ -115,6 +115,12 @@ def _of_gradient(program: Program, i: Instruction) -> tuple[Exchange | None, str
     """The collective in the backward of an instruction, and what its process group is for."""
     if synchronised(program, i):
         name = "all_reduce" if owned_type(program, i) is None else "reduce_scatter"
-        return Exchange(name, i.type.value.size_bytes, program.participants(i.type)), "gradient"
+        size_bytes, ranks = i.type.value.size_bytes, program.participants(i.type)
+        if i.args[0] in program.copies:
+            shared = cells(program, program.copies[i.args[0]][0])
+            mine = [cell for cell in shared if not set(cell.ranks).isdisjoint(ranks)]
+            size_bytes = max((cells_bytes(i.type.value, (cell,)) for cell in mine), default=0)
+            ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
+        return Exchange(name, size_bytes, ranks), "gradient"
     flows = i.is_redistribution and i.result in program.requires_grad
     return (exchange_of(program, i, backward=True) if flows else None), "data"

@@ -28,6 +28,7 @@ from .proved import check_limit, proved
 from .segments import segments
 from .synced import synced
 from .task import SEARCH_S, Proposal, Task
+from .two_level import promising, two_level
 
 # one row per planner: what proposes its programs
 PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
@@ -40,17 +41,19 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "tensor-parallel": simple.tensor_parallel_proportional,
     "model-parallel": model_parallel,
     "segments": segments,
+    "two-level": two_level,
     "placed": placed,
     "heterog": heterog,
     "tag": tag,
 }
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
-AUTO = (*BASELINES, "hap")
+AUTO = (*BASELINES, "hap", "two-level")
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 SEARCHING = ("placed", "heterog", "tag")  # as long as they may
 LEARNED = ("heterog", "tag")
 LAST_RESORT = ("poplar", "model-parallel")  # and where nothing else fits
+NEEDS = {"two-level": "two machines or more, one of them with several devices, and a batch to be dealt out"}
 PLANNERS = ("auto", *PROPOSERS)
 COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 
@@ -146,10 +149,19 @@ def _make_plan(
     for name in (*names, *last):
         if name in last and any(p.feasible for p in best.values()):
             continue
+        if name == "two-level" and quick and not promising(task):
+            continue
         task.progress(f"planning: {name}")
         proposals = list(PROPOSERS[name](task))
         if proposals:
             best[name] = min(proposals, key=lambda p: p.key)
+    if not best:
+        raise InputError(
+            f"the planner {planner} has no plan for this job on this cluster",
+            expected="what it is for: " + NEEDS.get(planner, "several devices"),
+            got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
+            hint="--planner auto",
+        )
     fitting = [p for p in best.values() if p.feasible]
     if not fitting:
         raise infeasible(task, list(best.values()))

@@ -62,6 +62,7 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
+        self.refused = ""  # why a planner has nothing to propose
         self._data_parallel: dict[Ratio, Program] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, bool, int], Program] = {}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
-from ..ir import Program
+from ..ir import Cell, Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
 from .owned import Group, Owned, counts, cut, pack
@@ -36,12 +36,14 @@ from .sfb import summed_by_sfb
 @dataclass(frozen=True, slots=True)
 class Bucket:
     """Parameters by name whose gradients travel together, between ``ranks``; to their owners, if those of
-    the bucket are ``owned`` (the name of a ratio)."""
+    the bucket are ``owned`` (the name of a ratio). Of parameters with copies ``cells`` of them do."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]
     owned: str | None = None
     stage: int = 0
+    cells: tuple[Cell | None, ...] = ()  # by name, what is summed of a parameter with copies
+    late: bool = False  # summed when all gradients that redistributions bring are there
 
 
 def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
@@ -52,7 +54,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
     for param in program.factored:
         summed_by_sfb(program, param)
     return tuple(
-        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage)
+        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells, s.late)
         for s in gradient_sums(program, cap_bytes)
     )
 
@@ -88,7 +90,8 @@ class GradientReducer:
     """Hooks on the parameters of this rank that sum their gradients.
 
     ``params`` are those that are used, by name; of those in ``owned`` the gradients go to owners.
-    ``on_sum`` is called in every pass that sums all."""
+    ``on_sum`` is called in every pass that sums all. ``origins``: of parameters with copies, where in the
+    whole the piece of this rank begins."""
 
     def __init__(
         self,
@@ -97,6 +100,7 @@ class GradientReducer:
         params: Mapping[str, Tensor],
         owned: Mapping[str, Owned] | None = None,
         on_sum: Callable[[], object] = lambda: None,
+        origins: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self.sums = Sums.ALL
         self._rank, self._on_sum = comm.rank, on_sum
@@ -104,6 +108,10 @@ class GradientReducer:
             {id(p): p for p in (*params.values(), *(o.piece for o in (owned or {}).values()))}.values()
         )
         self._groups: dict[int, Group] = {}  # by index of the bucket
+        self._cells: dict[int, list[Cell]] = {}  # by index of the bucket, one per member
+        self._origins = {
+            id(params[name]): origin for name, origin in (origins or {}).items() if name in params
+        }
         self._task = -1
         self._progress = _Progress()
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
@@ -112,10 +120,13 @@ class GradientReducer:
         self._channels: list[Channel] = []
         self._own: list[Bucket] = []
         for n, bucket in enumerate(buckets):
+            by_param = dict(zip((id(params[n]) for n in bucket.names), bucket.cells))
             members = list({id(params[n]): params[n] for n in bucket.names}.values())  # tied: once
-            members = [p for p in members if p.requires_grad and id(p) not in self._first]
+            members = [p for p in members if p.requires_grad and (id(p) not in self._first or by_param)]
             if comm.rank not in bucket.ranks or not members:
                 continue
+            if by_param:
+                self._cells[len(self._buckets)] = [by_param[id(p)] for p in members]
             if bucket.owned is not None:
                 by_whole = {id(o.whole): o for o in (owned or {}).values()}
                 self._groups[len(self._buckets)] = [by_whole[id(p)] for p in members]
@@ -123,7 +134,8 @@ class GradientReducer:
             text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
             self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
             for p in members:
-                self._first[id(p)] = comm.rank == bucket.ranks[0]
+                cell = by_param.get(id(p))
+                self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
                 p.register_post_accumulate_grad_hook(self._hook(len(self._buckets), p))
             self._buckets.append(members)
             self._own.append(bucket)
@@ -133,6 +145,8 @@ class GradientReducer:
         """Within it, every bucket's sum goes through ``channel_of`` its channel, the bucket and bytes."""
         before = self._channels
         sizes = [sum(p.numel() * p.element_size() for p in members) for members in self._buckets]
+        for n, these in self._cells.items():
+            sizes[n] = sum(c.num_elements * p.element_size() for c, p in zip(these, self._buckets[n]))
         self._channels = [channel_of(*of) for of in zip(before, self._own, sizes)]
         try:
             yield
@@ -214,10 +228,13 @@ class GradientReducer:
 
         return ready
 
-    def _start_ready(self, *, all_of_them: bool = False) -> None:
-        """Starts buckets in their order, up to the first that still misses a gradient."""
+    def _start_ready(self, *, all_of_them: bool = False, late: bool = False) -> None:
+        """Starts buckets in their order, up to the first that still misses a gradient; the late ones, which
+        come last, only if ``late``."""
         progress = self._progress
         while progress.next < len(progress.missing):
+            if self._own[progress.next].late and not late:
+                return
             missing = progress.missing[progress.next]
             if missing and not all_of_them:
                 return
@@ -230,6 +247,9 @@ class GradientReducer:
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
         if index in self._groups:
             self._scatter(index, grads)
+            return
+        if index in self._cells:
+            self._sum_cells(index, grads)
             return
         if len(grads) == 1 and grads[0].is_contiguous():
             flat = grads[0].view(-1)
@@ -256,15 +276,45 @@ class GradientReducer:
 
         self._take(deliver, handle, size_bytes)
 
+    def _sum_cells(self, index: int, grads: list[Tensor]) -> None:
+        """What this rank's pieces have in common with those of other copies."""
+        shared = []
+        for p, grad, cell in zip(self._buckets[index], grads, self._cells[index]):
+            p.grad = grad
+            self._summed.add(id(p))
+            shared += boxes_of(grad, cell, self._origins[id(p)])
+        flat = torch.cat([box.reshape(-1) for box in shared])
+        handle = all_reduce(self._channels[index], flat, in_place=True, async_op=True)
+
+        def deliver(total: Tensor) -> None:
+            for box, sums in zip(shared, total.split([box.numel() for box in shared])):
+                box.copy_(sums.view(box.shape))
+
+        self._take(deliver, handle, flat.nbytes)
+
     def _finish(self) -> None:
         progress = self._progress
         self._start_ready(all_of_them=True)
+        while progress.arriving:
+            self._land()
+        self._start_ready(all_of_them=True, late=True)
         while progress.arriving:
             self._land()
         for handle in progress.handles:
             handle.wait()
         self._progress = _Progress()
         self._task = -1
+
+
+def boxes_of(held: Tensor, cell: Cell, origin: tuple[int, ...]) -> list[Tensor]:
+    """Views of a cell within a piece that begins at ``origin`` of the whole tensor."""
+    views = []
+    for box in cell.boxes:
+        view = held
+        for dim, ((start, size), offset) in enumerate(zip(box, origin)):
+            view = view.narrow(dim, start - offset, size)
+        views.append(view)
+    return views
 
 
 def add(p: Tensor | None, gradient: Tensor | None) -> None:

@@ -57,7 +57,9 @@ def interpret(
     last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     for n, i in enumerate(program.instructions):
         if i.op == "update":
-            updates[i.args[0]] = [None if v is None else v.detach() for v in env[i.inputs[0]]]
+            values = [None if v is None else v.detach() for v in env[i.inputs[0]]]
+            before = updates.get(i.args[0], [None] * len(values))  # by another set of ranks
+            updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
         elif i.is_leaf and i.args[0] in given:
             env[i.result] = given[i.args[0]]
         elif i.is_leaf:
@@ -149,7 +151,11 @@ def redistribute(values: Values, src: TensorType, dst: TensorType, program: Prog
                 for rank in range(program.world_size)
             ]
         case (Partial(), Partial()):
-            raise ValueError("P -> P is not a redistribution")
+            stays = {rank: v for rank, v in held if rank in takers}
+            for v in [v for rank, v in held if rank not in takers]:
+                stays[takers[0]] = stays[takers[0]] + v if takers[0] in stays else v
+            zeros = lambda: torch.zeros_like(held[0][1])  # noqa: E731
+            return place(stays, takers, zeros, program.world_size)
         case (Partial(), _):
             whole = sum((v for _, v in held[1:]), held[0][1])
             return cut(whole, dst, program)

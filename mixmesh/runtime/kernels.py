@@ -64,10 +64,15 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
     """How this site draws numbers for result ``index``: a function of ``draw(shape, generator)``.
 
     See ``random``: a replicated result draws the same on all ranks, a cut one its own, or in exact mode
-    its piece of the whole.
+    its piece of the whole. An attribute ``drawn`` says that the result is a part of what is drawn: the number
+    of the operator, the dim that is cut and where the part starts, and the whole shape.
     """
     i, random, device = site.instruction, site.random, site.device
-    operator = sum(1 for other in instructions_before(site.program, i) if other.op in RANDOM)
+    drawn = i.attr("drawn") if i.attrs else None
+    if drawn:
+        operator, dim, start, *drawn_shape = drawn
+    else:
+        operator = sum(1 for other in instructions_before(site.program, i) if other.op in RANDOM)
     placement = site.local.out_placements[index]
     sharded = isinstance(placement, Shard)
     shape, full_shape = site.local.out_shapes[index], i.types[index].value.shape
@@ -75,7 +80,14 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
     def make(draw):
         if sharded and not random.exact:
             return draw(shape, random.generator(operator, site.rank + 1, device))
-        whole = draw(full_shape, random.generator(operator, 0, device))
+        if not drawn:
+            whole = draw(full_shape, random.generator(operator, 0, device))
+        elif random.exact:
+            whole = draw(drawn_shape, random.generator(operator, 0, device))
+            whole = whole.narrow(dim, start, full_shape[dim])
+        else:  # the same on all ranks of a part of the batch, and of no other
+            first = site.program.participants(i.types[index])[0]
+            whole = draw(full_shape, random.generator(operator, first + 1, device))
         return whole.narrow(placement.dim, *site.span(i.types[index])) if sharded else whole
 
     return make

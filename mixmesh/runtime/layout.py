@@ -32,6 +32,7 @@ from ..ir import (
     Replicate,
     Shard,
     TensorType,
+    cells,
     dual,
     shard_offsets,
     shard_sizes,
@@ -139,6 +140,8 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
             found = [("data", step.ranks) for step in round_trip(src, dst)]
         elif i.attr("sfb", False):
             found = [("data", program.participants(i.type))]
+        elif i.op == "param" and i.args[0] in program.copies:
+            found = [("gradient", c.ranks) for c in cells(program, program.copies[i.args[0]][0])]
         elif i.op == "param" and isinstance(i.type.placement, Replicate):
             found = [("gradient", program.participants(i.type))]
         for purpose, ranks in found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
     state: dict[int, dict[str, Any]] = {}
     for n, p in enumerate(params):
         s = stored[p]
-        known = next((o[n] for rank, o in enumerate(outlines) if rank in s.held.ranks and o[n]), None)
+        known = next((o[n] for rank, o in enumerate(outlines) if rank in s.counted.ranks and o[n]), None)
         if known is None:
             continue
         state[n] = {}
@@ -98,7 +99,7 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
             piece = optimizer.state.get(p, {}).get(key)
             if piece is None:
                 piece = torch.zeros(p.shape, dtype=what, device=comm.device)
-            entry = Stored(f"{key} of {s.name}", s.shape, what, s.held)
+            entry = replace(s, name=f"{key} of {s.name}", dtype=what)
             state[n][key] = entry.whole(piece, comm).cpu().clone()
     return {"state": state, "param_groups": packed["param_groups"]}
 

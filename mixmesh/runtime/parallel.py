@@ -238,7 +238,7 @@ class ParallelModel(nn.Module):
         for size in set(run.steps.sizes) if run.steps else (None,):
             self._compiled(size)  # not in the first step that is measured
 
-        result_of = {p.args[0]: p.result for p in self.program.params}
+        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # of copies the first
 
         def channel_of(channel, bucket, size_bytes):
             name = bucket_name([result_of[param] for param in bucket.names])
@@ -266,7 +266,7 @@ class ParallelModel(nn.Module):
         for p in self.parameters():
             stored = self._runtime.by_param[p]
             # a replicated gradient counts once, by the first rank that holds it
-            if p.grad is not None and (stored.held.sizes or comm.rank == stored.held.ranks[0]):
+            if p.grad is not None and stored.counts(comm.rank):
                 local.append(torch.linalg.vector_norm(p.grad.flatten().double(), norm_type))
         norms = torch.stack(local) if local else torch.zeros(1, dtype=torch.float64, device=comm.device)
         channel = comm.channel(comm.everyone, "all_reduce of the gradient norm")
@@ -369,6 +369,7 @@ def parallelize(
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
     comm = Comm.create(program, device=device, timeout_s=timeout_s)
+    stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()
     steps = MicroSteps.of(plan, comm.rank)
@@ -413,7 +414,8 @@ def parallelize(
     )
     parallel = ParallelModel(runtime, model, params)
     used = {name: owned[name].whole if name in owned else p for name, p in params.items()}
-    runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed)
+    origins = {name: s.origin(comm.rank) for name, s in stored.items() if s.copies}
+    runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed, origins)
     if optimizer is not None:
         optimizers.swap_params(optimizer, swapped, comm.rank)
         if any(s.held.sizes or len(s.held.ranks) < comm.world_size for s in by_param.values()):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,29 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: Layout
+    copies: tuple[Layout, ...] = ()  # of which ``held`` is one, of a tensor that has several
+
+    def at(self, rank: int) -> Stored:
+        """With the copy that ``rank`` holds."""
+        mine = [copy for copy in self.copies if rank in copy.ranks]
+        return replace(self, held=mine[0]) if mine else self
+
+    @property
+    def counted(self) -> Layout:
+        """The layout in which everything of the tensor is once, or once per rank."""
+        return self.copies[0] if self.copies else self.held
+
+    def origin(self, rank: int) -> tuple[int, ...]:
+        """Where in the whole this rank's piece begins."""
+        at = [0] * len(self.shape)
+        if isinstance(self.held.placement, Shard):
+            at[self.held.dim], _ = self.held.piece(rank)
+        return tuple(at)
+
+    def counts(self, rank: int) -> bool:
+        """Whether what ``rank`` holds counts where the whole tensor is to count once."""
+        held = self.counted
+        return rank in held.ranks and (bool(held.sizes) or rank == held.ranks[0])
 
     @property
     def num_pieces(self) -> int:
@@ -43,19 +66,20 @@ class Stored:
 
     def whole(self, mine: Tensor, comm: Comm) -> Tensor:
         """The whole tensor, on all ranks. Collective."""
-        if not isinstance(self.held.placement, Shard) and len(self.held.ranks) == comm.world_size:
+        held = self.counted
+        if not isinstance(held.placement, Shard) and len(held.ranks) == comm.world_size:
             return mine.detach()
         what = f"collecting {self.name}"
-        if isinstance(self.held.placement, Shard):
-            if comm.rank not in self.held.ranks:
-                mine = torch.empty(self.held.shape(self.shape, comm.rank), dtype=self.dtype)
+        if isinstance(held.placement, Shard):
+            if comm.rank not in held.ranks:
+                mine = torch.empty(held.shape(self.shape, comm.rank), dtype=self.dtype)
             everywhere = Layout(placement=REPLICATE, ranks=comm.everyone)
-            how = between(comm, what, self.shape, self.dtype, self.held, everywhere)
+            how = between(comm, what, self.shape, self.dtype, held, everywhere)
             return how.forward(mine.detach().to(comm.device))
-        if comm.rank not in self.held.ranks:
+        if comm.rank not in held.ranks:
             mine = torch.empty(self.shape, dtype=self.dtype, device=comm.device)
         channel = comm.channel(comm.everyone, what)
-        return broadcast(channel, mine.detach().contiguous(), src=self.held.ranks[0])
+        return broadcast(channel, mine.detach().contiguous(), src=held.ranks[0])
 
 
 def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
@@ -73,9 +97,13 @@ def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
         for i in program.instructions
         if i.op in ("param", "buffer")
     }
+    copies = {
+        id(params[name]): tuple(layout(program, i.type) for i in every)
+        for name, every in program.copies.items()
+    }
     everywhere = Layout(REPLICATE, tuple(range(program.world_size)))
     return {
-        name: Stored(name, tuple(t.shape), t.dtype, by_tensor.get(id(t), everywhere))
+        name: Stored(name, tuple(t.shape), t.dtype, by_tensor.get(id(t), everywhere), copies.get(id(t), ()))
         for name, t in {**params, **buffers}.items()
     }
 
@@ -113,7 +141,7 @@ def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]
                 f"requires_grad={tensor.requires_grad}",
             )
         other = seen.setdefault(id(tensor), i)
-        if (other.type.placements, other.type.ratio, other.attr("owned")) != (
+        if other.args[0] != name and (other.type.placements, other.type.ratio, other.attr("owned")) != (
             i.type.placements, i.type.ratio, i.attr("owned")
         ):  # fmt: skip
             yield (

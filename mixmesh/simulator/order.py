@@ -13,7 +13,7 @@ from ..cost.placed import (
     is_factored,
     is_resharded,
     is_stored,
-    synchronised,
+    summed_params,
 )
 from ..ir import LEAVES, Instruction, Program, owned_type
 from ..rules import RULES
@@ -206,21 +206,23 @@ def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     none: it sends its zeros when its pass ends.
     """
     out: dict[str, Points] = {}
-    for p in program.params:
-        if not synchronised(program, p):
-            continue
-        left = set(program.participants(p.type))
+    for first in summed_params(program):
         found: list[tuple[int, tuple[int, ...]]] = []
-        for n in sheet.uses.get(p.result, ()):
-            user = program.instructions[n]
-            if not sheet.flows[n]:
-                continue
-            types = (p.type,) if user.is_redistribution else user.types
-            who = left.intersection(*(program.participants(t) for t in types))
-            if who:
-                found.append((n, tuple(sorted(who))))
-                left -= who
-        out[p.result] = tuple(found)
+        if first.args[0] in program.late:
+            out[first.result] = ()
+            continue
+        for p in program.copies.get(first.args[0], (first,)):
+            left = set(program.participants(p.type))
+            for n in sheet.uses.get(p.result, ()):
+                user = program.instructions[n]
+                if not sheet.flows[n]:
+                    continue
+                types = (p.type,) if user.is_redistribution else user.types
+                who = left.intersection(*(program.participants(t) for t in types))
+                if who:
+                    found.append((n, tuple(sorted(who))))
+                    left -= who
+        out[first.result] = tuple(found)
     return out
 
 

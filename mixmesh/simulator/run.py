@@ -288,14 +288,19 @@ class Run:
 
     def end_of_backward(self, work_s: Seconds) -> None:
         """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
-        for k, ranks in self.sums.issues.get(AT_THE_END, ()):
-            self.issue(k, ranks)
+        at_the_end = self.sums.issues.get(AT_THE_END, ())
+        for k, ranks in at_the_end:
+            if k not in self.sums.late:
+                self.issue(k, ranks)
         for end, call, work, name in self.arriving:
             self.wait(end, call)
             if work >= 0:
                 for kind in self.alike.of(call.exchange.ranks):
                     self.compute(kind, name, work_s[work][kind], "aten.mm")
         self.arriving.clear()
+        for k, ranks in at_the_end:
+            if k in self.sums.late:
+                self.issue(k, ranks)
         for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
         for (_, ranks), channel in self.simulation.channels.items():

@@ -10,9 +10,9 @@ import numpy as np
 from ..cost import CostModel
 from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
-from ..cost.placed import Exchange, Sheet, cut_shares, synchronised
+from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
-from ..cost.sums import gradient_sums, order_of_sums
+from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums
 from ..ir import Program, once_program, samples_of
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
@@ -70,9 +70,8 @@ class Simulation:
         self.loss = self._loss(program)
         self.summed = order_of_sums(program)
         self.points = ready_points(self.step, self.sheet)
-        for i in program.params:
-            if synchronised(program, i):
-                self._channel("gradient", program.participants(i.type))
+        for ranks in dict.fromkeys(s.kind[1] for s in self.summed):
+            self._channel("gradient", ranks)
         self.forward = Forward(self, self.sheet).steps
         self.backward = Backward(self, self.sheet).steps
         self.forward_counts = counts_of(self.forward, self.sheet)
@@ -119,7 +118,8 @@ class Simulation:
         run = self._run(program, NO_SUMS, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
         for s in self.summed:
-            sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + program.params[s.place].type.value.size_bytes
+            size = gradient_bytes(program.params[s.place], s.cell)
+            sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + size
         summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
         return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 

@@ -26,6 +26,7 @@ class Sums:
     issues: dict[int, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
     gathers: tuple[tuple[str, Call], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
+    late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
 
 
 NO_SUMS = Sums((), (), {})
@@ -56,4 +57,5 @@ def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
         if s.owned is not None:
             gather_of |= dict.fromkeys(names, len(gathers))
             gathers.append((parameters_name(names), simulation.call(s.gather, "gradient")))
-    return Sums(tuple(map(bucket_name, members)), tuple(calls), issues, tuple(gathers), gather_of)
+    late = frozenset(k for k, s in enumerate(sums) if s.late)
+    return Sums(tuple(map(bucket_name, members)), tuple(calls), issues, tuple(gathers), gather_of, late)

@@ -111,6 +111,7 @@ def _is_candidate(program: Program, i: Instruction) -> bool:
         and bool(i.type.value.shape)
         and i.result in program.requires_grad
         and i.result not in program.factored
+        and i.args[0] not in program.copies
         and len(program.participants(i.type)) > 1
     )
 

@@ -52,7 +52,8 @@ class Walked:
         every = (*self.moments, *self.complete.values())
         # a bucket is whole on the ranks of its parameters
         summed = ((0, 1, p.type.ratio) for p in program.params)
-        cuts = dict.fromkeys(chain(*(m.held for m in every), summed))
+        copied = (p.type.cut for copies in program.copies.values() for p in copies)
+        cuts = dict.fromkeys(chain(*(m.held for m in every), summed, copied))
         self.cuts: tuple[Cut, ...] = tuple(cuts if cuda else dict.fromkeys((*cuts, EVERYWHERE)))
         self.sizes = self.array(self.moments)
         self.highest = undominated(self.sizes)

@@ -543,10 +543,30 @@ def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator
     first_use = first_uses(program)
     for bucket in gradient_sums(program, order=order_of_sums(program, first_use)):
         last = min(first_use.get(i.result, 0) for i in bucket.params)
-        if len(bucket.params) > 1 and last in complete and bucket.owned is None:
+        if last not in complete or bucket.owned is not None:
+            continue
+        if bucket.cells:
+            ends = _completed(program, bucket, first_use)
+            yield from (_with_copies(program, bucket, complete[n]) for n in ends if n in complete)
+        elif len(bucket.params) > 1:
             at, cut = complete[last], whole(bucket.params[0].type)
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
             yield at._replace(held=held)
+
+
+def _completed(program: Program, bucket: GradientSum, first_use: Mapping[str, int]) -> tuple[int, ...]:
+    """Where the last gradient of a bucket of copies is there, on the ranks of each copy."""
+    found = zip(*([first_use.get(c.result, 0) for c in program.copies[p.args[0]]] for p in bucket.params))
+    return tuple(dict.fromkeys(map(min, found)))
+
+
+def _with_copies(program: Program, bucket: GradientSum, at: Moment) -> Moment:
+    """Each rank with the buffer of what it sums: no more than what it holds of the parameters."""
+    held = dict(at.held)
+    for p in bucket.params:
+        for copy in program.copies[p.args[0]]:
+            held[copy.type.cut] = held.get(copy.type.cut, 0.0) + copy.type.value.size_bytes
+    return at._replace(held=held)
 
 
 def _back(i: Instruction) -> str:

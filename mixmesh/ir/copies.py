@@ -1,0 +1,87 @@
+"""Copies of a parameter: held by several sets of ranks, each in a way of its own.
+
+A parameter that several ``param`` instructions load is copied: each loads it for other ranks, as R or in
+shards under a ratio of its own, and the gradients of all copies are summed. What two copies share is cut
+into *cells*, boxes of the tensor that are held by the same ranks: if two machines cut 12 rows between two and
+three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12, four cells are summed, 0-4, 4-6, 6-8 and 8-12, each
+between two ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise, product
+
+from .placement import Shard, shard_offsets, shard_sizes
+from .program import Instruction, Program
+from .types import DTYPE_BYTES, ValueType
+
+Box = tuple[tuple[int, int], ...]  # per dim, first element and number of elements
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """Boxes of one tensor that ``ranks`` hold, and nobody else. ``keeper`` is the one of them that counts,
+    where what all of them hold is to count once: it holds the first copy."""
+
+    ranks: tuple[int, ...]
+    keeper: int
+    boxes: tuple[Box, ...]
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(size for _, size in box) for box in self.boxes)
+
+
+def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
+    """What the ranks of a parameter with copies hold in common. ``param`` is the first of them."""
+    name = param.args[0]
+    if name not in program.cells:
+        held = []
+        for copy in program.copies[name]:
+            pieces = [(rank, piece(program, copy, rank)) for rank in program.participants(copy.type)]
+            held.append(tuple((rank, box) for rank, box in pieces if all(size for _, size in box)))
+        program.cells[name] = _cells(param.type.value, tuple(held))
+    return program.cells[name]
+
+
+def piece(program: Program, param: Instruction, rank: int) -> Box:
+    """What a rank that takes part holds of a parameter."""
+    t = param.type
+    box = [(0, size) for size in t.value.shape]
+    if isinstance(t.placement, Shard):
+        dim, unit = t.placement.dim, t.placement.unit
+        sizes = shard_sizes(t.value.shape[dim], program.ratio_of[t.ratio], unit)
+        box[dim] = (shard_offsets(sizes)[rank], sizes[rank])
+    return tuple(box)
+
+
+@lru_cache(maxsize=4096)
+def _cells(value: ValueType, held: tuple[tuple[tuple[int, Box], ...], ...]) -> tuple[Cell, ...]:
+    boxes = [box for copy in held for _, box in copy]
+    borders = [
+        sorted({0, size, *(edge for box in boxes for edge in (box[dim][0], sum(box[dim])))})
+        for dim, size in enumerate(value.shape)
+    ]
+    first = {rank for rank, _ in held[0]}
+    found: dict[tuple[int, ...], list[Box]] = {}
+    for spans in product(*(tuple(pairwise(edges)) for edges in borders)):
+        cell = tuple((start, stop - start) for start, stop in spans)
+        ranks = tuple(sorted(rank for copy in held for rank, box in copy if _within(cell, box)))
+        found.setdefault(ranks, []).append(cell)
+    return tuple(
+        Cell(ranks, min(first.intersection(ranks), default=ranks[0]), tuple(these))
+        for ranks, these in found.items()
+        if len(ranks) > 1
+    )
+
+
+def _within(cell: Box, box: Box) -> bool:
+    return all(a >= b and a + n <= b + m for (a, n), (b, m) in zip(cell, box))
+
+
+def cells_bytes(value: ValueType, these: Sequence[Cell]) -> int:
+    return sum(cell.num_elements for cell in these) * DTYPE_BYTES[value.dtype]

@@ -1,0 +1,146 @@
+"""Two levels: samples dealt out between machines, and within each machine a program of its own.
+
+Between machines links are thin, so what passes there is gradients only; within a machine a search finds what
+is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. Of a
+parameter that is cut within machines each device sums its own piece with those of other machines, which is as
+many times less as there are devices in the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..baselines import TENSOR_PARALLEL, only
+from ..buckets import with_buckets
+from ..ir import Program, make_ratio, support
+from ..placement.join import Set, join
+from ..placement.part import NotDivisible, Part, part_of
+from ..ratios import with_ratio
+from .hap import Synthesis
+from .polish import whole_counts
+from .task import Proposal, Task
+
+# of a second of gradient sums within a machine: those between machines take longer, the more so the thinner
+# the link
+PRICES = (1.0, 8.0, TENSOR_PARALLEL.gradient_sync)
+ROUNDS = 2  # of dealing out samples
+WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
+MOST_NODES = 1500  # of the graph, times kinds of machines: about two seconds
+MOST_MACHINES = 8
+BUCKET_BYTES = 16e6  # of programs that are compared
+
+
+@dataclass(frozen=True)
+class Found:
+    """The program of a set of ranks for its part, and its predicted step on its own."""
+
+    set: Set
+    step_s: float
+
+
+def two_level(task: Task) -> Iterator[Proposal]:
+    """Nothing where there is one machine, or one device in each."""
+    return TwoLevel(task).proposals()
+
+
+def machines_of(task: Task) -> list[tuple[int, ...]]:
+    """Ranks by machine."""
+    cluster = task.costs.cluster
+    return [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+
+
+def has_levels(machines: list[tuple[int, ...]]) -> bool:
+    return len(machines) > 1 and max(map(len, machines)) > 1
+
+
+def promising(task: Task) -> bool:
+    """Whether two levels are worth the time outside of a search: the best plan so far spends some on
+    communication, and there is not too much to plan."""
+    machines = machines_of(task)
+    if not has_levels(machines):
+        return False
+    kinds = {tuple(task.costs.class_of[r] for r in ranks) for ranks in machines}
+    if len(task.graph.nodes) * len(kinds) > MOST_NODES or len(machines) > MOST_MACHINES:
+        return False
+    return task.best_s > WORTH * task.least_seconds(tuple(range(task.world_size)))
+
+
+class TwoLevel:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.machines = machines_of(task)
+        self._found: dict[tuple, Program | None] = {}
+        self._tasks: dict[tuple, Task] = {}
+
+    def proposals(self) -> Iterator[Proposal]:
+        """The fastest that fits; the memory of those behind it need not be known."""
+        for _, program in sorted(self.candidates(), key=lambda found: found[0]):
+            made = self.task.best_buckets("two-level", program)
+            yield made
+            if made.feasible:
+                return
+
+    def candidates(self) -> Iterator[tuple[float, Program]]:
+        """Programs with their seconds."""
+        if not has_levels(self.machines) or self.task.batch < len(self.machines):
+            return
+        shares = self.task.proportional
+        speeds = [sum(shares[r] for r in ranks) for ranks in self.machines]
+        try:
+            for price in PRICES:
+                self.task.progress(f"planning: two levels, gradient price {price:g}")
+                for program in self.dealt(price, speeds):
+                    made = with_buckets(program, BUCKET_BYTES)
+                    yield self.task.simulation(made).step_s(made), program
+        except NotDivisible as error:
+            self.task.refused = str(error)
+
+    def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
+        """Samples in proportion to how fast the machines are through with theirs."""
+        seen: set[tuple[int, ...]] = set()
+        for _ in range(ROUNDS):
+            counts = whole_counts(make_ratio(speeds), self.task.batch)
+            if counts in seen or 0 in counts:
+                return
+            seen.add(counts)
+            found = [self.found(price, counts, m) for m in range(len(self.machines))]
+            if any(f is None for f in found):
+                return
+            whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
+            yield join(self.task.graph.name, [f.set for f in found], whole)
+            speeds = [count / f.step_s for count, f in zip(counts, found)]
+
+    def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
+        """The program of a machine for its samples, found once for all that have the same devices."""
+        ranks, costs = self.machines[m], self.task.costs
+        part = part_of(self.task.data_parallel(self.task.proportional), counts, m)
+        key = (tuple(costs.class_of[r] for r in ranks), part.graph.fingerprint)
+        inner = self.inner(key, part)
+        if (price, key) not in self._found:
+            self._found[price, key] = self.best(inner, ranks, price)
+        program = self._found[price, key]
+        if program is None:
+            return None
+        found_on = support(program.ratio_of["r0"])
+        shares = dict(zip(ranks, (program.ratio_of["r0"][r] for r in found_on)))
+        mine = with_ratio(
+            program, "r0", make_ratio([shares.get(r, 0.0) for r in range(self.task.world_size)])
+        )
+        return Found(Set(part, mine), inner.simulation(mine).step_s(mine))
+
+    def inner(self, key: tuple, part: Part) -> Task:
+        if key not in self._tasks:
+            task = self.task
+            self._tasks[key] = Task(part.graph, task.costs, task.optimizer_states, task.progress)
+        return self._tasks[key]
+
+    def best(self, inner: Task, ranks: tuple[int, ...], price: float) -> Program | None:
+        """The cheapest program of a part on these ranks, and the best shares for it."""
+        if len(ranks) == 1:
+            return inner.data_parallel(only(ranks[0], inner.world_size))
+        program, _, _ = Synthesis(inner).find(inner.shares(ranks), price, set())
+        if program is None:
+            return None
+        ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)
+        return program if ratio is None else with_ratio(program, "r0", ratio)

@@ -1,0 +1,230 @@
+"""Samples dealt out between machines, a program of its own in each: with machines of different numbers of
+devices, in one process and between processes."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from gloo_world import assert_passed, run_world
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_verify_models import CLUSTERS, MODELS, traced
+from torch import nn
+
+from mixmesh.baselines import TENSOR_PARALLEL
+from mixmesh.check import check_program
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.errors import VerificationError
+from mixmesh.ir import Program, cells, make_ratio, parse_program, piece
+from mixmesh.planner.task import Task
+from mixmesh.planner.two_level import TwoLevel
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
+from mixmesh.verification import TOLERANCE_F64, verify
+
+DEVICE = '{{ name = "at {0}", tflop_per_s = {0}, memory_gib = 2, memory_gbyte_per_s = 0.1 }}'
+CLUSTER = f"""\
+name = "two and three"
+[network]
+bandwidth_gbit_per_s = 1
+latency_us = 1
+[[machine]]
+link_latency_us = 1
+devices = [{DEVICE.format(6e-6)}, {DEVICE.format(3e-6)}]
+[[machine]]
+link_latency_us = 1
+devices = [{DEVICE.format(5e-6)}, {DEVICE.format(3e-6)}, {DEVICE.format(3e-6)}]
+"""
+WORLD, BATCH = 5, 9
+
+
+def cut_within_machines(graph, cluster: Cluster):
+    """The plan that cuts as many parameters within machines as can be."""
+    task = Task(graph, CostModel(cluster), 2, lambda _: None)
+    planner = TwoLevel(task)
+    speeds = [float(len(ranks)) for ranks in planner.machines]
+    return next(planner.dealt(TENSOR_PARALLEL.gradient_sync, speeds))
+
+
+# --- in one process ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", CLUSTERS[1:], ids=lambda c: c.name)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_single_device(name, devices):
+    model, batch, graph = traced(name)
+    program = cut_within_machines(graph.graph, devices)
+    check_program(program)
+    assert parse_program(str(program)) == program
+    assert program.copies, "nothing is cut within a machine"
+    report = verify(model, batch, program, traced=graph)
+    assert report.max_loss_error_f64 <= TOLERANCE_F64, report
+    assert report.max_gradient_error_f64 <= TOLERANCE_F64, report
+
+
+def test_the_planner_of_that_name():
+    from mixmesh.api import plan_traced
+
+    _, _, graph = traced("bert")
+    plan = plan_traced(graph, CLUSTERS[2], planner="two-level")
+    assert {c.planner for c in plan.candidates} >= {"two-level"} or plan.planner == "two-level"
+
+
+# --- cells ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def copied(draw):
+    rows, columns = draw(st.integers(2, 9)), draw(st.integers(2, 9))
+    text, rank = [], 0
+    sizes = draw(st.lists(st.integers(1, 3), min_size=2, max_size=3))
+    world = sum(sizes)
+    ratios, loads, sums = [], [], []
+    for m, size in enumerate(sizes):
+        shares = [draw(st.integers(1, 5)) if rank <= r < rank + size else 0 for r in range(world)]
+        rank += size
+        ratios.append(f"  ratio m{m} = {list(make_ratio(shares))}")
+        how = draw(st.sampled_from(("R", "S(0)", "S(1)")))
+        loads.append(f'  %w.{m} = param("w") : f32[{rows}, {columns}] {how}@m{m}')
+        out = f"P(sum)@m{m}" if how != "R" else f"R@m{m}"
+        sums.append(f"  %s.{m} = aten.sum(%w.{m}) : f32[] {out}")
+        sums.append(f"  %t.{m} = move(%s.{m}) : f32[] P(sum)")
+    last = "t.0"
+    for m in range(1, len(sizes)):
+        sums.append(f"  %u.{m} = aten.add.Tensor(%{last}, %t.{m}) : f32[] P(sum)")
+        last = f"u.{m}"
+    text = [f"program p world={world} {{", *ratios, *loads, *sums, f"  return %{last}", "}"]
+    return text, last, (rows, columns)
+
+
+@given(copied())
+@settings(max_examples=60, deadline=None)
+def test_cells_hold_every_element_between_all_who_have_it(made):
+    text, loss, shape = made
+    program = parse_program("\n".join(text))
+    assert program.loss == loss
+    (copies,) = program.copies.values()
+    holders = {
+        at: sorted(
+            rank
+            for copy in copies
+            for rank in program.participants(copy.type)
+            if all(a <= x < a + n for x, (a, n) in zip(at, piece(program, copy, rank)))
+        )
+        for at in product(*map(range, shape))
+    }
+    seen = set()
+    for cell in cells(program, copies[0]):
+        assert cell.keeper in cell.ranks and cell.keeper in program.participants(copies[0].type)
+        for box in cell.boxes:
+            for at in product(*(range(a, a + n) for a, n in box)):
+                assert holders[at] == list(cell.ranks)
+                assert at not in seen
+                seen.add(at)
+        assert cell.num_elements == sum(math.prod(n for _, n in box) for box in cell.boxes)
+    assert seen == set(holders)
+
+
+def test_a_rank_holds_a_parameter_once():
+    text = """program p world=2 {
+  ratio a = [0.5, 0.5]
+  ratio b = [0.0, 1.0]
+  %w.0 = param("w") : f32[4] S(0)@a
+  %w.1 = param("w") : f32[4] R@b
+  %s.0 = aten.sum(%w.0) : f32[] P(sum)@a
+  return %s.0
+}"""
+    with pytest.raises(VerificationError, match="rank 1 holds w twice"):
+        check_program(parse_program(text))
+
+
+# --- between processes ---------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A table for both ends, a wide layer between them, and statistics of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(6, dtype=torch.float64)
+        self.up = nn.Linear(6, 15, dtype=torch.float64)
+        self.down = nn.Linear(15, 6, dtype=torch.float64)
+
+    def forward(self, ids, labels):
+        x = self.norm(self.table(ids).mean(1))
+        x = x + self.down(self.up(x).tanh())
+        return nn.functional.cross_entropy(x @ self.table.weight.T, labels)
+
+
+def batch(step: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(10, (BATCH, 3), generator=torch.Generator().manual_seed(step))
+    return {"ids": ids, "labels": ids[:, 0]}
+
+
+def model_of() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def program() -> Program:
+    return cut_within_machines(trace(model_of(), batch(0)).graph, Cluster.parse(CLUSTER))
+
+
+class Training:
+    """A class, since closures do not pickle."""
+
+    def __init__(self, accumulate: int = 1, max_norm: float = 0.0) -> None:
+        self.accumulate, self.max_norm = accumulate, max_norm
+
+    def __call__(self, _) -> None:
+        single, mine = model_of(), model_of()
+        adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
+        model, mine_adam = parallelize(mine, adam[1], program(), device="cpu", timeout_s=60)
+        for step in range(3):
+            for n in range(self.accumulate):
+                data = batch(10 * step + n)
+                expected, loss = single(**data), model(**data)
+                torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+                expected.backward()
+                loss.backward()
+            if self.max_norm:
+                norm = nn.utils.clip_grad_norm_(single.parameters(), self.max_norm)
+                torch.testing.assert_close(
+                    model.clip_grad_norm_(self.max_norm).double(), norm, rtol=1e-6, atol=1e-9
+                )
+            for optimizer in (adam[0], mine_adam):
+                optimizer.step()
+                optimizer.zero_grad()
+            whole = single.state_dict()
+            for name, value in model.full_state_dict().items():
+                torch.testing.assert_close(value, whole[name], rtol=1e-7, atol=1e-9, msg=name)
+
+
+CHECKS = {
+    "adam": Training(),
+    "accumulated": Training(accumulate=3),
+    "clipped": Training(max_norm=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_world(WORLD, CHECKS)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_between_processes(results, name):
+    assert_passed(results[name])
+
+
+def test_machines_of_other_sizes_hold_other_pieces():
+    """The cells are summed between one rank of each machine."""
+    made = program()
+    up = next(copies for name, copies in made.copies.items() if name == "up.weight")
+    found = cells(made, up[0])
+    assert len(found) > 3 and all(len(cell.ranks) == 2 for cell in found)
