@@ -78,10 +78,12 @@ LOSS_SUM = "all_reduce of the loss"
 BUCKET = "gradients of "
 
 
-def bucket_name(params: Sequence[str]) -> str:
-    """The name of the sum of these parameters' gradients, in whatever order they come."""
+def bucket_name(params: Sequence[str], ranks: Sequence[int] = ()) -> str:
+    """The name of the sum of these parameters' gradients, in whatever order they come; of what several copies
+    have in common, between these ``ranks``."""
     first, *others = sorted(params)
-    return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "")
+    between = f" between {', '.join(map(str, ranks))}" if ranks else ""
+    return f"{BUCKET}{first}" + (f" +{len(others)}" if others else "") + between
 
 
 PARAMETERS = "parameters of "

@@ -18,11 +18,14 @@ from torch import nn
 
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
+from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.factors import factorable, with_factors
 from mixmesh.ir import make_ratio, parse_program
 from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.planner.task import Task
+from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime import collectives, gradients, owned, parallel, sfb
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
@@ -91,6 +94,19 @@ HAND = {
 
 
 STRATEGIES = range(4)  # of op groups, drawn by chance
+TWO_LEVELS = (0.3, 8.0, 1e3)  # prices of a sum within a machine
+
+
+def two_level_programs(graph) -> dict[str, str]:
+    """Two machines of two devices and one, slow enough to cut parameters."""
+    device = "[[machine]]\nlink_latency_us = 1\ndevices = [{ name = 'slow', tflop_per_s = 3e-6, "
+    device += "memory_gib = 2, memory_gbyte_per_s = 0.1, count = COUNT }]\n"
+    text = "name = 'two and one'\n[network]\nbandwidth_gbit_per_s = 1\nlatency_us = 1\n"
+    text += device.replace("COUNT", "2") + device.replace("COUNT", "1")
+    planner = TwoLevel(Task(graph, CostModel(Cluster.parse(text)), 2, lambda _: None))
+    made = {p: next(planner.dealt(p, [2.0, 1.0])) for p in TWO_LEVELS}
+    assert any(program.copies for program in made.values())
+    return {f"attention two levels {p:g}": with_buckets(program, 1000) for p, program in made.items()}
 
 
 def attention_programs() -> dict[str, str]:
@@ -111,6 +127,7 @@ def attention_programs() -> dict[str, str]:
         draw = random.Random(seed)
         choices = [draw.choice(space.actions(k)) for k in range(len(space.groups))]
         programs[f"attention placed {seed}"] = space.lower(choices)
+    programs |= two_level_programs(graph)
     return {name: str(program) for name, program in programs.items()}
 
 
@@ -226,6 +243,7 @@ def simulated(text: str) -> list[Counter[Collective]]:
 
 ATTENTION = ("data parallel", "buckets", "fsdp", "hap 0", "hap 1", "hap 30")
 ATTENTION += tuple(f"placed {seed}" for seed in STRATEGIES)
+ATTENTION += tuple(f"two levels {price:g}" for price in TWO_LEVELS)
 
 
 @pytest.mark.parametrize(

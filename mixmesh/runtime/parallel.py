@@ -241,7 +241,8 @@ class ParallelModel(nn.Module):
         result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # of copies the first
 
         def channel_of(channel, bucket, size_bytes):
-            name = bucket_name([result_of[param] for param in bucket.names])
+            ranks = bucket.ranks if bucket.cells else ()
+            name = bucket_name([result_of[param] for param in bucket.names], ranks)
             op = "all_reduce" if bucket.owned is None else "reduce_scatter"
             return recorded(channel, recorder, name, op, size_bytes)
 

@@ -58,4 +58,5 @@ def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
             gather_of |= dict.fromkeys(names, len(gathers))
             gathers.append((parameters_name(names), simulation.call(s.gather, "gradient")))
     late = frozenset(k for k, s in enumerate(sums) if s.late)
-    return Sums(tuple(map(bucket_name, members)), tuple(calls), issues, tuple(gathers), gather_of, late)
+    names = tuple(bucket_name(n, s.ranks if s.cells else ()) for s, n in zip(sums, members))
+    return Sums(names, tuple(calls), issues, tuple(gathers), gather_of, late)
