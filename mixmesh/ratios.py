@@ -30,6 +30,7 @@ import numpy as np
 
 from .cost import CostModel
 from .cost.memory import PeakMemory
+from .cost.memory.repeats import repeats
 from .cost.placed import Sheet
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
@@ -87,9 +88,13 @@ def stages(
 
     for (size, _, _), size_bytes in sheet.optimized.items():
         open_stage[1 if size else 0] += [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+    regions = repeats(program)
     for lines, order in ((forward, 1), (backward, -1)):
         for n in range(len(program.instructions))[::order]:
             i = program.instructions[n]
+            if order == -1 and n in regions:
+                for again in regions[n].members:
+                    open_stage += lines[sheet.again_work_of[again]]
             if n in sheet.work_of and (order == 1 or sheet.flows[n]):
                 open_stage += lines[sheet.work_of[n]]
                 if order == -1 and n in sheet.factor_work_of:

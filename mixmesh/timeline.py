@@ -2,7 +2,8 @@
 
 Both kinds use the same names, so that they can be laid side by side:
 
-    h                    the instruction whose result is %h; ``h grad`` its backward
+    h                    the instruction whose result is %h; ``h grad`` its backward; ``h again`` its second
+                         run, where it is in a region that is computed again
     w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
     gradients of w +3    the sum over ranks of a bucket of parameters' gradients
     parameters of w +3   the gather of what their owners have stepped (ZeRO stages 1 and 2)

@@ -27,6 +27,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"algorithms"},
         {"factors"},
         {"ratios"},
+        {"recomputation"},
         {"synthesis"},
         {"zero"},
         {"check"},

@@ -8,6 +8,7 @@ What a person edits is checked before anything runs. Invariants of a valid progr
 - an operator's placements are a strategy of its rule; without a rule all are R;
 - the values of one operator are held by the same ranks, its shards cut by the same shares;
 - a redistribution keeps the value type, and its name is the one that its placements have;
+- what is computed again in the backward pass are computations that read and draw the same then;
 - results have the types that PyTorch gives them;
 - the loss is a floating-point scalar held as P(sum).
 """

@@ -20,8 +20,10 @@ from ..ir import (
     support,
 )
 from ..ir.ownership import STAGES
+from ..ir.recompute import updated_buffers
 from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strategies
 from .failure import invalid
+from .recomputed import check_region
 
 SHOWN = 8  # strategies listed in a message
 
@@ -53,8 +55,10 @@ def check_names(program: Program, where: str = "") -> None:
 def check_placements(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line whose placements are not allowed."""
     check_names(program, where)
+    stale = updated_buffers(program)
     for i in program.instructions:
         fail = partial(invalid, program, i, where)
+        check_region(i, stale, fail)
         if i.is_leaf:
             _check_leaf(i, fail)
             _check_owners(program, i, fail)

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..cluster import Cluster
-from ..ir import print_program
+from ..cost.placed import is_computation
+from ..ir import Program, print_program, regions
 from ..plan_file import Plan
 from ..zero import zero_stage
 from .output import Json, print_json, seconds, size, table, working
@@ -114,6 +115,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "predicted_peak_memory_bytes": list(plan.predicted_peak_memory_bytes),
         "planning_s": plan.planning_s,
         "zero_stage": zero_stage(plan.program),
+        "recomputed_regions": len(regions(plan.program)),
         "micro_batches": None
         if plan.micro_batches is None
         else [
@@ -141,6 +143,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"predicted step {seconds(plan.predicted_step_s)}",
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
+        *([text] if (text := recomputation(plan.program)) else []),
     ]
     if plan.candidates:
         rows = [
@@ -152,6 +155,15 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     lines += ["", ranks(plan, cluster)]
     lines += [f"warning: {text}" for text in plan.warnings]
     return "\n".join(lines)
+
+
+def recomputation(program: Program) -> str:
+    """What the backward pass computes again; empty if nothing."""
+    parts = regions(program)
+    if not parts:
+        return ""
+    count, every = sum(map(len, parts.values())), sum(map(is_computation, program.instructions))
+    return f"activation checkpointing: {count} of {every} computations run again, in {len(parts)} regions"
 
 
 def effort(plan: Plan) -> str:

@@ -24,6 +24,7 @@ from ..ir import (
     dual,
     nameless,
     owned_type,
+    region_of,
     shard_sizes,
     support,
 )
@@ -264,7 +265,7 @@ class Sheet:
         self.world_size = program.world_size
         if like is not None:
             self.borders, self.works, self.work_of = like.borders, like.works, like.work_of
-            self.factor_work_of = like.factor_work_of
+            self.factor_work_of, self.again_work_of = like.factor_work_of, like.again_work_of
             self.uses, self.flows, self.optimized = like.uses, like.flows, like.optimized
             self.pattern = self.pattern_of(program)
             return
@@ -273,6 +274,7 @@ class Sheet:
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
         self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
+        self.again_work_of: dict[int, int] = {}  # of one in a region -> of its second run, in the backward
         numbers: dict[tuple[int, Cut, str], int] = {}
 
         def number(kind: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
@@ -303,6 +305,9 @@ class Sheet:
                     self.factor_work_of[n] = number(kind, (0, 1, cut[2]), "factors", factors)
                 else:
                     self.work_of[n] = number(kind, cut, "", times[kind])
+                if region_of(i) is not None:
+                    second = tuple(OpTime(ZERO, t.forward) for t in times[kind])
+                    self.again_work_of[n] = number(kind, cut, "again", second)
 
     def pattern_of(self, program: Program) -> tuple:
         """What decides which collectives there are and between whom: the ranks that take part, and what

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import Instruction, Program, Replicate, Shard
+from ..ir import Instruction, Program, Replicate, Shard, region_of
 
 
 def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
@@ -15,7 +15,7 @@ def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
             users.setdefault(name, []).append(i)
     out = {}
     for i in program.instructions:
-        if i.op == "aten.linear" and _fits(program, i):
+        if i.op == "aten.linear" and region_of(i) is None and _fits(program, i):
             parameters = i.inputs[1:]
             # a tied weight, or one that is redistributed as well, is summed like any other
             if all(users[name] == [i] for name in parameters):

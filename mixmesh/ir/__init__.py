@@ -20,6 +20,7 @@ from .placement import (
 )
 from .printing import print_instruction, print_program
 from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
+from .recompute import region_of, regions, release_points, with_regions
 from .samples import Samples, micro_step_program, once_program, samples_of
 from .text import parse_program
 from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
@@ -30,6 +31,6 @@ __all__ = [
     "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
     "cells", "cells_bytes", "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs",
     "micro_step_program", "nameless", "once_program", "owned_type", "parse_program", "participants", "piece",
-    "print_instruction", "print_program", "redistribution", "refs", "samples_of", "shard_offsets",
-    "shard_sizes", "stage_of", "support",
+    "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions", "release_points",
+    "samples_of", "shard_offsets", "shard_sizes", "stage_of", "support", "with_regions",
 ]  # fmt: skip

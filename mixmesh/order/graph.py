@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from ..cost.memory.repeats import repeats
 from ..cost.placed import Exchange, Sheet, exchange_of, synchronised
 from ..ir import Instruction, Program, cells, cells_bytes, owned_type
 from ..ir.samples import RANDOM
@@ -68,6 +69,11 @@ def step_graph(program: Program, sheet: Sheet) -> StepGraph:
     for n, users in enumerate(after):
         for m in users:
             before[m].append(n)
+    # the second run of a region is part of the backward of its last computation
+    again = {
+        at: [backward_s[sheet.again_work_of[n]] for n in region.members]
+        for at, region in repeats(program).items()
+    }
     forward, backward = [], []
     for n, i in enumerate(program.instructions):
         work = sheet.work_of.get(n)
@@ -75,6 +81,8 @@ def step_graph(program: Program, sheet: Sheet) -> StepGraph:
         seconds = nothing if work is None else forward_s[work]
         forward.append(task(exchange_of(program, i), "data", seconds, after[n] + back))
         seconds = backward_s[work] if back and work is not None else nothing
+        if n in again:
+            seconds = tuple(map(sum, zip(seconds, *again[n])))
         ends = [2 * count - 1 - m for m in before[n] if sheet.flows[m]] if back else []
         exchange, purpose = _of_gradient(program, i)
         backward.append(task(exchange, purpose, seconds, ends or [2 * count]))

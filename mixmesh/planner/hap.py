@@ -8,10 +8,12 @@ from dataclasses import dataclass, field, replace
 from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors
-from ..ir import Program, Ratio
-from ..ratios import with_ratio
+from ..ir import Program, Ratio, regions
+from ..ratios import usable_bytes, with_ratio
+from ..recomputation import recomputed
 from ..synthesis import NoProgram, Prices, Problem, search
 from .polish import polish
+from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
 
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
@@ -22,6 +24,8 @@ SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
+FULL = 0.9  # of what is usable: a rank that holds less could have more samples
+BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
 
 
 @dataclass
@@ -146,6 +150,8 @@ class Synthesis:
             made = replace(made, gap=gap)
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)
+            if not made.feasible or self.bound_by_memory(made, ranks):
+                yield from self.computed_again(program, ranks)
             if best is None or made.key < best.key:
                 best = made
             else:
@@ -178,6 +184,43 @@ class Synthesis:
         with_better = self.task.best_buckets(proposal.planner, with_ratio(made, "r0", better), simulation)
         candidates = (proposal, self.task.best_buckets(proposal.planner, made, simulation), with_better)
         return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
+
+    def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
+        """Whether the shares would be others if all ranks had enough memory."""
+        held = zip(ranks, (made.timeline.peak_memory_bytes[r] for r in ranks))
+        if all(peak < FULL * usable_bytes(self.task.costs, r, HEADROOM) for r, peak in held):
+            return False
+        free = self.task.ratio(made.simulation, made.program, ranks, limited=False)
+        pairs = zip(made.program.ratio_of["r0"], free or ())
+        return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
+
+    def computed_again(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
+        """The same program with activations that the backward pass computes again, as few as memory asks for;
+        with parameters stored in shards where that alone is not enough. What cannot be faster than the best
+        is left out."""
+        made = recomputed(program)
+        if not regions(made) or self.bounds(made, ranks)[1] > LOST * self.task.best_s:
+            return
+        for stored in (made, *([fully_sharded(made)] if len(ranks) > 1 else [])):
+            best = self.fitting(stored, ranks)
+            if best is not None:
+                yield best
+                if best.feasible:
+                    yield polish(self.task, fewest(self.task, best))
+                    return
+
+    def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
+        """The program under the LP's shares, with a little more of the memory left free if rounding needs it;
+        None if there are no such shares."""
+        simulation, made = self.task.simulation(program), None
+        for spare in SPARE:
+            ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
+            if ratio is None:
+                break
+            made = self.task.best_buckets("hap", with_ratio(program, "r0", ratio), simulation)
+            if made.feasible:
+                break
+        return made
 
     def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
         """The same program with parameters stored in shards: for devices that cannot hold all of them.

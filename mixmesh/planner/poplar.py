@@ -8,6 +8,9 @@ allocate   micro-batch, accumulation and last micro-batch of each device (``mixm
 owners     shares of what is owned, in proportion to the speed of the optimizer as far as memory allows
 judge      the simulator's word on it; the best stage is chosen
 
+Where nothing fits, or only in several micro-steps, the same is tried with regions of the model computed again
+in the backward pass (``recomputed``): larger micro-batches fit then, and fewer of them gather and sum less.
+
 Where we depart from the paper: it takes the first stage that fits, and cuts what is owned evenly.
 """
 
@@ -20,12 +23,14 @@ from itertools import product
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
-from ..ir import Program, Ratio, Samples, make_ratio, samples_of, support
+from ..ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support
 from ..plan_file import MicroBatch
 from ..ratios import with_ratio
+from ..recomputation import recomputed
 from ..simulator import Simulation
 from ..zero import Allocation, allocate, with_stage
 from .hap import device_sets
+from .recomputed import fewest
 from .room import Room
 from .task import Proposal, Task
 
@@ -47,20 +52,47 @@ def poplar(task: Task) -> Iterator[Proposal]:
             return  # nor will fewer devices help
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
+            short = True
             for made in Staged(task, stage, ranks).proposals():
                 found = True
                 best_s = min(best_s, made.timeline.step_s) if made.feasible else best_s
+                short = short and not (made.feasible and made.micro_batches is None)
                 yield made
+            if short:
+                for made in computed_again(task, stage, ranks, best_s):
+                    best_s = min(best_s, made.timeline.step_s)
+                    yield made
     if not found:  # what comes closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
 
-class Staged:
-    """Data parallelism of some devices in a stage of ZeRO."""
+def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float) -> Iterator[Proposal]:
+    """The best with activations that are computed again, if it fits and is faster than ``best_s``."""
+    program = recomputed(task.data_parallel(task.shares(ranks)))
+    if not regions(program):
+        return
+    task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices, computing again")
+    staged = Staged(task, stage, ranks, program, best_s)
+    best = min((p for p in staged.proposals() if p.feasible), key=lambda p: p.key, default=None)
+    if best is not None and best.timeline.step_s < best_s:
+        yield fewest(task, best)
 
-    def __init__(self, task: Task, stage: int, ranks: tuple[int, ...]) -> None:
-        self.task, self.stage, self.ranks = task, stage, ranks
-        plain = task.data_parallel(task.shares(ranks))
+
+class Staged:
+    """Data parallelism of some devices in a stage of ZeRO; of ``plain``, if that is given, where it can be
+    faster than ``best_s``."""
+
+    def __init__(
+        self,
+        task: Task,
+        stage: int,
+        ranks: tuple[int, ...],
+        plain: Program | None = None,
+        best_s: float = float("inf"),
+    ) -> None:
+        self.task, self.stage, self.ranks, self.best_s = task, stage, ranks, best_s
+        self.again = plain is not None
+        plain = plain or task.data_parallel(task.shares(ranks))
         even = make_ratio([1.0 if r in ranks else 0.0 for r in range(task.world_size)])
         self.program = with_stage(plain, stage, even)
         (self.owners,) = {name for name, _ in self.program.ratios[len(plain.ratios) :]} or {None}
@@ -96,13 +128,15 @@ class Staged:
             if made is None or accumulating != (max(made[0].accumulation_steps) > 1):
                 continue
             allocation, owners = made
+            if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.best_s:
+                continue  # nor with free collectives
             micro_batches = rows(allocation)
             if (micro_batches, owners) in seen:
                 continue
             seen.add((micro_batches, owners))
             ranks = support(allocation.samples)
             if ranks != self.ranks:
-                if ranks not in seen:
+                if ranks not in seen and not self.again:
                     seen.add(ranks)
                     yield from Staged(self.task, self.stage, ranks).proposals()
                 continue
@@ -142,7 +176,7 @@ class Staged:
 
     def confirmed(self, rank: int, samples: int) -> int:
         """No more than what was seen to run, where that was tried."""
-        tried = self.task.costs.largest_micro_batch(rank, self.stage)
+        tried = None if self.again else self.task.costs.largest_micro_batch(rank, self.stage)
         return samples if tried is None else min(samples, tried)
 
     def curve(self, rank: int, largest: int, simulation: Simulation) -> tuple[list[int], list[float]]:

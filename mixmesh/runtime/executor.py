@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import Instruction, Program, Replicate, Shard, owned_type, print_instruction
+from ..ir import Instruction, Program, Replicate, Shard, owned_type, print_instruction, region_of, regions
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .layout import Layout, layout
 from .local import local_op
 from .random import RandomPolicy
+from .recompute import Region, Step, at_once
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
@@ -112,12 +113,16 @@ class _Writer:
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
+        self.bound["region"] = self._region
         self.factors = Factors()
         self.held: set[str] = set()
         self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
+        self.records: set[str] = set()  # of these, what they are gathered again from is at hand
         self.pending: dict[str, str] = {}  # value -> what is written to await it
+        self.region_ends = {members[-1]: number for number, members in regions(program).items()}
+        self.open_regions: set[int] = set()
         self.last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
         self.last_use[program.loss] = len(program.instructions)
 
@@ -131,6 +136,9 @@ class _Writer:
             self._update(i)
         elif all(name in self.held for name in i.inputs) and self._takes_part(i):
             self._local(n, i)
+        for name in dict.fromkeys(i.inputs):
+            if name in self.records and self.last_use[name] == n:
+                self._line(f"keep.forget({_record(name)})", i)
         for name in self.reshard.get(n, ()):
             self._release(name, i)
         self._forget(n, i)
@@ -199,13 +207,27 @@ class _Writer:
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
         used = [(r is not None) for r in i.results]
+        plain = self.bound[f"op{n}"]
         if self.recorder is not None and any(used):
-            self.bound[f"op{n}"] = self.recorder.timed(i, self.bound[f"op{n}"])
+            self.bound[f"op{n}"] = self.recorder.timed(i, plain)
         results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
-        arguments = ", ".join([*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)])
+        arguments = [*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)]
+        call = f"op{n}"
+        if any(used) and (number := region_of(i)) is not None:
+            again = plain if self.recorder is None else self.recorder.timed_again(i, plain)
+            self.bound[call] = Step(self.bound[call], i.inputs, i.results, again)
+            if number not in self.open_regions:
+                self.open_regions.add(number)
+                self._line(f"again{number} = region(keep)", i)
+            call, arguments = f"again{number}.run", [call, *arguments]
         if any(used):
-            self._line(f"{results}, = op{n}({arguments})", i)
+            self._line(f"{results}, = {call}({', '.join(arguments)})", i)
+        if self.region_ends.get(n) in self.open_regions:
+            self._line(f"del again{self.region_ends[n]}", None)
         self.held.update(r for r in i.results if r is not None)
+
+    def _region(self, keep: Keeper) -> Region:
+        return Region(self.random, keep, at_once if self.recorder is None else self.recorder.wait)
 
     def _redistribution(self, n: int, i: Instruction) -> None:
         how = bind(self.program, i, self.comm)
@@ -233,8 +255,9 @@ class _Writer:
                 # by way of params: the piece's own name is forgotten by then
                 piece = f"params[{self.program.producers[source].args[0]!r}]"
                 piece = piece if source in self.held else "None"
-                record = f"k_{_mangle(i.result)} = keep.hold({result}, move{n}, {piece})"
+                record = f"{_record(i.result)} = keep.hold({result}, move{n}, {piece})"
                 self.pending[i.result] += f"; {record}"
+                self.records.add(i.result)
         else:
             self._line(f"{result} = move{n}.forward({_detached(argument)}, async_op=True)", i)
             self.pending[i.result] = f"{result}.wait()"
@@ -244,10 +267,12 @@ class _Writer:
             self.passing.add(i.result)
 
     def _release(self, name: str, i: Instruction) -> None:
-        if name in self.held | self.passing:
+        if name in self.records:
             result = self._name(i.results[0]) if i.results[0] in self.held else None
             target = result or "_"
-            self._line(f"{target} = keep.release(k_{_mangle(name)}, {result}, tokens)", i)
+            self._line(f"{target} = keep.release({_record(name)}, {result}, tokens)", i)
+            self._line(f"del {_record(name)}", None)
+            self.records.remove(name)
             if result is not None:
                 self._outside(i.results[0], i)
 
@@ -256,8 +281,7 @@ class _Writer:
         over = [x for x in names if x in self.held | self.passing and self.last_use.get(x, n) <= n]
         self._await(over, i)
         if over:
-            records = [f"k_{_mangle(name)}" for name in over if name in self.resharded]
-            self._line(f"del {', '.join([*map(self._name, over), *records])}", None)
+            self._line(f"del {', '.join(map(self._name, over))}", None)
             self.held.difference_update(over)
             self.passing.difference_update(over)
 
@@ -274,6 +298,11 @@ def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
 
 def _detached(argument: str) -> str:
     return argument if argument == "None" else f"{argument}.detach()"
+
+
+def _record(name: str) -> str:
+    """The name of what a gathered parameter is gathered again from."""
+    return f"k_{_mangle(name)}"
 
 
 def _mangle(name: str) -> str:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorType, shard_sizes
+from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorType, region_of, shard_sizes
 from ..trace.dtypes import TORCH_DTYPE
 from .local import local_op
 from .random import RandomPolicy
+from .recompute import Region, Step
 from .window import Window, local_move
 
 Values = list[Tensor | None]  # one per rank; None where the rank takes no part
+Regions = dict[tuple[int, int], Region]  # by number and rank
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ def interpret(
     env: dict[str, Values] = {}
     updates: dict[str, Values] = {}
     given = given or {}
+    again: Regions = {}
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     for n, i in enumerate(program.instructions):
@@ -72,7 +75,7 @@ def interpret(
             source = program.types[i.inputs[0]]
             env[i.result] = moved or redistribute(env[i.inputs[0]], source, i.type, program)
         else:
-            run_everywhere(program, i, env, device, random, windows)
+            run_everywhere(program, i, env, device, random, again, windows)
         for name in i.inputs:
             if last_use[name] == n and name != program.loss:
                 env.pop(name, None)
@@ -106,7 +109,9 @@ def move_in_windows(
     return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
 
 
-def run_everywhere(program: Program, i: Instruction, env, device, random, windows=None) -> None:
+def run_everywhere(
+    program: Program, i: Instruction, env, device, random, again: Regions, windows=None
+) -> None:
     taking_part = set(program.participants(i.types[0]))
     per_rank = []
     for rank in range(program.world_size):
@@ -114,8 +119,15 @@ def run_everywhere(program: Program, i: Instruction, env, device, random, window
             per_rank.append((None,) * len(i.results))
             continue
         window = None if windows is None else windows[rank]
-        run = local_op(program, i, rank, device, random if window is None else window.place, window)
-        per_rank.append(run(*(env[name][rank] for name in i.inputs)))
+        place = random if window is None else window.place
+        run = local_op(program, i, rank, device, place, window)
+        values = [env[name][rank] for name in i.inputs]
+        number = region_of(i)
+        if number is None:
+            per_rank.append(run(*values))
+            continue
+        region = again.setdefault((number, rank), Region(place))
+        per_rank.append(region.run(Step(run, i.inputs, i.results, run), *values))
     for index, name in enumerate(i.results):
         if name is not None:
             env[name] = [results[index] for results in per_rank]

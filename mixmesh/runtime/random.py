@@ -11,7 +11,12 @@ the numbers of the whole step. What is replicated is the same in all micro-steps
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+Place = tuple[int, int, int]  # the step, the micro-step, its first sample
 
 
 class RandomPolicy:
@@ -24,6 +29,20 @@ class RandomPolicy:
         self.step = 0
         self.micro_step = 0
         self.first_sample = 0
+
+    @property
+    def place(self) -> Place:
+        return self.step, self.micro_step, self.first_sample
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """Within it, numbers are those of another place: of a forward pass that is run again."""
+        before = self.place
+        self.step, self.micro_step, self.first_sample = place
+        try:
+            yield
+        finally:
+            self.step, self.micro_step, self.first_sample = before
 
     def generator(self, operator: int, shard: int, device: torch.device) -> torch.Generator:
         """The generator of the ``operator``-th random op at this step; ``shard`` is 0 if replicated."""

@@ -100,6 +100,16 @@ class Recorder:
 
         return run
 
+    def timed_again(self, i: Instruction, call: Callable[..., tuple]) -> Callable[..., tuple]:
+        """A local operator that runs again in the backward pass."""
+        name = repeated_name(next(r for r in i.results if r is not None))
+
+        def run(*args):
+            with self.span(name, i.op):
+                return call(*args)
+
+        return run
+
     def outside(self, x: Tensor | None) -> None:
         """The backward of what made ``x`` is no instruction's computation."""
         if x is not None and x.grad_fn is not None:
@@ -142,7 +152,7 @@ class Recorder:
         return work
 
     def wait(self, finish: Callable[[], None]) -> None:
-        """While this rank waits it computes nothing."""
+        """While this rank waits, or runs a region again, it computes no instruction's backward."""
         paused = self.leave()
         finish()
         if paused is not None:

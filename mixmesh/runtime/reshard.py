@@ -2,7 +2,8 @@
 
 An ``all_gather`` of a parameter with the attribute ``reshard`` is not kept by autograd: what would be
 saved of it is replaced by a note of which gather it came from. Its last use carries a trigger, whose
-backward runs before that of any use, on all ranks in the same order, and starts the second gather.
+backward runs before that of any use, on all ranks in the same order, and starts the second gather. Where a
+region that is computed again reads it, the region's last computation carries the trigger.
 """
 
 from __future__ import annotations
@@ -12,26 +13,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import LEAVES, Program, Shard
+from ..ir import LEAVES, Program, Shard, release_points
 from .collectives import Handle
 from .redistribute import Redistribution
 
 
 def reshard_points(program: Program) -> dict[int, list[str]]:
-    """By index of the instruction that uses it last: values with ``reshard`` to let go of there."""
+    """By index of the instruction before whose backward they are gathered again: values with ``reshard``."""
     out: dict[int, list[str]] = {}
+    gathered = [i.result for i in program.instructions if i.op == "all_gather" and i.attr("reshard", False)]
+    points = release_points(program, gathered)
     for i in program.instructions:
         if i.op != "all_gather" or not i.attr("reshard", False) or i.result not in program.requires_grad:
             continue
         source = program.producers[i.inputs[0]]
-        users = [n for n, user in enumerate(program.instructions) if i.result in user.inputs]
-        if source.op != "param" or not isinstance(source.type.placement, Shard) or not users:
+        if source.op != "param" or not isinstance(source.type.placement, Shard) or i.result not in points:
             continue
-        last = program.instructions[users[-1]]
+        last = program.instructions[points[i.result]]
         first_result = last.results[0] if last.results else None
         plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
         if plain and first_result in program.requires_grad:
-            out.setdefault(users[-1], []).append(i.result)
+            out.setdefault(points[i.result], []).append(i.result)
     return out
 
 
@@ -68,15 +70,25 @@ class Keeper:
             self._records[address] = record
         return record
 
-    def release(self, record: _Record, result: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
+    def forget(self, record: _Record) -> None:
         """After the last use: from here on the memory may become another tensor's."""
         self._records.pop(record.address, None)
+
+    def release(self, record: _Record, result: Tensor | None, tokens: list[Tensor]) -> Tensor | None:
+        """Before the backward of ``result`` it is gathered again."""
         if not torch.is_grad_enabled():
             return result
         anchor = torch.empty(0, device=record.how.comm.device, requires_grad=True)
         result, token = _Trigger.apply(anchor, result, record)
         tokens.append(token)
         return result
+
+    def note(self, x: Tensor) -> Any:
+        """What to keep of a tensor; ``take`` makes it a tensor again."""
+        return self._pack(x)
+
+    def take(self, note: Any) -> Tensor:
+        return self._unpack(note)
 
     def _pack(self, x: Tensor) -> Any:
         record = self._records.get(x.untyped_storage().data_ptr())

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..cost import VIEWS
+from ..cost.memory.repeats import Repeat, repeats
 from ..cost.placed import (
     Exchange,
     Sheet,
@@ -15,7 +16,7 @@ from ..cost.placed import (
     is_stored,
     summed_params,
 )
-from ..ir import LEAVES, Instruction, Program, owned_type
+from ..ir import LEAVES, Instruction, Program, owned_type, release_points
 from ..rules import RULES
 from ..timeline import factors_name, gradient_name, product_name, repeated_name
 from .values import Step
@@ -94,7 +95,7 @@ class Backward(Order):
     def make(self) -> None:
         program, sheet = self.program, self.sheet
         points = {point for groups in self.simulation.points.values() for point, _ in groups}
-        again = self._repeated()
+        again, regions = self._repeated(), repeats(program)
         moved = self._moved()
         self.returning: set[str] = set()  # what goes back to a place that is still to come
         self.gathered: set[str] = set()  # factors
@@ -112,6 +113,8 @@ class Backward(Order):
                     repeated_name(gather.result),
                 )
                 coming.add(gather.result)
+            if n in regions:
+                self._compute_again(regions[n], coming)
             if i is not None and sheet.flows[n] and n in sheet.work_of:
                 for name in [n for n in dict.fromkeys(i.inputs) if n in coming and keeps(program, i, n)]:
                     coming.remove(name)
@@ -122,6 +125,15 @@ class Backward(Order):
                 self.close(point=n)
             for redistribution in moved.get(n, ()):
                 self._gradient(redistribution)
+
+    def _compute_again(self, region: Repeat, coming: set[str]) -> None:
+        """A region's second run, which awaits what is gathered again and read there."""
+        for name in [name for name in region.inputs if name in coming]:
+            coming.remove(name)
+            self.close(awaited=repeated_name(name))
+        for n in region.members:
+            i = self.program.instructions[n]
+            self.works.append((self.sheet.again_work_of[n], repeated_name(shown(i)), i.op))
 
     def _moved(self) -> dict[int, list[Instruction]]:
         """Redistributions with a gradient, by where autograd's node for them was made, last first."""
@@ -139,20 +151,21 @@ class Backward(Order):
         return out
 
     def _repeated(self) -> dict[int, list[Instruction]]:
-        """Gathers that are repeated, by the last use of what they bring, last first."""
+        """Gathers that are repeated, by the instruction before whose backward they start, last first."""
         program = self.program
         out: dict[int, list[Instruction]] = {}
-        for i in program.instructions:
-            if not (
-                i.op == "all_gather" and is_resharded(program, i) and self.sheet.exchanges[i.result, False]
-            ):
-                continue
-            uses = self.sheet.uses.get(i.result)
-            if i.result in program.requires_grad and uses:
-                last = program.instructions[uses[-1]]
+        gathers = [
+            i
+            for i in program.instructions
+            if i.op == "all_gather" and is_resharded(program, i) and self.sheet.exchanges[i.result, False]
+        ]
+        points = release_points(program, [i.result for i in gathers])
+        for i in gathers:
+            if i.result in program.requires_grad and i.result in points:
+                last = program.instructions[points[i.result]]
                 plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
                 if plain and last.results[0] in program.requires_grad:
-                    out.setdefault(uses[-1], []).insert(0, i)
+                    out.setdefault(points[i.result], []).insert(0, i)
         return out
 
     def _gradient(self, i: Instruction) -> None:

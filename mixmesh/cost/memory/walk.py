@@ -14,7 +14,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...ir import Cut, Instruction, Partial, Program, Shard, TensorType, owned_type
+from ...ir import Cut, Instruction, Partial, Program, Shard, TensorType, owned_type, region_of, release_points
 from ...rules import Call, call_of
 from ..micro_steps import unmarked
 from ..placed import (
@@ -27,6 +27,7 @@ from ..placed import (
 )
 from ..sums import IN_FLIGHT_BYTES, GradientSum, gradient_sums, order_of_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
+from .repeats import Repeat, repeats
 from .views import contiguous, is_dense, reshaped, view_of
 
 Sizes = dict[Cut, float]
@@ -141,6 +142,13 @@ class Walk:
             for name in names:
                 self.uses.setdefault(name, []).append(n)
         self.resharded = {i.result for i in program.instructions if is_resharded(program, i)}
+        self.repeats = repeats(program)
+        self.repeat_of = {region_of(program.instructions[at]): r for at, r in self.repeats.items()}
+        # what regions that are computed again hold of what they read, by where that is
+        self.kept_inputs: dict[int, dict[str, _Storage]] = {at: {} for at in self.repeats}
+        self.released: dict[int, list[str]] = {}  # resharded values by where they are gathered again
+        for name, n in release_points(program, self.resharded).items() if self.repeats else ():
+            self.released.setdefault(n, []).append(name)
         self.owned = {p.result: t for p in program.params if (t := owned_type(program, p)) is not None}
         self.scatters = [s for s in gradient_sums(program) if s.owned is not None] if self.owned else []
         self.gathers = self.scatters[::-1] if held is Held.NOTHING else []  # the first micro-step has them
@@ -210,7 +218,8 @@ class Walk:
             if i.is_redistribution:
                 self._move(i)
             elif is_computation(i):
-                self._compute(n, i)
+                self._keep_inputs(n, i)
+                self._compute(n, i, keeps=region_of(i) is None)
             for name in (*self.inputs[n], *i.results):
                 if self.uses.get(name, (n,))[-1] <= n and name in self.values and name != self.program.loss:
                     self.ledger.drop(self.values[name].storage)
@@ -223,7 +232,19 @@ class Walk:
         view.storage.references += 1
         return _View(view.storage, strides)
 
-    def _compute(self, n: int, i: Instruction) -> None:
+    def _keep_inputs(self, n: int, i: Instruction) -> None:
+        """What a region that is computed again reads is kept, but for what is gathered again as well."""
+        repeat = self.repeat_of.get(region_of(i)) if i.attrs else None
+        if repeat is None:
+            return
+        kept_inputs = self.kept_inputs[repeat.at]
+        for name in self.inputs[n]:
+            if name in repeat.inputs and name not in kept_inputs and name not in self.resharded:
+                kept_inputs[name] = self.values[name].storage
+                kept_inputs[name].references += 1
+
+    def _compute(self, n: int, i: Instruction, *, keeps: bool = True, again: bool = False) -> None:
+        """Runs a computation, for the first time or ``again``. It ``keeps`` nothing if it will run again."""
         call = self.calls[n] = call_of(i, self.program.types)
         views = [self.values[name] for name in i.inputs]
         made = self._results(call, i, views)
@@ -242,8 +263,12 @@ class Walk:
                     kept_here.append(storage)
             if extra_bytes(call):
                 kept_here.append(self.ledger.take(extra_bytes(call), self._work_cut(i)))
-            self.saved[n] = kept_here
-        self.ledger.moment(f"%{i.results[0] or i.op}", *self._beside(call, i, forward_bytes(call)))
+            if keeps:
+                self.saved[n] = kept_here
+        what = f"%{i.results[0] or i.op}" + " again" * again
+        self.ledger.moment(what, *self._beside(call, i, forward_bytes(call)))
+        if not keeps:
+            self.ledger.drop(*kept_here)
         for name, view in zip(i.results, made):
             if name is None:
                 self.ledger.drop(view.storage)
@@ -336,6 +361,7 @@ class Walk:
         again: dict[str, _Storage] = {}  # gathered once more
         complete = {self.uses.get(p.result, [0])[0] for p in program.params if synchronised(program, p)}
         missing = [{p.result for p in s.params} for s in self.scatters]
+        ends = {repeat.first: at for at, repeat in self.repeats.items()}
         for n in range(len(program.instructions) - 1, -1, -1):
             i = program.instructions[n]
             if not any(r in program.requires_grad for r in i.results):
@@ -345,7 +371,7 @@ class Walk:
                 continue
             if i.is_redistribution and i.result in self.returning:
                 self._come_back(i)
-            for name in self.inputs[n]:
+            for name in (*self.released.get(n, ()), *self.inputs[n]):
                 if name in self.resharded and name not in again:
                     again[name] = self.ledger.take(
                         program.types[name].value.size_bytes, whole(program.types[name])
@@ -353,8 +379,12 @@ class Walk:
                     moved = program.producers[name]
                     beside = staging("all_gather", program.types[moved.inputs[0]], moved.type, self.cuda)
                     self.ledger.moment(f"%{name} again", *beside)
+            if n in self.repeats:
+                self._compute_again(self.repeats[n], again)
             if is_computation(i):
                 self._compute_back(n, i)
+            if n in ends:
+                self.ledger.drop(*self.kept_inputs.pop(ends[n]).values())
             for name in self.inputs[n]:
                 if name in again and self.uses[name][0] == n:
                     self.ledger.drop(again.pop(name))
@@ -372,6 +402,22 @@ class Walk:
                         names -= here
                         if not names:
                             self._scatter(s)
+
+    def _compute_again(self, repeat: Repeat, again: Mapping[str, _Storage]) -> None:
+        """A region runs a second time, and now keeps what its backward needs."""
+        for name in repeat.inputs:
+            if name in again:
+                shape = self.program.types[name].value.shape
+                self.values[name] = _View(again[name], contiguous(shape))
+        last_use = {name: n for n in repeat.members for name in self.inputs[n]}
+        made: set[str] = set()
+        for n in repeat.members:
+            i = self.program.instructions[n]
+            self._compute(n, i, again=True)
+            made.update(r for r in i.results if r is not None)
+            for name in (*self.inputs[n], *i.results):
+                if name in made and last_use.get(name, n) <= n:
+                    self.ledger.drop(self.values[name].storage)
 
     def _outgoing(self, i: Instruction) -> list[_View]:
         """The gradients of an instruction's results, zeros for those that have none."""

@@ -1,0 +1,29 @@
+"""Regions that are computed again in the backward pass. No torch."""
+
+from __future__ import annotations
+
+from ..ir import Instruction, region_of
+from ..ir.recompute import DRAWN_AGAIN
+from ..ir.samples import RANDOM
+
+
+def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
+    """Raises what ``fail`` makes if an instruction cannot be computed again; ``stale`` as of
+    ``updated_buffers``."""
+    number = region_of(i)
+    if number is None:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise fail("a region that is computed again has a number", "recompute=0", f"recompute={number!r}")
+    if i.is_leaf or i.is_redistribution or i.op == "update":
+        raise fail("only computations are computed again", "no recompute", f"recompute={number}")
+    if i.attr("sfb", False):
+        raise fail(
+            "what gathers factors (sfb) in the backward pass is not computed again",
+            "one of sfb and recompute",
+        )
+    if any(word in i.op for word in RANDOM) and i.op not in DRAWN_AGAIN:
+        raise fail(f"{i.op} would draw other numbers when it is computed again", "no recompute")
+    for name in i.inputs:
+        if name in stale:
+            raise fail(f"%{name} is updated before the backward pass would read it again", "no recompute")

@@ -1,0 +1,44 @@
+"""Regions that are computed again, as the backward pass meets them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...ir import Program, regions
+from ...rules import call_of
+from .kept import extra_bytes, kept
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Right before the backward of instruction ``at`` the computations ``members``, the last of them ``at``,
+    run again on ``inputs``, which are kept until the backward of ``first``."""
+
+    at: int
+    first: int
+    members: tuple[int, ...]
+    inputs: tuple[str, ...]
+
+
+def repeats(program: Program) -> dict[int, Repeat]:
+    """By ``at``. A region of which nothing is kept for the backward pass is never computed again."""
+    out = {}
+    for members in regions(program).values():
+        instructions = [program.instructions[n] for n in members]
+        keeping = [n for n in members if keeps_something(program, n)]
+        if keeping:
+            made = {r for i in instructions for r in i.results}
+            read = dict.fromkeys(name for i in instructions for name in i.inputs if name not in made)
+            at = keeping[-1]
+            out[at] = Repeat(at, keeping[0], tuple(n for n in members if n <= at), tuple(read))
+    return out
+
+
+def keeps_something(program: Program, n: int) -> bool:
+    """Whether autograd keeps something of instruction ``n``, a computation."""
+    i = program.instructions[n]
+    if not any(r in program.requires_grad for r in i.results):
+        return False
+    call = call_of(i, program.types)
+    takes = tuple(name in program.requires_grad for name in i.inputs)
+    return any(True for _ in kept(call, takes)) or extra_bytes(call) > 0

@@ -1,0 +1,90 @@
+"""Regions of a program that the backward pass computes again instead of keeping what they made.
+
+Computations with the attribute ``recompute=N`` form region N. Of what a region reads and does not make itself
+everything is kept, be it the result of a collective: so no collective is ever repeated, whatever stands
+between two computations of a region. Right before the backward of its last computation the region runs again
+on every rank by itself, up to what is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from .program import Instruction, Program
+
+# random operators whose numbers are a function of the step and the place, so that they can be drawn again
+DRAWN_AGAIN = (
+    "aten.native_dropout",
+    "aten.bernoulli",
+    "aten.bernoulli.p",
+    "aten.rand",
+    "aten.randn",
+    "aten.rand_like",
+    "aten.randn_like",
+)
+
+
+def region_of(i: Instruction) -> int | None:
+    return i.attr("recompute") if i.attrs else None
+
+
+def regions(program: Program) -> dict[int, tuple[int, ...]]:
+    """Indices of the computations of each region, in order."""
+    out: dict[int, list[int]] = {}
+    for n, i in enumerate(program.instructions):
+        if (number := region_of(i)) is not None:
+            out.setdefault(number, []).append(n)
+    return {number: tuple(members) for number, members in out.items()}
+
+
+def with_regions(program: Program, numbers: Mapping[int, int]) -> Program:
+    """``program`` in which the computations at these indices, and no others, are in regions, by number."""
+
+    def marked(n: int, i: Instruction) -> Instruction:
+        if (number := numbers.get(n)) == region_of(i):
+            return i
+        attrs = tuple((k, v) for k, v in i.attrs if k != "recompute")
+        return replace(i, attrs=attrs if number is None else (*attrs, ("recompute", number)))
+
+    marks = tuple(marked(n, i) for n, i in enumerate(program.instructions))
+    return program.changed(instructions=marks)
+
+
+def region_end(program: Program, members: Iterable[int]) -> int | None:
+    """The last computation of a region that a gradient comes to; None if none does."""
+    grad = program.requires_grad
+    return max((n for n in members if program.instructions[n].results[0] in grad), default=None)
+
+
+def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
+    """By value that is made again for the backward pass, the index of the instruction before whose backward
+    that begins: the last that uses it, or the end of the last region that reads it, if that is later.
+
+    A region is computed again right before the backward of its last computation, and then needs all that it
+    reads."""
+    wanted = set(names)
+    last: dict[str, int] = {}
+    read: dict[int, set[str]] = {}
+    for n, i in enumerate(program.instructions):
+        for name in i.inputs:
+            if name in wanted:
+                last[name] = n
+                if (number := region_of(i)) is not None:
+                    read.setdefault(number, set()).add(name)
+    members = regions(program) if read else {}
+    for number, those in read.items():
+        end = region_end(program, members[number])
+        for name in those if end is not None else ():
+            last[name] = max(last[name], end)
+    return last
+
+
+def updated_buffers(program: Program) -> frozenset[str]:
+    """Buffers that the step updates in place, and what is made of them alone, which may be views of them."""
+    updated = {u.args[0] for u in program.instructions if u.op == "update"}
+    found: set[str] = set()
+    for i in program.instructions if updated else ():
+        if (i.op == "buffer" and i.args[0] in updated) or (i.inputs and found.issuperset(i.inputs)):
+            found.update(r for r in i.results if r is not None)
+    return frozenset(found)

@@ -1,0 +1,31 @@
+"""Activation checkpointing as a repair: for plans that do not fit, or fit in small micro-batches alone."""
+
+from __future__ import annotations
+
+from ..ir import regions, with_regions
+from .task import Proposal, Task
+
+
+def fewest(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal with as few of its regions as memory allows.
+
+    The last ones are let go of first: they are the first in the backward pass, before which all that is kept
+    is there, and once it comes to the others there is room for theirs.
+    """
+    program = proposal.program
+    members = regions(program)
+    numbers = sorted(members, key=lambda number: members[number][0])
+
+    def first(count: int) -> Proposal:
+        kept = {n: number for number in numbers[:count] for n in members[number]}
+        made = with_regions(program, kept)
+        simulation = task.simulation(made, accumulating=proposal.simulation.samples is not None)
+        return task.judge(proposal.planner, made, simulation, micro_batches=proposal.micro_batches)
+
+    best, low, high = proposal, 0, len(numbers)
+    while proposal.feasible and low + 1 < high:
+        middle = (low + high) // 2
+        made = first(middle)
+        low, high = (low, middle) if made.feasible else (middle, high)
+        best = min(best, made, key=lambda p: p.key)
+    return best

@@ -1,0 +1,114 @@
+"""A region computed again in the backward pass: what its operators save is not kept but made a second time.
+
+The forward pass builds autograd's graph as ever, so that the order of the backward pass, its collectives and
+the hooks that sum gradients are those of the program without regions. Only what a region's operators save is
+replaced by a number. The first number that the backward pass asks for runs the region again, from the inputs
+that were kept, and what the operators then save in the same order is what was asked for (PyTorch's own
+non-reentrant checkpoints work alike). A region has computations of one rank only, and its random numbers are
+a function of the step, so that the second run makes what the first one made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..errors import MixmeshError
+from .random import RandomPolicy
+from .reshard import Keeper
+
+
+@dataclass(frozen=True)
+class Step:
+    """A computation of a region: what runs it, and how the program names what it reads and makes. ``again``
+    is what runs it the second time."""
+
+    run: Callable[..., tuple]
+    inputs: tuple[str, ...]
+    results: tuple[str | None, ...]
+    again: Callable[..., tuple]
+
+
+def at_once(run: Callable[[], None]) -> None:
+    run()
+
+
+class Region:
+    """A region in one forward pass of one rank. It lives as long as something that it saved is asked for.
+
+    ``around`` is given the second run to be run."""
+
+    def __init__(
+        self,
+        random: RandomPolicy,
+        keep: Keeper | None = None,
+        around: Callable[[Callable[[], None]], None] = at_once,
+    ) -> None:
+        self._random, self._keep, self._around = random, keep or Keeper(), around
+        self._place = random.place
+        self._steps: list[Step] = []
+        self._last = 0  # step that saves something, counted from 1: later ones need not run again
+        self._inputs: dict[str, tuple[Any, bool]] = {}  # as the keeper notes it; whether it takes a gradient
+        self._own: set[str] = set()
+        self._num_saved = 0
+        self._made: dict[int, Tensor] = {}  # by number, until it is asked for
+
+    def run(self, step: Step, *values: Tensor) -> tuple:
+        """A computation of the forward pass."""
+        if not torch.is_grad_enabled():
+            return step.run(*values)
+        for name, value in zip(step.inputs, values):
+            if name not in self._own and name not in self._inputs:
+                self._inputs[name] = self._keep.note(value), value.requires_grad
+        self._own.update(r for r in step.results if r is not None)
+        self._steps.append(step)
+        with saved_tensors_hooks(self._save, self._load):
+            return step.run(*values)
+
+    def _save(self, _: Tensor) -> int:
+        self._last = len(self._steps)
+        self._num_saved += 1
+        return self._num_saved - 1
+
+    def _load(self, number: int) -> Tensor:
+        if number not in self._made:
+            self._around(self._again)
+        return self._made.pop(number)
+
+    def _again(self) -> None:
+        saved: list[Tensor] = []
+        # an alias that takes a gradient as the value did, so that the operators save what they saved then
+        values = {
+            name: self._keep.take(note).detach().requires_grad_(takes_gradient)
+            for name, (note, takes_gradient) in self._inputs.items()
+        }
+        steps = self._steps[: self._last]
+        last_use = {name: n for n, step in enumerate(steps) for name in step.inputs}
+        with (
+            torch.enable_grad(),
+            self._random.at(self._place),
+            saved_tensors_hooks(lambda x: saved.append(x.detach()), _never),
+        ):
+            for n, step in enumerate(steps):
+                made = step.again(*(values[name] for name in step.inputs))
+                values.update((r, x) for r, x in zip(step.results, made) if r is not None)
+                for name in {*step.inputs, *step.results} - {None}:
+                    if last_use.get(name, n) <= n:
+                        values.pop(name, None)
+        if len(saved) != self._num_saved:
+            raise MixmeshError(
+                "a region saved other tensors when it was computed again",
+                expected=f"{self._num_saved} tensors",
+                got=f"{len(saved)} tensors, by {', '.join(filter(None, (s.results[0] for s in steps)))}",
+                hint="plan without it: take the attribute recompute off these instructions",
+            )
+        self._made = dict(enumerate(saved))
+
+
+def _never(_: Any) -> Tensor:
+    raise AssertionError("nothing goes back through the second run of a region")
