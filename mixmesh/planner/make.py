@@ -15,7 +15,7 @@ from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
-from ..ir import Graph
+from ..ir import Graph, regions
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import infeasible, notes_of, warnings_of
@@ -147,7 +147,8 @@ def _make_plan(
     check_batch(graph, cluster)
     best: dict[str, Proposal] = {}
     for name in (*names, *last):
-        if name in last and any(p.feasible for p in best.values()):
+        # what fits only with activations that are computed again may be far from the best that fits
+        if name in last and any(p.feasible and not regions(p.program) for p in best.values()):
             continue
         if name == "two-level" and quick and not promising(task):
             continue

@@ -40,6 +40,7 @@ SPARE = (0.0, 0.02, 0.06, 0.2)  # of a device's room, left to rows that are not 
 RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
 COMMON = 2  # the first stage whose devices share one count of micro-steps
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
+AGAIN = 1.25  # times the seconds of all computing, which is about what it takes to compute activations again
 GROWTH = 1.2  # from one micro-batch of a curve to the next
 
 
@@ -50,18 +51,19 @@ def poplar(task: Task) -> Iterator[Proposal]:
     for needed, ranks in device_sets(fastest_first, task.costs.class_of):
         if best_s < float("inf") and (not needed or task.least_seconds(ranks) >= best_s):
             return  # nor will fewer devices help
+        short = []  # of memory: stages in which not everyone takes its share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
-            short = True
-            for made in Staged(task, stage, ranks).proposals():
-                found = True
-                best_s = min(best_s, made.timeline.step_s) if made.feasible else best_s
-                short = short and not (made.feasible and made.micro_batches is None)
+            proposals = list(Staged(task, stage, ranks).proposals())
+            found = found or bool(proposals)
+            best_s = min([best_s, *(p.timeline.step_s for p in proposals if p.feasible)])
+            yield from proposals
+            if not any(p.feasible and p.micro_batches is None for p in proposals):
+                short.append(stage)
+        for stage in short if best_s > AGAIN * task.least_seconds(ranks) else ():
+            for made in computed_again(task, stage, ranks, best_s):
+                found, best_s = True, made.timeline.step_s
                 yield made
-            if short:
-                for made in computed_again(task, stage, ranks, best_s):
-                    best_s = min(best_s, made.timeline.step_s)
-                    yield made
     if not found:  # what comes closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
