@@ -26,6 +26,7 @@ from mixmesh.ir import Program, make_ratio, samples_of
 from mixmesh.job import load_job, optimizer_states
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.profiler.constants import process_bytes
+from mixmesh.recomputation import recomputed
 from mixmesh.simulator import MicroBatches, simulate
 from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
@@ -77,6 +78,11 @@ CASES = {
         ("gpt_long", "zero3x4", (60, 40)),
         ("gpt_long", "zero3", (60, 40)),
         ("mlp", "zero1", (50, 50)),
+        # with activations that are computed again
+        ("gpt_long", "ddp again", (60, 40)),
+        ("gpt_long", "zero3 again", (60, 40)),
+        ("gpt_long", "zero3x4 again", (60, 40)),
+        ("bert_dropout", "ddp again", (60, 40)),
     )
 }
 OWNERS = (0.75, 0.25)
@@ -93,12 +99,14 @@ def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, Micr
     graph = trace(made.model, made.batch).graph
     costs, ratio = CostModel(cpus(len(shares))), make_ratio([float(s) for s in shares])
     micro_batches = None
+    kind, _, again = kind.partition(" ")
+    again = recomputed if again else lambda program: program
     if kind.startswith("zero"):
         stage, _, steps = kind.removeprefix("zero").partition("x")
-        program = with_stage(data_parallel(graph, costs, ratio), int(stage), OWNERS)
+        program = with_stage(again(data_parallel(graph, costs, ratio)), int(stage), OWNERS)
         micro_batches = in_micro_steps(program, int(steps)) if steps else None
     elif kind in ("ddp", "fsdp"):
-        program = data_parallel(graph, costs, ratio)
+        program = again(data_parallel(graph, costs, ratio))
         program = fully_sharded(program) if kind == "fsdp" else with_buckets(program, 16e6)
     else:
         # a high price of gradients makes parameters be sharded and stay so

@@ -333,6 +333,31 @@ def test_a_plan_that_fits_only_so(monkeypatch):
         make_plan(known, where)
 
 
+def test_no_more_than_memory_asks_for(monkeypatch):
+    """Between the plan without any and that of the least memory: faster than micro-steps."""
+    _, _, known = long_job()
+    counts = []
+    for room_mib in (4, 8, 10, 12, 16):
+        where = gpus(room_mib, room_mib, gbit_per_s=1)
+        plan = make_plan(known, where)
+        counts.append(len(regions(plan.program)))
+        with monkeypatch.context() as patch:
+            forbid(patch)
+            try:
+                assert plan.predicted_step_s <= make_plan(known, where).predicted_step_s
+            except Infeasible:
+                assert counts[-1]
+    assert counts[0] > counts[2] > counts[3] > 0 and counts[-1] == 0
+
+
+def test_in_micro_steps_that_fit_only_so():
+    model, inputs, known = long_job()
+    plan = make_plan(known, gpus(2.5, 2.5), planner="poplar")
+    assert regions(plan.program) and any(m.steps > 1 for m in plan.micro_batches)
+    report = verify(model, inputs, plan, traced=known)
+    assert report.ok and report.max_gradient_error_f64 < 1e-9
+
+
 # --- between processes ------------------------------------------------------------------------------------
 
 
