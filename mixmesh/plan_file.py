@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import PlanError
-from .ir import Program, Samples, owned_type, parse_program, print_program, samples_of, stage_of
+from .ir import (
+    Program,
+    Samples,
+    owned_type,
+    parse_program,
+    print_program,
+    samples_of,
+    stage_of,
+    transfers_of,
+)
 
 FORMAT = 1
+PIPELINE = "1f1b"  # the one order in which a chain of stages runs its micro-steps
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,8 @@ class Plan:
     ``graph_fingerprint`` tie the plan to the devices and the model that it was made for. ``timings_s``: the
     steps of planning. ``gap``: by how much, as a share, the program may be dearer than the cheapest under
     the search's own cost; None where that is not known. ``micro_batches``: per rank, how it accumulates
-    gradients within a step; None where everyone takes its share at once.
+    gradients within a step; None where everyone takes its share at once. A chain of stages that
+    accumulates is a pipeline, and says so by its ``order``.
     """
 
     program: Program
@@ -74,6 +85,13 @@ class Plan:
 
     def __str__(self) -> str:
         return _header(self) + "\n" + print_program(self.program, self.notes)
+
+    @property
+    def order(self) -> str | None:
+        """``PIPELINE`` if stages run their micro-steps in that order, None for a plan without."""
+        if not accumulates(self.micro_batches) or not any(transfers_of(self.program)):
+            return None
+        return PIPELINE
 
     def save(self, path: str | Path) -> None:
         """Writes the plan; the file is either whole or not there."""
@@ -147,6 +165,8 @@ def _header(plan: Plan) -> str:
     if plan.micro_batches is not None:
         rows = ", ".join(f"[{m.micro_batch}, {m.steps}, {m.last}]" for m in plan.micro_batches)
         lines.append(f"micro_batches = [{rows}]  # per rank: samples, steps, samples of the last step")
+    if plan.order is not None:
+        lines.append(f"order = {_toml(plan.order)}  # of forward and backward passes, from stage to stage")
     if plan.warnings:
         lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
     for c in plan.candidates:
@@ -171,7 +191,7 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
         )
         values = {key: header[key] for key in _KEYS}
         values["predicted_step_s"] = float(values["predicted_step_s"])
-        return Plan(
+        plan = Plan(
             program=program,
             predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
             candidates=candidates,
@@ -185,6 +205,15 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
         raise PlanError(
             f"the plan's header lacks or spoils {err}", where=where, expected=", ".join(_KEYS)
         ) from None
+    if "order" in header and header["order"] != plan.order:
+        raise PlanError(
+            "the plan's micro-steps cannot run in this order",
+            where=where,
+            expected=f"order = {_toml(PIPELINE)} for a chain of stages with micro_batches, none for others",
+            got=f"order = {json.dumps(header['order'])}"
+            + ("" if plan.order else ", and a program that is no such chain"),
+        )
+    return plan
 
 
 def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
@@ -214,6 +243,17 @@ def accumulation(plan: Plan) -> Samples | None:
             ),
         )
     counts = {m.steps for m in plan.micro_batches if m.steps}
+    without = any(not plan.micro_batches[r].steps for ranks in samples.stages for r in ranks)
+    uneven = any(m.micro_batch != m.last for m in plan.micro_batches)
+    if samples.stages and (len(counts) > 1 or uneven or without):
+        raise PlanError(
+            "the micro-batches of a pipeline are not alike",
+            expected="one number of steps, and as many samples of a rank in each",
+            got=", ".join(
+                f"{m.steps} steps of {m.micro_batch}, the last of {m.last}" for m in plan.micro_batches
+            ),
+            hint="shares of whole multiples of the number of steps",
+        )
     if samples.meets and len(counts) > 1:
         raise PlanError(
             "the ranks meet in every micro-step of this program, so all take as many",
@@ -240,10 +280,11 @@ class Schedule:
 
 def schedule(program: Program, micro_batches: tuple[MicroBatch, ...], samples: Samples) -> Schedule:
     """Where ranks meet in every micro-step all take as many, those without samples too; so they do in stage 2
-    if their numbers are equal. Otherwise each takes those that have samples, and at least one."""
+    if their numbers are equal. Otherwise each takes those that have samples, and at least one. Stages of
+    a pipeline sum when all micro-steps are through."""
     taken = {m.steps for m in micro_batches if m.steps}
     scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
-    together = samples.meets or (scattered and len(taken) == 1)
+    together = samples.meets or (scattered and len(taken) == 1 and not samples.stages)
     if together:
         sizes = (m.sizes or (0,) * max(taken) for m in micro_batches)
     else:

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from gloo_world import run_world
+from pipelines import chain, pipelined
 from programs import make_plan
 from small_graphs import THREE, cluster
 from test_gloo import BATCH, PROGRAMS, TAIL, UNEVEN, Mlp, batch, stored
@@ -165,8 +166,19 @@ ACCUMULATIONS = {
 }
 
 
+PIPELINES = {  # stages and micro-steps
+    "attention pipeline of two": (((0.0, 2.0, 1.0), (1.0, 0.0, 0.0)), 4, ()),
+    "attention pipeline of two, with owners": (
+        ((1.0, 0.0, 0.0), (0.0, 1.0, 1.0)),
+        3,
+        ("allreduce", "sharded"),
+    ),
+    "attention pipeline of three": (((0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), 6, ()),
+}
+
+
 def staged_plans() -> dict[str, str]:
-    """ZeRO stages and micro-steps, with owners of all, some and no rows."""
+    """ZeRO stages and micro-steps, with owners of all, some and no rows; pipelines."""
     graph = trace(Attention(), sentences()).graph
     spread = data_parallel(graph, COSTS, make_ratio([1 / 2, 1 / 3, 1 / 6]))
     out = {}
@@ -174,6 +186,9 @@ def staged_plans() -> dict[str, str]:
         micro_batches = None if rows is None else tuple(MicroBatch(*row) for row in rows)
         program = with_stage(with_buckets(spread, 1000), stage, (0.3, 0.0, 0.7))
         out[name] = str(make_plan(program, COSTS.cluster, micro_batches=micro_batches))
+    for name, (stages, micro_steps, syncs) in PIPELINES.items():
+        program = with_buckets(chain(Attention(), sentences(), stages, COSTS, syncs), 1000)
+        out[name] = str(pipelined(program, micro_steps, COSTS.cluster))
     return out
 
 
@@ -247,7 +262,8 @@ ATTENTION += tuple(f"two levels {price:g}" for price in TWO_LEVELS)
 
 
 @pytest.mark.parametrize(
-    "name", [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS]
+    "name",
+    [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS, *PIPELINES],
 )
 def test_simulated_collectives_are_the_executed(executed, name):
     text, ranks = executed[name]

@@ -149,7 +149,7 @@ def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
         replace(plan, predicted_peak_memory_bytes=()),
         timeout_s=COLLECTIVE_TIMEOUT_S,
     )
-    batches = shard_batches(endless(made.data, made.batch), plan.program, dist.get_rank())
+    batches = shard_batches(endless(made.data, made.batch), plan, dist.get_rank())
 
     def step() -> Callable[[], float]:
         local, loss = model.forward_local(**next(batches))

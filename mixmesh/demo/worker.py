@@ -84,7 +84,7 @@ def plan_steps(plan: Plan) -> Callable[[], float]:
     # several models share this process, so that its memory says nothing of this plan: none is promised
     free = replace(plan, predicted_peak_memory_bytes=())
     model, optimizer = parallelize(made.model, made.optimizer(made.model.parameters()), free)
-    batches = shard_batches(made.data, plan.program, dist.get_rank())
+    batches = shard_batches(made.data, plan, dist.get_rank())
 
     def step() -> float:
         local, loss = model.forward_local(**next(batches))

@@ -21,7 +21,8 @@ from .placement import (
 from .printing import print_instruction, print_program
 from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
 from .recompute import region_of, regions, release_points, with_regions
-from .samples import Samples, micro_step_program, once_program, samples_of
+from .samples import Samples, local_kind, micro_step_program, once_program, samples_of
+from .stages import in_flight, passes_of, stages_of, transfers_of
 from .text import parse_program
 from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
 
@@ -29,8 +30,9 @@ __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio",
     "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
-    "cells", "cells_bytes", "dual", "even_ratio", "local_bytes", "local_shape", "make_ratio", "map_refs",
-    "micro_step_program", "nameless", "once_program", "owned_type", "parse_program", "participants", "piece",
-    "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions", "release_points",
-    "samples_of", "shard_offsets", "shard_sizes", "stage_of", "support", "with_regions",
+    "cells", "cells_bytes", "dual", "even_ratio", "in_flight", "local_bytes", "local_kind", "local_shape",
+    "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
+    "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
+    "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "shard_offsets",
+    "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "with_regions",
 ]  # fmt: skip

@@ -9,6 +9,9 @@ micro-steps add up to the rank's own. Three things have to be seen to:
 - what a replicated value adds to a sum (a penalty on the parameters) counts in the first micro-step only;
 - what is summed over samples and depends on parameters (the statistics of batch norm) does not exist
   before all samples are through: such a program cannot run in micro-steps.
+
+Where samples move between ranks that have nothing in common, the program is a chain of stages and runs as a
+pipeline (``stages``). A micro-batch is then the same samples in every stage, cut between the stage's ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from .graph import Ref
 from .placement import Partial, Replicate, Shard, shard_sizes
 from .printing import print_instruction
 from .program import Instruction, Program
+from .stages import Ranks, stages_of, transfers_of
 
 LOCAL = ("local_slice", "as_partial", "pad_partial")
 RANDOM = (
@@ -44,7 +48,8 @@ class Samples:
     """``values`` hold samples: shards cut between them, and addends of sums over them. ``given`` are computed
     once per step. ``meets``: a micro-step has collectives, so all ranks go through as many.
 
-    ``counts`` is samples per rank.
+    ``counts`` is samples per rank. Of a pipeline: the ranks of its ``stages``, in order, and the
+    ``transfers``, values that come from an earlier stage.
     """
 
     batch_size: int
@@ -52,17 +57,39 @@ class Samples:
     values: frozenset[str]
     given: tuple[str, ...]
     meets: bool
+    stages: tuple[Ranks, ...] = ()
+    transfers: frozenset[str] = frozenset()
 
     def hold(self, i: Instruction) -> bool:
         """Whether what an instruction cuts is cut between samples: an operator cuts along one factor."""
         return any(name in self.values for name in (*i.inputs, *i.results))
 
+    def stage_of(self, rank: int) -> int | None:
+        """The number of a rank's stage; None outside of all, or without stages."""
+        return next((n for n, ranks in enumerate(self.stages) if rank in ranks), None)
+
+    def offset(self, rank: int) -> int:
+        """The first of a rank's samples among those of its stage, or of the batch without stages."""
+        stages = self.stages or (range(len(self.counts)),)
+        beside = next((ranks for ranks in stages if rank in ranks), ())
+        return sum(self.counts[r] for r in beside if r < rank)
+
+    def first_sample(self, rank: int, start: int, micro_steps: int) -> int:
+        """Where in the batch a micro-step begins that comes after ``start`` samples of a rank. That of a
+        pipeline is of samples that follow each other in the batch, so that it is the same in all stages."""
+        if not self.stages:
+            return self.offset(rank) + start
+        before = start * micro_steps // max(self.counts[rank], 1)  # micro-steps
+        return before * self.batch_size // micro_steps + self.offset(rank) // micro_steps
+
 
 def samples_of(program: Program) -> Samples:
     """Raises PlanError, with the instruction and the user's line, for a program that cannot run in
     micro-steps."""
+    stages = stages_of(program)
+    moved = frozenset(i.result for i in transfers_of(program))
     fixed = _decided_by_inputs(program)
-    seeds, values = _cut_between_samples(program, fixed)
+    seeds, values = _cut_between_samples(program, fixed, moved)
     if not seeds:
         raise PlanError(
             "no input is cut between ranks, so there are no samples to take in micro-steps",
@@ -72,6 +99,8 @@ def samples_of(program: Program) -> Samples:
     first = min(seeds, key=lambda name: program.types[name].value.shape[0])
     batch_size = program.types[first].value.shape[0]
     counts = shard_sizes(batch_size, program.ratio(program.types[first].ratio))
+    if stages:
+        counts = _counts_of_stages(program, moved, batch_size)
     given: list[str] = []
     meets = False
     for i in program.instructions:
@@ -79,24 +108,34 @@ def samples_of(program: Program) -> Samples:
             raise _refusal(program, i, "gathers the factors of all ranks' samples (sfb)")
         if i.is_redistribution:
             (source,) = i.inputs
-            local = _is_local(program, i)
-            if source in values and not local:
+            local = local_kind(program, i)
+            if i.result in moved:
+                if source not in values:
+                    raise _refusal(program, i, "moves what holds no samples to another stage")
+                values.add(i.result)
+            elif source in values and not local:
                 if i.result not in fixed:
                     raise _refusal(
                         program, i, "needs the samples of all micro-steps, and depends on parameters"
                     )
+                if stages and isinstance(program.types[source].placement, Shard):
+                    raise _refusal(program, i, "puts samples together, whose order is that of micro-steps")
                 given.append(i.result)
             elif source in values:
                 values.add(i.result)
+            elif stages and not local:
+                if i.result not in fixed:
+                    raise _refusal(program, i, "moves what depends on parameters, and holds no samples")
+                given.append(i.result)
             else:
                 meets = meets or not local
         elif any(name in values for name in i.inputs):
             cut = (r for r, t in zip(i.results, i.types) if not isinstance(t.placement, Replicate))
             values.update(r for r in cut if r is not None)
-        _check_cut(program, i, values, batch_size, counts)
+        _check_cut(program, i, values, batch_size, counts, stages)
     if program.loss not in values:
         raise _refusal(program, program.producers[program.loss], "is a loss that is no sum over samples")
-    return Samples(batch_size, counts, frozenset(values), tuple(given), meets)
+    return Samples(batch_size, counts, frozenset(values), tuple(given), meets, stages, moved)
 
 
 def micro_step_program(program: Program, samples: Samples) -> Program:
@@ -138,8 +177,11 @@ def _decided_by_inputs(program: Program) -> frozenset[str]:
     return frozenset(program.types) - open_
 
 
-def _cut_between_samples(program: Program, fixed: frozenset[str]) -> tuple[list[str], set[str]]:
-    """Shards of inputs, and all shards that an operator ties to one, since it cuts along one factor."""
+def _cut_between_samples(
+    program: Program, fixed: frozenset[str], moved: frozenset[str]
+) -> tuple[list[str], set[str]]:
+    """Shards of inputs, and all shards that an operator ties to one, since it cuts along one factor; so does
+    what was ``moved`` between stages."""
     tied: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -159,6 +201,8 @@ def _cut_between_samples(program: Program, fixed: frozenset[str]) -> tuple[list[
         if i.op == "input" or i.is_redistribution:
             if is_cut(i.result) and i.result in from_inputs and i.result in fixed:
                 seeds.append(i.result)
+            if i.result in moved:
+                tied[root(i.result)] = root(i.inputs[0])
         elif not i.is_leaf:
             for name in cut[1:]:
                 tied[root(name)] = root(cut[0])
@@ -167,19 +211,49 @@ def _cut_between_samples(program: Program, fixed: frozenset[str]) -> tuple[list[
     return leading, {name for name in program.types if is_cut(name) and root(name) in roots}
 
 
-def _is_local(program: Program, i: Instruction) -> bool:
-    held = program.participants(program.types[i.inputs[0]])
-    return i.op in LOCAL and set(program.participants(i.type)) <= set(held)
+def local_kind(program: Program, i: Instruction) -> str:
+    """What a redistribution does that moves nothing: one of ``LOCAL``, or "keep" where some ranks go on with
+    their whole copy. Empty if it moves anything."""
+    source = program.types[i.inputs[0]]
+    if not {*program.participants(i.type)} <= {*program.participants(source)}:
+        return ""
+    if i.op == "move" and isinstance(source.placement, Replicate):
+        kinds = {Shard: "local_slice", Partial: "as_partial", Replicate: "keep"}
+        return kinds[type(i.type.placement)]
+    return i.op if i.op in LOCAL else ""
 
 
-def _check_cut(program: Program, i: Instruction, values: set[str], batch_size: int, counts) -> None:
+def _counts_of_stages(program: Program, moved: frozenset[str], batch_size: int) -> tuple[int, ...]:
+    """Samples per rank: all of the batch in every stage."""
+    counts = [0] * program.world_size
+    for name in moved:
+        for t in (program.types[name], program.types[program.producers[name].inputs[0]]):
+            for rank, size in enumerate(shard_sizes(batch_size, program.ratio(t.ratio))):
+                counts[rank] = size or counts[rank]
+    return tuple(counts)
+
+
+def _check_cut(
+    program: Program,
+    i: Instruction,
+    values: set[str],
+    batch_size: int,
+    counts: tuple[int, ...],
+    stages: tuple[Ranks, ...],
+) -> None:
     for name, t in zip(i.results, i.types):
-        if name not in values or isinstance(t.placement, Partial):
+        if name not in values:
+            continue
+        ranks = program.participants(t)
+        if stages and ranks not in stages:
+            raise _refusal(program, i, f"is on ranks {', '.join(map(str, ranks))}, which are no stage")
+        if isinstance(t.placement, Partial):
             continue
         size = t.value.shape[t.placement.dim]
         sizes = shard_sizes(size, program.ratio(t.ratio), t.placement.unit)
         each = size // batch_size
-        if size % batch_size or sizes != tuple(n * each for n in counts):
+        wanted = tuple(n * each if not stages or r in ranks else 0 for r, n in enumerate(counts))
+        if size % batch_size or sizes != wanted:
             raise _refusal(program, i, f"is not cut between samples: {', '.join(map(str, sizes))} of {size}")
 
 
@@ -190,6 +264,7 @@ def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
     return PlanError(
         f"micro-steps cannot run this program: {i.op} {why}",
         where=f"{print_instruction(i)}  {made.location}".rstrip(),
-        expected="data parallelism, and no value of the whole batch that depends on parameters",
+        expected="data parallelism or a chain of stages, and no value of the whole batch that depends on "
+        "parameters",
         hint="plan without accumulation; of batch norm, take group norm",
     )

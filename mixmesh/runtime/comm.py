@@ -33,14 +33,21 @@ class Comm:
 
     @classmethod
     def create(
-        cls, program: Program, *, device: torch.device | str | None = None, timeout_s: float = 300.0
+        cls,
+        program: Program,
+        beside: Iterable[tuple[str, tuple[int, ...]]] = (),
+        *,
+        device: torch.device | str | None = None,
+        timeout_s: float = 300.0,
     ) -> Comm:
-        """The groups of a program. Collective: every rank calls it, in the same order as the others.
+        """The groups of a program, and others by purpose. Collective: every rank calls it, in the same order
+        as the others.
 
         Initialises torch.distributed from the environment unless that was done. Raises InputError
         without a launcher's variables, PlanError if the number of processes is not the program's.
         """
-        return cls.of_sets(program.world_size, meetings(program), device=device, timeout_s=timeout_s)
+        sets = (*meetings(program), *beside)
+        return cls.of_sets(program.world_size, sets, device=device, timeout_s=timeout_s)
 
     @classmethod
     def of_sets(

@@ -14,31 +14,38 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from ..errors import InputError
-from ..ir import Program, Shard
+from ..ir import Instruction, Program, Shard
+from ..plan_file import Plan
 from .batches import batch_dim_input, local_input, program_inputs
 from .layout import layout
 
 
 def shard_batches(
-    batches: Iterable[Any], program: Program, rank: int, *, device: torch.device | str | None = None
+    batches: Iterable[Any], plan: Plan | Program, rank: int, *, device: torch.device | str | None = None
 ) -> Iterator[Any]:
     """This rank's share of every global batch, which is a dict or a tuple of tensors.
 
-    Inputs that the program uses whole pass whole, and so does what it does not use. A rank that takes no
-    part in an input gets an empty tensor. Raises InputError for a batch of another size than planned.
+    Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
+    micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
+    empty tensor. Raises InputError for a batch of another size than planned.
     """
+    program = plan.program if isinstance(plan, Plan) else plan
+    is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else torch.device(device)
     inputs = program_inputs(program)
     by_name = {i.args[0]: i for i in inputs}
 
+    def share(i: Instruction | None, value: Any) -> Any:
+        return _share(program, i, value, rank, where, whole=is_pipeline)
+
     def cut(batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return {k: _share(program, by_name.get(str(k)), v, rank, where) for k, v in batch.items()}
+            return {k: share(by_name.get(str(k)), v) for k, v in batch.items()}
         if isinstance(batch, tuple | list):
             found = [by_name.get(str(n)) for n in range(len(batch))]
             if not any(found):
                 found = [*inputs, *[None] * (len(batch) - len(inputs))]
-            return tuple(_share(program, i, v, rank, where) for i, v in zip(found, batch))
+            return tuple(map(share, found, batch))
         raise InputError(
             "a batch must say how the model is called",
             expected="a dict or a tuple of tensors",
@@ -48,7 +55,15 @@ def shard_batches(
     return map(cut, batches)  # no generator, whose frame would keep the whole batch
 
 
-def _share(program: Program, i, value: Any, rank: int, device: torch.device | None) -> Any:
+def _share(
+    program: Program,
+    i: Instruction | None,
+    value: Any,
+    rank: int,
+    device: torch.device | None,
+    *,
+    whole: bool = False,
+) -> Any:
     if i is None or not isinstance(value, Tensor):
         return value
     if tuple(value.shape) != i.type.value.shape:
@@ -60,6 +75,8 @@ def _share(program: Program, i, value: Any, rank: int, device: torch.device | No
         )
     if rank not in program.participants(i.type):
         return value.new_empty(0) if device is None else value.new_empty(0).to(device)
+    if whole:
+        return value if device is None else value.to(device, non_blocking=True)
     return local_input(program, i, value, rank, device)
 
 

@@ -41,17 +41,22 @@ class RankProgram:
     reshards: bool = False
 
     def run(
-        self, params: dict[str, Tensor], buffers: dict[str, Tensor], inputs: dict[str, Tensor]
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        inputs: dict[str, Tensor],
+        handed: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Local tensors in, for an owned parameter what awaits it (see ``owned``). Out come this rank's
         addend of the loss (None if it has none), new values of buffers, and the tokens that must go into
-        the loss (see ``redistribute``)."""
+        the loss (see ``redistribute``). A stage of a pipeline finds what comes from earlier ones among its
+        ``inputs``, by ``transfer_key``, and leaves in ``handed`` what goes to later ones, by result."""
         updated: dict[str, Tensor] = {}
         tokens: list[Tensor] = []
         keep = Keeper()
         try:
             with keep.hooks() if self.reshards else nullcontext():
-                loss = self.function(params, buffers, inputs, updated, tokens, keep)
+                loss = self.function(params, buffers, inputs, updated, tokens, keep, handed)
         except MixmeshError:
             raise
         except Exception as error:
@@ -110,7 +115,7 @@ class _Writer:
         self.training, self.sink, self.recorder, self.window = training, sink, recorder, window
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
-        self.text = ["def run(params, buffers, inputs, updated, tokens, keep):"]
+        self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
         self.bound["region"] = self._region
@@ -229,7 +234,19 @@ class _Writer:
     def _region(self, keep: Keeper) -> Region:
         return Region(self.random, keep, at_once if self.recorder is None else self.recorder.wait)
 
+    def _transfer(self, i: Instruction) -> None:
+        """To another stage of a pipeline, or from one (see ``pipeline``)."""
+        (source,) = i.inputs
+        if source in self.held:
+            self._line(f"handed[{i.result!r}] = {self._name(source)}", i)
+        elif self._takes_part(i):
+            self._line(f"{self._name(i.result)} = inputs[{transfer_key(i.result)!r}]", i)
+            self.held.add(i.result)
+
     def _redistribution(self, n: int, i: Instruction) -> None:
+        if self.window is not None and i.result in self.window.samples.transfers:
+            self._transfer(i)
+            return
         how = bind(self.program, i, self.comm)
         if not how.takes_part:
             return
@@ -294,6 +311,11 @@ def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
     if isinstance(held.placement, Shard):
         return whole.narrow(held.dim, *held.piece(rank))
     return whole if rank in held.ranks else whole.new_empty(0)
+
+
+def transfer_key(result: str) -> str:
+    """By what a stage finds among its inputs what another one sent."""
+    return f"%{result}"
 
 
 def _detached(argument: str) -> str:

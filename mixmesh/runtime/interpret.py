@@ -101,11 +101,17 @@ def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequ
 def move_in_windows(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window]
 ) -> Values | None:
-    """A redistribution that moves nothing, as micro-steps see it; None for one that is as ever."""
+    """A redistribution that moves nothing but samples to another stage, as micro-steps see it; None for one
+    that is as ever."""
+    ranks = set(program.participants(i.type))
+    if i.result in windows[0].samples.transfers:
+        dim = i.type.placement.dim
+        sizes = [w.length(i.type) if rank in ranks else 0 for rank, w in enumerate(windows)]
+        pieces = torch.cat([v for v in values if v is not None], dim).split(sizes, dim)
+        return [p if rank in ranks else None for rank, p in enumerate(pieces)]
     moves = [local_move(program, i, rank, window) for rank, window in enumerate(windows)]
     if moves[0] is None:
         return None
-    ranks = set(program.participants(i.type))
     return [move(v)[0] if rank in ranks else None for rank, (move, v) in enumerate(zip(moves, values))]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..ir import Program, Samples, micro_step_program, once_program, samples_of, shard_offsets
+from ..ir import Program, Samples, micro_step_program, once_program, samples_of
 from ..plan_file import MicroBatch, Schedule, accumulates, schedule
 from .interpret import Outcome, interpret
 from .random import RandomPolicy
@@ -43,9 +43,9 @@ def interpret_step(
 def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:
     """Of every rank the samples of its micro-step of this number; none where it takes fewer."""
     out = []
-    for first, sizes in zip(shard_offsets(samples.counts), planned.sizes):
+    for rank, sizes in enumerate(planned.sizes):
         place = RandomPolicy(random.seed, exact=random.exact)
         place.step, place.micro_step = random.step, number
-        place.first_sample = first + sum(sizes[:number])
+        place.first_sample = samples.first_sample(rank, sum(sizes[:number]), len(sizes))
         out.append(Window(samples, sizes[number] if number < len(sizes) else 0, place))
     return out

@@ -5,6 +5,9 @@ that it returns runs that of the last one and sums the gradients, so the user's 
 ``backward`` may come with another gradient than 1 (a loss that is divided, or scaled against underflow),
 the earlier passes start from the gradient of the step before, and what they gave is scaled by the quotient.
 
+The stages of a pipeline run all their passes within the forward call, the last backward passes too (see
+``pipeline``): those of a stage wait for other stages', so none may wait for the user's.
+
 Ranks take as many micro-steps as each likes where only gradients of replicated parameters are summed. Where
 they meet in every micro-step (gathers of ZeRO stage 3) all take as many, those without samples too. Stage 2
 sums in every micro-step if all take as many, and otherwise once.
@@ -25,16 +28,17 @@ from ..ir import (
     Shard,
     micro_step_program,
     once_program,
-    shard_offsets,
 )
 from ..plan_file import Plan, accumulation, schedule
 from .gradients import Sums, Taken, add
+from .pipeline import Stage
 
 
 @dataclass(frozen=True)
 class MicroSteps:
     """This rank's: ``sizes`` in samples, from ``first_sample`` of the batch on. ``once`` runs before them,
-    ``program`` in each. ``sums`` is what the passes before the last sum."""
+    ``program`` in each. ``sums`` is what the passes before the last sum. ``stage`` is its place in a
+    pipeline, if it has one."""
 
     samples: Samples
     program: Program
@@ -42,6 +46,7 @@ class MicroSteps:
     sizes: tuple[int, ...]
     first_sample: int
     sums: Sums
+    stage: Stage | None = None
 
     @classmethod
     def of(cls, plan: Plan | Program, rank: int) -> MicroSteps | None:
@@ -56,9 +61,14 @@ class MicroSteps:
             micro_step_program(program, samples),
             once_program(program, samples),
             planned.sizes[rank],
-            shard_offsets(samples.counts)[rank],
+            samples.offset(rank),
             Sums.EVERY_PASS if planned.scatters else Sums.NONE,
+            Stage.of(program, samples, rank, len(planned.sizes[rank])),
         )
+
+    @property
+    def is_pipeline(self) -> bool:
+        return bool(self.samples.stages)
 
     def cut(self, inputs: Mapping[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
         """Of this rank's inputs the samples of one micro-step."""

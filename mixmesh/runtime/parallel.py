@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, MixmeshError, PlanError
 from ..ir import REPLICATE, Program, owned_type, stage_of
+from ..plan_file import accumulation
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
@@ -29,6 +30,7 @@ from .gradients import Bucket, GradientReducer, Sums, assign_buckets
 from .layout import Layout
 from .micro_steps import Earlier, MicroSteps, next_seed
 from .owned import Awaited, Owned, WholeParams
+from .pipeline import groups, stage_inputs
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
 from .scaler import refuse_plain_scaler
@@ -135,7 +137,11 @@ class ParallelModel(nn.Module):
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = named_tensors(run.program, args, kwargs)
-        inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
+        if run.steps is not None and run.steps.is_pipeline:
+            number = len(run.steps.sizes)
+            inputs = stage_inputs(run.program, run.steps.samples, tensors, run.comm, number)
+        else:
+            inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
         params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
         params.update({name: Awaited(run.wholes, o.name, o.whole) for name, o in run.owned.items()})
         buffers = dict(self.named_buffers(remove_duplicate=False))
@@ -161,6 +167,13 @@ class ParallelModel(nn.Module):
             inputs = {**inputs, **given}
         learns = torch.is_grad_enabled()
         before = run.reducer.take() if learns else None
+        if steps.is_pipeline:
+            value, updated = self._pipeline(steps, params, buffers, inputs)
+            earlier = None
+            if learns:
+                earlier = Earlier(run.reducer.take(), run.seed)
+                run.reducer.put_back(before)
+            return _Forward(None, [], value, earlier), updated
         value, start = self._zero(), 0
         for number, size in enumerate(steps.sizes):
             run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
@@ -180,6 +193,29 @@ class ParallelModel(nn.Module):
             earlier = Earlier(run.reducer.take(), run.seed)
             run.reducer.put_back(before)
         return _Forward(local, tokens, value, earlier), updated
+
+    def _pipeline(self, steps: MicroSteps, params, buffers, inputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """All passes of this rank's stage: the value of its addend of the loss, and new values of buffers."""
+        run, size, count = self._runtime, steps.sizes[0], len(steps.sizes)
+        value, updated = self._zero(), {}
+        if steps.stage is None:
+            return value, updated
+
+        def forward(number: int, received: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+            nonlocal value, updated
+            run.random.micro_step = number
+            run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
+            part = {**steps.cut(inputs, number * size, size), **received}
+            handed: dict[str, Tensor] = {}
+            local, updated, _ = self._compiled(size).run(params, buffers, part, handed)
+            if local is not None:
+                value = value + local.detach()
+            return local, handed
+
+        leave = (lambda: None) if run.recorder is None else run.recorder.leave
+        steps.stage.run(run.comm, forward, run.seed if torch.is_grad_enabled() else None, leave)
+        run.random.micro_step = 0
+        return value, updated
 
     def _compiled(self, size: int | None = None, *, once: bool = False) -> RankProgram:
         run, steps = self._runtime, self._runtime.steps
@@ -369,7 +405,9 @@ def parallelize(
     stored = stored_tensors(program, model)
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
-    comm = Comm.create(program, device=device, timeout_s=timeout_s)
+    samples = None if isinstance(plan, Program) else accumulation(plan)
+    beside = () if samples is None else groups(program, samples)
+    comm = Comm.create(program, beside, device=device, timeout_s=timeout_s)
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()

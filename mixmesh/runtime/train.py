@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..ir import Program
+from ..plan_file import Plan
 from ..timeline import Timeline
 from .data import shard_batches
 from .parallel import ParallelModel, parallelize
@@ -53,11 +54,11 @@ def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
     return itertools.chain.from_iterable(itertools.repeat(batches))
 
 
-def own_batches(job: Any, program: Program, rank: int) -> Iterator[Any]:
+def own_batches(job: Any, plan: Plan | Program, rank: int) -> Iterator[Any]:
     """This rank's share of the job's batches, none a view that would keep the whole batch alive."""
     if job.data is not None:
-        return map(owned, shard_batches(endless(job.data, None), program, rank))
-    return itertools.repeat(owned(next(shard_batches([job.batch], program, rank))))
+        return map(owned, shard_batches(endless(job.data, None), plan, rank))
+    return itertools.repeat(owned(next(shard_batches([job.batch], plan, rank))))
 
 
 def owned(batch: Any) -> Any:
@@ -101,7 +102,7 @@ def train(
         model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed, consume=True
     )
     comm = parallel.comm
-    batches = own_batches(job, parallel.program, comm.rank)
+    batches = own_batches(job, plan, comm.rank)
     del job, model  # what this rank does not need of them is let go of
     on_start()
     dist.barrier()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Program, Samples, TensorType
+from ..ir import Instruction, Program, Samples, TensorType, local_kind
 from .random import RandomPolicy
 
 
@@ -34,11 +34,11 @@ class Window:
 
 def local_move(program: Program, i: Instruction, rank: int, window: Window) -> Callable | None:
     """A redistribution that moves nothing, as this window sees it; None for one that is as ever."""
-    source = program.types[i.inputs[0]]
-    if i.op == "local_slice" and i.result in window.samples.values:
+    source, kind = program.types[i.inputs[0]], local_kind(program, i)
+    if kind == "local_slice" and i.result in window.samples.values:
         dim = i.type.placement.dim
         return lambda x: (x.narrow(dim, window.start(i.type), window.length(i.type)),)
-    if i.op == "pad_partial" and i.inputs[0] in window.samples.values:
+    if kind == "pad_partial" and i.inputs[0] in window.samples.values:
         dim, shape = source.placement.dim, source.value.shape
 
         def pad(x: Tensor):
@@ -47,7 +47,7 @@ def local_move(program: Program, i: Instruction, rank: int, window: Window) -> C
             return (torch.nn.functional.pad(x, (0, 0) * (len(shape) - 1 - dim) + (offset, behind)),)
 
         return pad
-    if i.op == "as_partial" and i.inputs[0] not in window.samples.values:
+    if kind == "as_partial" and i.inputs[0] not in window.samples.values:
         keeper = min({*program.participants(source)} & {*program.participants(i.type)})
         # an addend of the step and not of a micro-step: it counts once
         return lambda x: (x if rank == keeper and window.place.micro_step == 0 else torch.zeros_like(x),)

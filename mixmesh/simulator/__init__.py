@@ -24,6 +24,7 @@ link that gets faster can make the predicted step longer. That decides what is a
   way: at the most this doubles the time of the other, once per channel; only a gradient sum is held up by it.
 - A gradient sum that some rank joins only at the end of its pass slows nobody's computing meanwhile.
 - Gradients that arrive during the pass are taken in at its end, those out of gathered factors computed then.
+- A rank of a pipeline computes a pass whole before it sends what other stages need of it (``pipeline``).
 - The sum of the loss is awaited with the gradients; the runtime waits for it after the optimizer.
 """
 

@@ -17,6 +17,7 @@ from ..ir import Program, once_program, samples_of
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
 from .order import Backward, Forward, counts_of, ready_points
+from .pipeline import Pipeline
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
 from .values import Alike, Call, MicroBatches, membership
@@ -71,7 +72,7 @@ class Simulation:
         self.summed = order_of_sums(program)
         self.points = ready_points(self.step, self.sheet)
         for ranks in dict.fromkeys(s.kind[1] for s in self.summed):
-            self._channel("gradient", ranks)
+            self.channel("gradient", ranks)
         self.forward = Forward(self, self.sheet).steps
         self.backward = Backward(self, self.sheet).steps
         self.forward_counts = counts_of(self.forward, self.sheet)
@@ -79,6 +80,8 @@ class Simulation:
         once = None if self.samples is None else once_program(program, self.samples)
         self.once = None if once is None else Sheet(once, costs)
         self.once_forward = [] if once is None else Forward(self, self.once).steps
+        is_pipeline = self.samples is not None and bool(self.samples.stages)
+        self.pipeline = Pipeline(self) if is_pipeline else None
 
     def run(self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
@@ -165,6 +168,11 @@ class Simulation:
         if planned is None:
             run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
             return run
+        if self.pipeline is not None:
+            part = [sizes[0] / max(sum(sizes), 1) for sizes in planned.sizes]
+            seconds = self.sheet.seconds(step, ranks=alike.firsts, part=part)
+            self.pipeline.run(run, max(map(len, planned.sizes)), seconds, sums)
+            return run
         in_each = self.sums(program, scattered=True) if planned.scatters else NO_SUMS
         for one in passes(planned):
             seconds = self.sheet.seconds(step, ranks=alike.firsts, part=one.part)
@@ -219,7 +227,7 @@ class Simulation:
             self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
             for r in ranks
         )
-        channel = self._channel(purpose, exchange.ranks)
+        channel = self.channel(purpose, exchange.ranks)
         return Call(
             exchange,
             channel,
@@ -231,7 +239,7 @@ class Simulation:
             beside if any(beside) else (),
         )
 
-    def _channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
+    def channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
         """The number of a process group. All are known before the first step is simulated."""
         key = (purpose, ranks)
         if key not in self.channels:

@@ -11,12 +11,12 @@ from itertools import chain
 
 import numpy as np
 
-from ...ir import Cut, Program, Samples, owned_type
+from ...ir import Cut, Program, Samples, in_flight, owned_type, support
 from ...plan_file import Schedule
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
 from ..placed import cut_shares
-from .walk import Held, Moment, Sizes, Walk, bucket_moments
+from .walk import NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
     "ALLOWANCE",
@@ -43,9 +43,15 @@ class Walked:
     """The moments of a program's step that no bucket has a part in, as an array: (moment, cut)."""
 
     def __init__(
-        self, program: Program, optimizer_states: int, *, cuda: bool = False, held: Held = Held.NOTHING
+        self,
+        program: Program,
+        optimizer_states: int,
+        *,
+        cuda: bool = False,
+        held: Held = Held.NOTHING,
+        flight: Flight = NO_FLIGHT,
     ) -> None:
-        walk = Walk(program, optimizer_states, cuda=cuda, held=held)
+        walk = Walk(program, optimizer_states, cuda=cuda, held=held, flight=flight)
         self.cuda = cuda
         self.moments = tuple(walk.moments())
         self.complete = walk.complete
@@ -168,31 +174,49 @@ class PeakMemory:
         """
         part = None if planned is None else largest_parts(planned)
         step = program if planned is None else costed_micro_step(program, self.samples)
+        flight = NO_FLIGHT if planned is None else flight_of(program, self.samples, planned)
         kinds = []
         for rank, device in enumerate(self.costs.cluster.devices):
             several = planned is not None and len(planned.sizes[rank]) > 1
             held = Held.of(planned.scatters) if several else Held.NOTHING
             kinds.append((device.kind, held))
-        tensors = {key: self.of(step, *key).peaks(step, part) for key in dict.fromkeys(kinds)}
+        tensors = {key: self.of(step, *key, flight).peaks(step, part) for key in dict.fromkeys(kinds)}
         constant = self.costs.memory_constant_bytes
         return tuple(
             round(constant(rank, idle=is_idle(program, rank)) + tensors[key][rank])
             for rank, key in enumerate(kinds)
         )
 
-    def of(self, program: Program, kind: str, held: Held = Held.NOTHING) -> Memory:
+    def of(
+        self, program: Program, kind: str, held: Held = Held.NOTHING, flight: Flight = NO_FLIGHT
+    ) -> Memory:
         """The memory of a program on devices of a kind (``cpu``, ``gpu``). Where gradients have owners, their
         buckets are part of the walk."""
         buckets = tuple(i.attr("bucket") if i.attrs else None for i in program.params)
-        key = (kind, held, buckets)
+        key = (kind, held, flight, buckets)
         if key not in self._memories:
             has_owners = any(owned_type(program, i) is not None for i in program.params)
-            walked = key if has_owners else (kind, held)
+            walked = key if has_owners else (kind, held, flight)
             if walked not in self._walked:
                 cuda = kind == "gpu"
-                self._walked[walked] = Walked(program, self.optimizer_states, cuda=cuda, held=held)
+                self._walked[walked] = Walked(
+                    program, self.optimizer_states, cuda=cuda, held=held, flight=flight
+                )
             self._memories[key] = Memory(program, self.optimizer_states, walked=self._walked[walked])
         return self._memories[key]
+
+
+def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
+    """What is in flight in every stage beside the micro-step that runs."""
+    if not samples.stages:
+        return NO_FLIGHT
+    others = {}
+    count, micro_steps = len(samples.stages), max(map(len, planned.sizes))
+    for name, ratio in program.ratios:
+        stages = (samples.stage_of(rank) for rank in support(ratio))
+        first = min((stage for stage in stages if stage is not None), default=count)
+        others[name] = max(in_flight(first, count, micro_steps) - 1, 0)
+    return Flight(tuple(others.items()), samples.transfers)
 
 
 def is_idle(program: Program, rank: int) -> bool:

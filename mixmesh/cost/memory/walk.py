@@ -116,14 +116,56 @@ class Held(Enum):
         return cls.SUMS if scatters else cls.ADDENDS
 
 
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """In a pipeline, how many ``others`` micro-steps are between their passes while one of a stage runs, by
+    the name of the stage's ratio; ``moved`` is what comes from earlier stages."""
+
+    others: tuple[tuple[str, int], ...] = ()
+    moved: frozenset[str] = frozenset()
+
+    def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
+        """Moments with what the others keep. Of every transfer one is on its way and one asked for ahead, and
+        of its gradient too."""
+        others = dict(self.others)
+        held: Sizes = {}
+        for cut, size in kept.held.items():
+            count = others.get(unmarked(cut[2]), 0)
+            held[cut] = count * max(size - before.held.get(cut, 0.0), 0.0)
+        small = {
+            cut: others.get(unmarked(cut[2]), 0) * max(size - before.small.get(cut, 0.0), 0.0)
+            for cut, size in kept.small.items()
+        }
+        for name in self.moved:
+            i = program.producers[name]
+            for t in (program.types[i.inputs[0]], i.type):
+                held[t.cut] = held.get(t.cut, 0.0) + 2.0 * t.value.size_bytes
+        return [Moment(m.what, _sum(m.held, held), _sum(m.small, small)) for m in moments]
+
+
+NO_FLIGHT = Flight()
+
+
+def _sum(a: Mapping[Cut, float], b: Mapping[Cut, float]) -> Sizes:
+    return {cut: a.get(cut, 0.0) + b.get(cut, 0.0) for cut in dict.fromkeys((*a, *b))}
+
+
 class Walk:
-    """The moments of one step, or of a micro-step that finds gradients ``held``. Buckets of gradients are
+    """The moments of one step, or of a micro-step that finds gradients ``held``; of a pipeline with what
+    others keep that are in ``flight``. Buckets of gradients are
     apart, those with owners not; ``states`` is tensors of optimizer state per parameter."""
 
     def __init__(
-        self, program: Program, states: int, *, cuda: bool = False, held: Held = Held.NOTHING
+        self,
+        program: Program,
+        states: int,
+        *,
+        cuda: bool = False,
+        held: Held = Held.NOTHING,
+        flight: Flight = NO_FLIGHT,
     ) -> None:
         self.program, self.states, self.cuda, self.held = program, states, cuda, held
+        self.flight = flight
         self.ledger = _Ledger(program.world_size)
         self.values: dict[str, _View] = {}
         self.calls: dict[int, Call] = {}  # by index of the instruction
@@ -157,8 +199,13 @@ class Walk:
     def moments(self) -> list[Moment]:
         self.set_up()
         self.stored()
+        before, at = self.ledger.now("what is stored"), len(self.ledger.moments)
         self.forward()
+        kept = self.ledger.now("what the forward pass left")
         self.backward()
+        if self.flight.others:
+            moments = self.ledger.moments
+            moments[at:] = self.flight.over(self.program, before, kept, moments[at:])
         self.optimizer()
         return self.ledger.moments
 

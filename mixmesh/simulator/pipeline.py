@@ -1,0 +1,177 @@
+"""A pipeline: the passes of its stages in 1F1B order, on the clocks of a run.
+
+As in the runtime (``runtime.pipeline``): a stage sends when a pass ends and asks for what it receives one
+micro-step ahead, so a transfer begins when its last rank has done either. What is on its way holds links, and
+nobody waits for it but who receives it; the senders do when all their passes are through. Passes are gone
+through in an order that does not depend on how long they take, so that nothing that gets faster can make a
+step longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..cost.placed import Exchange
+from ..ir import passes_of, transfers_of
+from ..timeline import LOSS_SUM, gradient_name
+from .run import Run
+from .sums import AT_THE_END, Sums
+from .values import Call, Seconds, Step
+
+if TYPE_CHECKING:
+    from .simulation import Simulation
+
+ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"
+
+
+@dataclass(frozen=True)
+class _Move:
+    """From a stage to another, or the gradient back; ``exchange`` is of the whole batch."""
+
+    name: str
+    sender: int
+    receiver: int
+    backward: bool
+    exchange: Exchange
+
+    @property
+    def purpose(self) -> str:
+        return GRADIENTS if self.backward else ACTIVATIONS
+
+
+class Pipeline:
+    """All that does not depend on ratios and the number of micro-steps."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.simulation, self.stages = simulation, simulation.samples.stages
+        self.forward = Step(tuple(w for step in simulation.forward for w in step.works))
+        self.backward = Step(tuple(w for step in simulation.backward for w in step.works))
+        self.moves = tuple(self._moves())
+        for move in self.moves:
+            simulation.channel(move.purpose, move.exchange.ranks)
+
+    def _moves(self) -> Iterator[_Move]:
+        program, sheet, samples = self.simulation.step, self.simulation.sheet, self.simulation.samples
+        for i in transfers_of(program):
+            held, wanted = map(program.participants, (program.types[i.inputs[0]], i.type))
+            ends = samples.stages.index(held), samples.stages.index(wanted)
+            there, back = (sheet.exchanges[i.result, backward] for backward in (False, True))
+            yield _Move(i.result, *ends, False, there)
+            if i.result in program.requires_grad:
+                yield _Move(gradient_name(i.result), *reversed(ends), True, back)
+
+    def run(self, run: Run, micro_steps: int, seconds: tuple[Seconds, Seconds], sums: Sums) -> None:
+        """All passes of a step, the sum of the loss and those of gradients."""
+        _Clocks(self, run, micro_steps, seconds).passes()
+        if self.simulation.loss is not None:
+            run.start(self.simulation.loss, LOSS_SUM)
+        late = [(n, call.exchange.ranks) for n, call in enumerate(sums.calls)]
+        run.active = [True] * len(run.clock)
+        run.begin(replace(sums, issues={AT_THE_END: late}))
+        run.end_of_backward(seconds[1])
+
+
+class _Clocks:
+    """One step of a pipeline."""
+
+    def __init__(
+        self, pipeline: Pipeline, run: Run, micro_steps: int, seconds: tuple[Seconds, Seconds]
+    ) -> None:
+        self.pipeline, self.run, self.micro_steps = pipeline, run, micro_steps
+        self.kinds = [run.alike.of(ranks) for ranks in pipeline.stages]
+        self.work: dict[tuple[int, bool], tuple[list[float], Seconds]] = {}
+        for stage, kinds in enumerate(self.kinds):
+            mask = [float(k in kinds) for k in range(len(run.clock))]
+            for backward in (False, True):
+                table = np.array(seconds[backward]).reshape(-1, len(mask)) * mask
+                works = (pipeline.backward if backward else pipeline.forward).works
+                total = table[[work for work, _, _ in works]].sum(axis=0)
+                self.work[stage, backward] = total.tolist(), table.tolist()
+        whole = pipeline.moves
+        self.calls = {m: self._call(m) for m in whole}
+        self.offered: dict[tuple[_Move, int], float] = {}
+        self.asked: dict[tuple[_Move, int], float] = {}
+        self.ends: dict[tuple[_Move, int], float] = {}
+        for m in whole:
+            self._ask(m, 0)
+
+    def _call(self, move: _Move) -> Call:
+        part = replace(move.exchange, size_bytes=move.exchange.size_bytes // self.micro_steps)
+        return self.pipeline.simulation.call(part, move.purpose)
+
+    def passes(self) -> None:
+        run, pipeline = self.run, self.pipeline
+        for stage, backward, k in together(len(pipeline.stages), self.micro_steps):
+            kinds = self.kinds[stage]
+            run.active = [kind in kinds for kind in range(len(run.clock))]
+            if run.gathers and not backward and k == 0:
+                run.fetch(len(run.gathers) - 1)
+            mine = [m for m in pipeline.moves if m.backward == backward]
+            for m in mine:
+                if m.receiver == stage:
+                    self._receive(m, k)
+            step = pipeline.backward if backward else pipeline.forward
+            run.work(step, *self.work[stage, backward])
+            for m in mine:
+                if m.sender == stage:
+                    self._occupy(m, kinds)
+                    self.offered[m, k] = self._clock(stage)
+                    self._fly(m, k)
+        for (m, _), end in self.ends.items():
+            self._wait(self.kinds[m.sender], end)
+
+    def _receive(self, m: _Move, k: int) -> None:
+        self._wait(self.kinds[m.receiver], self.ends[m, k])
+        self._occupy(m, self.kinds[m.receiver])
+        self._ask(m, k + 1)
+
+    def _ask(self, m: _Move, k: int) -> None:
+        if k < self.micro_steps:
+            self.asked[m, k] = self._clock(m.receiver)
+            self._fly(m, k)
+
+    def _fly(self, m: _Move, k: int) -> None:
+        """Begins where both sides are there."""
+        if (m, k) in self.offered and (m, k) in self.asked:
+            issued = max(self.offered[m, k], self.asked[m, k])
+            self.ends[m, k] = self.run.communicate(self.calls[m], m.name, issued)
+
+    def _clock(self, stage: int) -> float:
+        return max(self.run.clock[k] for k in self.kinds[stage])
+
+    def _wait(self, kinds: tuple[int, ...], end: float) -> None:
+        for k in kinds:
+            self.run.clock[k] = max(self.run.clock[k], end)
+
+    def _occupy(self, m: _Move, kinds: tuple[int, ...]) -> None:
+        for _half in range(2):
+            self.run.occupy(self.calls[m], kinds)
+
+
+@lru_cache(maxsize=256)
+def together(stages: int, micro_steps: int) -> tuple[tuple[int, bool, int], ...]:
+    """The passes of all stages, (stage, backward, micro-step), each after those that it needs: as they would
+    begin if a backward pass took two forward ones."""
+    left = [list(reversed(passes_of(stage, stages, micro_steps))) for stage in range(stages)]
+    free, ends, out = [0] * stages, {}, []
+    while any(left):
+        ready = []
+        for stage, passes in enumerate(left):
+            if not passes:
+                continue
+            backward, k = passes[-1]
+            before = stage + 1 if backward else stage - 1
+            if not 0 <= before < stages:
+                ready.append((free[stage], stage))
+            elif (before, backward, k) in ends:
+                ready.append((max(free[stage], ends[before, backward, k]), stage))
+        start, stage = min(ready)
+        backward, k = left[stage].pop()
+        free[stage] = ends[stage, backward, k] = start + (2 if backward else 1)
+        out.append((stage, backward, k))
+    return tuple(out)
