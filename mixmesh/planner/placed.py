@@ -12,6 +12,7 @@ from ..ir import make_ratio, support
 from ..placement import Action, Estimate, Estimator, Placed, Space, make_grouping
 from ..ratios import usable_bytes
 from ..simulator import Timeline, simulate
+from .pipelines import pipelines
 from .polish import whole_counts
 from .task import HEADROOM, Proposal, Task
 
@@ -35,10 +36,11 @@ def space_of(task: Task, method: str = "partition") -> Space:
 
 def model_parallel(task: Task) -> Iterator[Proposal]:
     """Groups in their order, cut once between each two units: devices, or sets of equal ones in a machine,
-    within which they run data parallel."""
+    within which they run data parallel. Then the same in micro-steps."""
     space = space_of(task)
     for strategy in dict.fromkeys(cuts(space, task)):
         yield judged(task, "model-parallel", space, strategy)
+    yield from pipelines(task)
 
 
 def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:

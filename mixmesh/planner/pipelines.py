@@ -1,0 +1,246 @@
+"""Pipelines: chains of stages in micro-steps, found by estimate and judged by the simulator.
+
+A stage is a device, the equal devices of a machine or a whole machine. For every order of the machines, every
+set of the faster ones and several numbers of micro-steps, the borders between stages are those whose slowest
+stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
+of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice, permutations
+
+import numpy as np
+
+from ..cost.placed import Exchange, sent_between
+from ..errors import PlanError
+from ..ir import make_ratio, samples_of, shard_sizes
+from ..placement import Placed, Space, make_grouping
+from ..plan_file import MicroBatch
+from ..ratios import usable_bytes
+from .task import HEADROOM, Proposal, Task
+
+GROUPS = 96  # of operators, between which borders may be
+MICRO_STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ORDERS = 40  # of machines
+JUDGED = 3  # of each kind of stages, by the simulator
+FILLED = (1.0, 0.85, 0.7)  # of a device's memory that the estimate may fill; less where the simulator refuses
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Stages of ``shares`` (samples of a micro-batch per rank) with the groups up to each of ``ends``."""
+
+    micro_steps: int
+    shares: tuple[tuple[int, ...], ...]
+    ends: tuple[int, ...]
+    step_s: float  # as estimated
+
+    def strategy(self) -> tuple[Placed, ...]:
+        """One choice for each group."""
+        starts = (0, *self.ends)
+        return tuple(
+            Placed(make_ratio(counts))
+            for counts, start, end in zip(self.shares, starts, self.ends)
+            for _ in range(start, end)
+        )
+
+
+def pipelines(task: Task) -> Iterator[Proposal]:
+    """The best by estimate of every kind of stages, as the simulator sees them. None for a model that cannot
+    run in micro-steps."""
+    with task.timed("groups"):
+        grouping = make_grouping(task.graph, task.costs, GROUPS)
+        space = Space(task.data_parallel(task.proportional), task.costs, grouping)
+    refused = False
+    for part in FILLED:
+        fits = False
+        with task.timed("pipelines"):
+            chains = list(proposed(task, space, part))
+        for chain in chains:
+            try:
+                made = judged(task, space, chain)
+            except PlanError:
+                refused = True
+                continue
+            fits = fits or made.feasible
+            yield made
+        if fits or refused:
+            return
+
+
+def judged(task: Task, space: Space, chain: Chain) -> Proposal:
+    """Raises PlanError if the program cannot run in micro-steps."""
+    with task.timed("lower"):
+        program = space.lower(chain.strategy())
+    counts = samples_of(program).counts
+    rows = (n // chain.micro_steps for n in counts)
+    micro_batches = tuple(MicroBatch(n, chain.micro_steps, n) if n else MicroBatch(0, 0, 0) for n in rows)
+    simulation = task.simulation(program, accumulating=True)
+    return task.best_buckets("model-parallel", program, simulation, micro_batches)
+
+
+def proposed(task: Task, space: Space, part: float = 1.0) -> Iterator[Chain]:
+    """The chains of every kind of stages with the shortest estimates."""
+    estimate = _Estimate(task, space, part)
+    for kind in kinds_of_stages(space):
+        found: dict[tuple, Chain] = {}
+        for micro_steps in MICRO_STEPS:
+            if space.batch % micro_steps or space.batch // micro_steps < max(map(len, kind)):
+                continue
+            for units in arrangements(space, kind):
+                chain = estimate.best(units, micro_steps)
+                if chain is not None:
+                    key = chain.ends, chain.shares
+                    if key not in found or chain.step_s < found[key].step_s:
+                        found[key] = chain
+        yield from sorted(found.values(), key=lambda chain: chain.step_s)[:JUDGED]
+
+
+def kinds_of_stages(space: Space) -> list[tuple[Ranks, ...]]:
+    """Machines, equal devices of a machine, single devices: where there are several."""
+    by_machine: dict[int, list[int]] = {}
+    for rank in range(space.program.world_size):
+        by_machine.setdefault(space.costs.cluster.machine_index_of(rank), []).append(rank)
+    machines = tuple(map(tuple, by_machine.values()))
+    single = tuple((rank,) for rank in range(space.program.world_size))
+    return [kind for kind in dict.fromkeys((machines, space.device_groups, single)) if len(kind) > 1]
+
+
+def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, ...]]:
+    """Orders of stages in which those of a machine are together: of all of them and of the fastest."""
+    speed = {ranks: sum(space.proportional[r] for r in ranks) for ranks in units}
+    fastest = sorted(units, key=lambda ranks: -speed[ranks])
+    for count in range(len(units), 1, -1):
+        chosen = fastest[:count]
+        machines: dict[int, list[Ranks]] = {}
+        for ranks in sorted(chosen):
+            machines.setdefault(space.costs.cluster.machine_index_of(ranks[0]), []).append(ranks)
+        seen: set[tuple] = set()
+        for order in islice(permutations(machines.values()), 50 * ORDERS):
+            alike = tuple(tuple(_kind(space, ranks) for ranks in machine) for machine in order)
+            if alike not in seen and len(seen) < ORDERS:
+                seen.add(alike)
+                yield tuple(ranks for machine in order for ranks in machine)
+
+
+def _kind(space: Space, ranks: Ranks) -> tuple:
+    """What tells stages on some ranks from those on others."""
+    cluster, first = space.costs.cluster, ranks[0]
+    nic = cluster.machines[cluster.machine_index_of(first)].nic_bytes_per_s
+    return nic, tuple(space.costs.class_of[r] for r in ranks)
+
+
+class _Estimate:
+    """Seconds and bytes of stages, by their first group and the one after their last."""
+
+    def __init__(self, task: Task, space: Space, part: float) -> None:
+        self.task, self.space, self.costs = task, space, task.costs
+        self.usable = [usable_bytes(task.costs, r, HEADROOM) * part for r in range(task.world_size)]
+        self.constant = [task.costs.memory_constant_bytes(r) for r in range(task.world_size)]
+        groups = space.groups
+        classes = range(len(task.costs.classes))
+        # fixed seconds and those of the whole batch, per class
+        self.fixed = [_between([g.forward[c][0] + g.backward[c][0] for g in groups]) for c in classes]
+        self.slope = [_between([g.forward[c][1] + g.backward[c][1] for g in groups]) for c in classes]
+        states = 2 + task.optimizer_states  # the parameter and its gradient too
+        self.stored = _between([g.param_bytes * states for g in groups])
+        self.kept = _between([g.kept_bytes for g in groups])
+        self.passing = _largest([g.passing_bytes for g in groups])
+        self._links: dict[tuple, tuple[float, float]] = {}
+
+    @cached_property
+    def crossing(self) -> np.ndarray:
+        """Bytes of the whole batch that cross each border."""
+        out = np.zeros(len(self.space.groups) + 1)
+        for value in self.space.grouping.values:
+            out[value.source + 1 : max(value.targets) + 1] += value.size_bytes
+        return out
+
+    def best(self, units: Sequence[Ranks], micro_steps: int) -> Chain | None:
+        """The borders with the least of the slowest stage or transfer; None if nothing fits."""
+        count, batch = len(self.space.groups), self.space.batch
+        size = batch // micro_steps
+        shares = [shard_sizes(size, self.space.shares(ranks)) for ranks in units]
+        if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
+            return None
+        seconds, costs = [], []
+        for n, (ranks, counts) in enumerate(zip(units, shares)):
+            stage_s = np.zeros((count + 1, count + 1))
+            fits = np.tri(count + 1, k=-1, dtype=bool).T  # at least one group
+            flying = min(len(units) - n, micro_steps)
+            for r in ranks:
+                c, share = self.costs.class_of[r], counts[r] / batch
+                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share)
+                held = self.constant[r] + self.stored + (flying * self.kept + self.passing) * share
+                fits &= held <= self.usable[r]
+            # what comes in crosses the border before the first group
+            arrives = np.zeros(count + 1)
+            if n:
+                fixed, per_byte = self._link(units[n - 1], shares[n - 1], ranks, counts)
+                arrives = fixed + per_byte * self.crossing / micro_steps
+            slowest = np.maximum(stage_s, arrives[:, None])
+            seconds.append((stage_s, arrives))
+            costs.append(np.where(fits, slowest, np.inf))
+        ends = borders(costs)
+        if ends is None:
+            return None
+        starts = (0, *ends)
+        through = [(s[a, b], arriving[a]) for (s, arriving), a, b in zip(seconds, starts, ends)]
+        once = sum(stage_s + 2 * arriving for stage_s, arriving in through)
+        slowest_s = max(max(pair) for pair in through)
+        return Chain(micro_steps, tuple(shares), ends, float(once + (micro_steps - 1) * slowest_s))
+
+    def _link(self, source: Ranks, held: tuple, target: Ranks, wanted: tuple) -> tuple[float, float]:
+        """Seconds of a transfer between two stages: fixed, and per byte."""
+        key = source, held, target, wanted
+        if key not in self._links:
+            ranks = tuple(sorted({*source, *target}))
+            parts = [tuple(n / sum(counts) for n in counts) for counts in (held, wanted)]
+            sent = sent_between(*parts)
+            small, large = (
+                Exchange("all_to_all", size, ranks, sent).seconds(self.costs) for size in (2**20, 2**24)
+            )
+            per_byte = max(large - small, 0.0) / (2**24 - 2**20)
+            self._links[key] = max(small - per_byte * 2**20, 0.0), per_byte
+        return self._links[key]
+
+
+def borders(costs: Sequence[np.ndarray]) -> tuple[int, ...] | None:
+    """Where each stage ends, so that the largest cost is least: ``costs[s][a, b]`` is that of stage s from a
+    to b, which is after a. None if every choice costs infinitely much."""
+    last = len(costs[0]) - 1
+    best = np.full(last + 1, np.inf)
+    best[0] = 0.0
+    before = []
+    for cost in costs:
+        through = np.maximum(best[:, None], cost)
+        before.append(through.argmin(axis=0))
+        best = through.min(axis=0)
+    if not np.isfinite(best[last]):
+        return None
+    ends, at = [], last
+    for table in reversed(before):
+        ends.append(at)
+        at = int(table[at])
+    return tuple(reversed(ends))
+
+
+def _between(values: Sequence[float]) -> np.ndarray:
+    """By (first, one after the last), their sum."""
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return sums[None, :] - sums[:, None]
+
+
+def _largest(values: Sequence[float]) -> np.ndarray:
+    """By (first, one after the last), the largest."""
+    count = len(values)
+    out = np.zeros((count + 1, count + 1))
+    for a in range(count):
+        out[a, a + 1 :] = np.maximum.accumulate(values[a:])
+    return out

@@ -1,0 +1,253 @@
+"""Pipelines as they are predicted and found: time and memory of stages, borders between them, and when the
+planner takes one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, model_of, pipelined
+from torch import nn
+
+from mixmesh.baselines import data_parallel
+from mixmesh.check import check_plan, check_program
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.cost.memory import Held, Memory, Walked, flight_of
+from mixmesh.cost.memory.walk import Flight
+from mixmesh.cost.micro_steps import costed_micro_step
+from mixmesh.ir import even_ratio, samples_of, support
+from mixmesh.plan_file import Plan, schedule
+from mixmesh.planner.make import make_plan
+from mixmesh.planner.pipelines import borders, pipelines
+from mixmesh.planner.placed import model_parallel
+from mixmesh.planner.task import Task
+from mixmesh.simulator import simulate
+from mixmesh.simulator.pipeline import together
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+
+SLOW_NETWORK = """\
+name = "slow network"
+[network]
+bandwidth_gbit_per_s = 10
+latency_us = 100
+[[machine]]
+devices = [{ name = "big", tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100 }]
+[[machine]]
+devices = [{ name = "small", tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50 }]
+[[machine]]
+devices = [{ name = "small", tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50 }]
+"""
+
+
+class Deep(nn.Module):
+    """Many parameters for few activations: what a slow network wants in stages."""
+
+    def __init__(self, width: int = 512, depth: int = 12) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return (x - y).square().mean()
+
+
+def deep(rows: int = 768, width: int = 1024):
+    torch.manual_seed(0)
+    return Deep(width), {name: torch.randn(rows, width) for name in ("x", "y")}
+
+
+@pytest.fixture(scope="module")
+def traced():
+    return trace(*deep())
+
+
+def task_of(graph, cluster: Cluster) -> Task:
+    return Task(graph, CostModel(cluster), 2, lambda _: None)
+
+
+# --- the simulator ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stages", (1, 2, 5))
+@pytest.mark.parametrize("micro_steps", (1, 3, 8))
+def test_every_pass_comes_after_what_it_needs(stages, micro_steps):
+    done: set[tuple[int, bool, int]] = set()
+    for stage, backward, k in together(stages, micro_steps):
+        needs = {(stage, False, k)} if backward else set()
+        before = stage + 1 if backward else stage - 1
+        if 0 <= before < stages:
+            needs.add((before, backward, k))
+        assert needs <= done
+        done.add((stage, backward, k))
+    assert len(done) == 2 * stages * micro_steps
+
+
+def test_stages_compute_at_the_same_time():
+    """With transfers that cost nothing, m micro-steps through equal stages take m + stages - 1 turns."""
+    cluster = Cluster.parse(
+        """name = "even"
+        [network]
+        bandwidth_gbit_per_s = 1e6
+        latency_us = 0
+        [[machine]]
+        devices = [
+          { name = "d", tflop_per_s = 1e-3, memory_gib = 4, memory_gbyte_per_s = 1e-2, count = 4 },
+        ]"""
+    )
+    costs = CostModel(cluster)
+    model, inputs = deep(rows=64, width=64)
+    program = chain(model, inputs, FOUR_STAGES, costs)
+    whole = simulate(program, costs)
+    plan = pipelined(program, 8, cluster)
+    timeline = simulate(program, costs, micro_batches=plan.micro_batches)
+    longest, optimizer_s = max(timeline.compute_s), max(timeline.compute_s) - max(whole.compute_s)
+    assert timeline.step_s < 0.6 * whole.step_s
+    assert timeline.step_s >= longest and optimizer_s < longest
+    assert timeline.step_s <= longest * (8 + 3 + 1) / 8 * 1.2
+
+
+@pytest.mark.parametrize("what", ("tflop_per_s = 1,", "bandwidth_gbit_per_s = 10"))
+def test_what_is_faster_makes_no_step_longer(traced, what):
+    name, _, value = what.partition("= ")
+    stages = [[float(r == n) for r in range(3)] for n in range(3)]
+    steps = []
+    for times in (1, 2, 8):
+        text = SLOW_NETWORK.replace(
+            what, f"{name}= {float(value.rstrip(',')) * times}{',' * value.count(',')}"
+        )
+        costs = CostModel(Cluster.parse(text))
+        program = chain(*deep(), stages, costs)
+        plan = pipelined(program, 6, costs.cluster)
+        steps.append(simulate(program, costs, micro_batches=plan.micro_batches).step_s)
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+
+
+def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():
+    program = chain(model_of(), batch(), FOUR_STAGES)
+    samples = samples_of(program)
+    step = costed_micro_step(program, samples)
+
+    def held(others: int) -> np.ndarray:
+        """With so many micro-steps in flight in the second stage alone: by moment and rank."""
+        second = (name for name, ratio in program.ratios if support(ratio) == (1,))
+        flight = Flight(tuple((name, others) for name in second), samples.transfers)
+        walked = Walked(step, 2, held=Held.ADDENDS, flight=flight)
+        return Memory(step, 2, walked=walked).held_bytes(step)
+
+    one, two = held(1) - held(0), held(2) - held(1)
+    np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-3)
+    assert one.max() == one[:, 1].max() > 0 and not one[:, [0, 2, 3]].any()
+    for micro_steps, most in ((6, (3, 2, 1, 0)), (2, (1, 1, 1, 0))):
+        planned = schedule(program, pipelined(program, micro_steps).micro_batches, samples)
+        flight = dict(flight_of(program, samples, planned).others)
+        for name, ratio in program.ratios:
+            if len(support(ratio)) == 1:
+                assert flight[name] == most[support(ratio)[0]]
+
+
+# --- borders ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_borders_are_the_best(seed):
+    rng = np.random.default_rng(seed)
+    count, stages = 7, 3
+    costs = []
+    for _ in range(stages):
+        cost = rng.random((count + 1, count + 1))
+        cost[rng.random(cost.shape) < 0.3] = np.inf
+        costs.append(np.where(np.tri(count + 1, dtype=bool), np.inf, cost))
+
+    def slowest(ends: tuple[int, ...]) -> float:
+        return max(cost[a, b] for cost, a, b in zip(costs, (0, *ends), ends))
+
+    every = [(*inner, count) for inner in combinations(range(1, count), stages - 1)]
+    best = min(map(slowest, every))
+    found = borders(costs)
+    assert (found is None) == (best == np.inf)
+    if found is not None:
+        assert slowest(found) == best
+
+
+# --- the planner ------------------------------------------------------------------------------------------
+
+
+def test_a_pipeline_where_the_network_is_slow(traced):
+    cluster = Cluster.parse(SLOW_NETWORK)
+    plan = make_plan(traced, cluster, planner="model-parallel")
+    assert plan.order == "1f1b" and Plan.parse(str(plan)) == plan
+    check_plan(plan, cluster, traced.graph)
+    check_program(plan.program)
+    task = task_of(traced.graph, cluster)
+    without = [p for p in model_parallel(task) if p.micro_batches is None]
+    assert plan.predicted_step_s < 0.8 * min(p.timeline.step_s for p in without)
+    spread = make_plan(traced, cluster, planner="ddp-proportional")
+    assert plan.predicted_step_s < spread.predicted_step_s
+    # a device that is twice as fast gets more of the model
+    operators = {rank: 0 for rank in range(3)}
+    for i in plan.program.instructions:
+        if i.op == "aten.linear":
+            (rank,) = plan.program.participants(i.type)
+            operators[rank] += 1
+    assert operators[0] > max(operators[1], operators[2]) > 0
+
+
+def test_a_plan_of_the_planner_trains_as_one_device():
+    model = model_of()
+    traced = trace(model, batch())
+    cluster = Cluster.parse(SLOW_NETWORK)
+    found = [p for p in pipelines(task_of(traced.graph, cluster)) if p.feasible]
+    longest = max(found, key=lambda p: len(samples_of(p.program).stages))
+    assert len(samples_of(longest.program).stages) == 3
+    plan = pipelined(longest.program, max(m.steps for m in longest.micro_batches), cluster)
+    report = verify(model, batch(), replace(plan, graph_fingerprint=traced.graph.fingerprint), traced=traced)
+    assert report.ok and report.max_gradient_error_f64 < 1e-12
+
+
+def test_statistics_of_the_whole_batch_make_no_pipeline():
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                *(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+            )
+
+        def forward(self, x):
+            return self.layers(x).square().mean()
+
+    graph = trace(Normed(), {"x": torch.randn(BATCH, 8)}).graph
+    assert not list(pipelines(task_of(graph, Cluster.parse(SLOW_NETWORK))))
+
+
+def test_shares_within_a_stage_follow_speed():
+    """The stages of machines of unequal devices divide every micro-batch by their speed."""
+    machine = """[[machine]]
+        devices = [
+          { name = "fast", tflop_per_s = 3, memory_gib = 4, memory_gbyte_per_s = 150 },
+          { name = "slow", tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50 },
+        ]
+        link_gbit_per_s = 100
+        """
+    network = 'name = "pairs"\n[network]\nbandwidth_gbit_per_s = 0.5\nlatency_us = 100\n'
+    graph = trace(*deep()).graph
+    found = list(pipelines(task_of(graph, Cluster.parse(network + 2 * machine))))
+    pairs = [p for p in found if samples_of(p.program).stages in (((0, 1), (2, 3)), ((2, 3), (0, 1)))]
+    assert pairs
+    for p in pairs:
+        rows = p.micro_batches
+        assert rows[0].micro_batch > rows[1].micro_batch > 0 and rows[2].micro_batch > rows[3].micro_batch > 0
+
+
+def test_chains_of_other_stages_are_refused_nothing():
+    """Data parallelism is no chain, and its micro-steps are as they were."""
+    graph = trace(model_of(), batch()).graph
+    program = data_parallel(graph, COSTS, even_ratio(4))
+    samples = samples_of(program)
+    assert samples.stages == () and samples.transfers == frozenset()
+    assert samples_of(chain(model_of(), batch(), THREE_STAGES)).stages
