@@ -1,5 +1,5 @@
 """Programs for one job on one emulated cluster, timed in turns in one run: what ``mixmesh bench order``,
-``sync`` and ``sfb`` have in common."""
+``sync``, ``sfb`` and ``pipeline`` have in common."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..ir import Graph, Program
 from ..plan_file import Plan
-from ..simulator import simulate
+from ..simulator import MicroBatches, simulate
 from ..trace import trace
 from . import jobs
 from .measure import call
@@ -22,7 +22,17 @@ from .training_cases import Effort
 from .training_results import LOSS_TOLERANCE, Speedup, Timing
 
 OURS = "ours"
-Programs = Callable[[Graph, CostModel], Mapping[str, Program]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A program, in the micro-steps of a plan if it has any."""
+
+    program: Program
+    micro_batches: MicroBatches = None
+
+
+Programs = Callable[[Graph, CostModel], Mapping[str, Program | Entry]]
 
 
 @dataclass(frozen=True)
@@ -117,7 +127,7 @@ class Turns:
 
 
 def turns(
-    programs: Mapping[str, tuple[str, Program]],
+    programs: Mapping[str, tuple[str, Program | Entry]],
     costs: CostModel,
     effort: Effort,
     folder: Path,
@@ -125,15 +135,17 @@ def turns(
 ) -> Turns:
     """Programs, each with its job, timed in turns on the emulated cluster."""
     predicted_s, saved = {}, {}
-    for number, (name, (job, program)) in enumerate(programs.items()):
-        predicted = simulate(program, costs)
+    for number, (name, (job, made)) in enumerate(programs.items()):
+        entry = made if isinstance(made, Entry) else Entry(made)
+        predicted = simulate(entry.program, costs, micro_batches=entry.micro_batches)
         predicted_s[name] = predicted.step_s
         plan = Plan(
-            program=with_algorithms(program, costs),
+            program=with_algorithms(entry.program, costs),
             planner="bench",
             predicted_step_s=predicted.step_s,
             predicted_peak_memory_bytes=predicted.peak_memory_bytes,
             cluster_fingerprint=costs.cluster.fingerprint,
+            micro_batches=entry.micro_batches,
         )
         plan.save(folder / f"{number}.plan")
         saved[name] = (job, str(folder / f"{number}.plan"))

@@ -1,4 +1,5 @@
-"""Placements of op groups, found in five ways, beside the baselines: how fast, and after how many tries.
+"""Placements of op groups, found in four ways, beside synthesis, pipelines and the baselines: how fast, and
+after how many tries.
 
 Every search has the same budget of strategies, asks the same estimate of groups, and begins with the same
 seeds; the simulator judges the best that each found. TAG's policy was trained on random models and clusters
@@ -16,6 +17,7 @@ from ..cost import CostModel
 from ..errors import InputError
 from ..planner.learned import best_of, evaluator
 from ..planner.make import PROPOSERS
+from ..planner.pipelines import pipelines
 from ..planner.placed import cuts, local_search
 from ..planner.task import HEADROOM, Proposal, Task
 from ..policies.evaluate import Evaluator
@@ -83,8 +85,21 @@ def cases(names: Sequence[str] = (), quick: bool = False) -> tuple[Case, ...]:
     return tuple(c for c in CASES if c.quick or not quick)
 
 
-def run(chosen: Sequence[Case], progress: Progress = lambda _: None, calls: int = CALLS) -> Iterator[Row]:
-    """A row per case and method."""
+def methods_of(names: Sequence[str]) -> tuple[str, ...]:
+    """All without names. Raises InputError for one that is no method."""
+    for name in names:
+        if name not in METHODS:
+            raise InputError(f"no method {name!r}", expected=", ".join(METHODS), got=name)
+    return tuple(names) or tuple(METHODS)
+
+
+def run(
+    chosen: Sequence[Case],
+    progress: Progress = lambda _: None,
+    calls: int = CALLS,
+    methods: Sequence[str] = (),
+) -> Iterator[Row]:
+    """A row per case and method, all of them without names."""
     graphs: dict[tuple[str, int], object] = {}
     for case in chosen:
         key = (case.workload, case.global_batch)
@@ -94,16 +109,17 @@ def run(chosen: Sequence[Case], progress: Progress = lambda _: None, calls: int 
             graphs[key] = trace(job.model, job.batch).graph
         costs = CostModel(case.devices())
         task = Task(graphs[key], costs, ADAM_STATES, lambda _: None, MOST_S)
-        yield from run_case(case, task, calls, progress)
+        yield from run_case(case, task, calls, progress, methods_of(methods))
 
 
-def run_case(case: Case, task: Task, calls: int, progress: Progress) -> Iterator[Row]:
+def run_case(case: Case, task: Task, calls: int, progress: Progress, methods: Sequence[str]) -> Iterator[Row]:
     progress(f"{case.name}: baselines")
     steps = {name: _fastest(PROPOSERS[name](task)) for name in BASELINES}
     data_parallel = min((s for n, s in steps.items() if n in DATA_PARALLEL and s), default=None)
     baseline = min((s for s in steps.values() if s), default=None)
     level: float | None = None
-    for method, search in METHODS.items():
+    for method in methods:
+        search = METHODS[method]
         progress(f"{case.name}: {method}")
         started = time.process_time()
         proposals, found, base_s = search(task, calls)
@@ -186,12 +202,18 @@ def synthesis(task: Task, calls: int) -> Found:
     return list(PROPOSERS["hap"](task)), [], math.inf
 
 
+def pipeline(task: Task, calls: int) -> Found:
+    """Chains of stages in micro-steps; none for models with statistics of the whole batch."""
+    return list(pipelines(task)), [], math.inf
+
+
 METHODS: dict[str, Callable[[Task, int], Found]] = {
     "uniform": uniform,
     "tag": tag,
     "heterog": heterog,
     "local": local,
     "hap": synthesis,
+    "pipeline": pipeline,
 }
 
 
@@ -205,8 +227,11 @@ def summary(rows: Sequence[Row]) -> dict:
     own = [r for r in rows if r.role == "heterog" and r.speedup]
     by_links = {
         links: {
-            "best placement": geometric_mean(
+            "best placement or pipeline": geometric_mean(
                 _best([r for r in own if r.links == links and r.method != "hap"])
+            ),
+            "best placement": geometric_mean(
+                _best([r for r in own if r.links == links and r.method not in ("hap", "pipeline")])
             ),
             **{
                 name: geometric_mean([r.speedup for r in own if r.links == links and r.method == name])

@@ -9,7 +9,7 @@ import typer
 
 from ..cluster import Cluster
 from ..cost.placed import is_computation
-from ..ir import Program, print_program, regions
+from ..ir import Program, print_program, regions, stages_of
 from ..plan_file import Plan
 from ..zero import zero_stage
 from .output import Json, print_json, seconds, size, table, working
@@ -122,6 +122,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
             {"micro_batch": m.micro_batch, "accumulation_steps": m.steps, "last_micro_batch": m.last}
             for m in plan.micro_batches
         ],
+        "order": plan.order,
         "ratios": {name: list(ratio) for name, ratio in plan.program.ratios},
         "candidates": [
             {"planner": c.planner, "feasible": c.feasible, "predicted_step_s": c.predicted_step_s}
@@ -144,6 +145,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
         *([text] if (text := recomputation(plan.program)) else []),
+        *([f"{len(stages_of(plan.program))} stages in {plan.order} order"] if plan.order else []),
     ]
     if plan.candidates:
         rows = [

@@ -1,6 +1,19 @@
 """mixmesh bench NAME: a module per command."""
 
-from . import accuracy, collectives, coverage, order, papers, placement, planning, poplar, sfb, sync, training
+from . import (
+    accuracy,
+    collectives,
+    coverage,
+    order,
+    papers,
+    pipeline,
+    placement,
+    planning,
+    poplar,
+    sfb,
+    sync,
+    training,
+)
 from .common import app
 
 __all__ = [
@@ -10,6 +23,7 @@ __all__ = [
     "coverage",
     "order",
     "papers",
+    "pipeline",
     "placement",
     "planning",
     "poplar",

@@ -18,20 +18,24 @@ if TYPE_CHECKING:
 def placement(
     only: Only = None,
     quick: Annotated[bool, typer.Option("--quick", help="The small cases only.")] = False,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", metavar="NAME", help="These methods only (repeatable).")
+    ] = None,
     calls: Annotated[int, typer.Option("--calls", min=1, help="Strategies that each search tries.")] = 1000,
     out: Out = Path("out/bench/placement.json"),
     as_json: Json = False,
 ) -> None:
     """Placements of op groups found by tree search, TAG's and HeteroG's policies and local search."""
+    from ...bench.placement import cases, methods_of, report, run
     from ...planner.learned import need_torch_geometric
 
-    need_torch_geometric("tag")
-    from ...bench.placement import METHODS, cases, report, run
-
+    methods = methods_of(method or ())
+    if {"tag", "heterog"} & {*methods}:
+        need_torch_geometric("tag")
     chosen = cases(only or (), quick)
     rows: list[Row] = []
-    with progress_bar(len(chosen) * len(METHODS)) as (say, advance):
-        for row in run(chosen, say, calls):
+    with progress_bar(len(chosen) * len(methods)) as (say, advance):
+        for row in run(chosen, say, calls, methods):
             rows.append(row)
             advance()
             write_rows(report(rows, command_line()), out)

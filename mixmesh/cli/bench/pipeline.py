@@ -1,0 +1,22 @@
+"""mixmesh bench pipeline"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ..output import Json
+from .common import Keep, Out, app
+from .order import Quick, contests
+
+
+@app.command()
+def pipeline(
+    quick: Quick = False,
+    out: Out = Path("out/bench/pipeline.json"),
+    keep: Keep = None,
+    as_json: Json = False,
+) -> None:
+    """Model parallelism in micro-steps against the same without, and data parallelism, in the testbed."""
+    from ...bench.pipeline import CASES, QUICK
+
+    contests("pipeline", QUICK if quick else CASES, quick, out, keep, as_json)
