@@ -1,7 +1,7 @@
 """Pipelines: chains of stages in micro-steps, found by estimate and judged by the simulator.
 
 A stage is a device, the equal devices of a machine or a whole machine. For every order of the machines, every
-set of the faster ones and several numbers of micro-steps, the borders between stages are those whose slowest
+set of the faster ones and every number of micro-steps, the borders between stages are those whose slowest
 stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
 of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
 """
@@ -24,9 +24,10 @@ from ..ratios import usable_bytes
 from .task import HEADROOM, Proposal, Task
 
 GROUPS = 96  # of operators, between which borders may be
-MICRO_STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+MOST_MICRO_STEPS = 96
 ORDERS = 40  # of machines
-JUDGED = 3  # of each kind of stages, by the simulator
+JUDGED = 4  # of each kind of stages, by the simulator
+APART = 1.3  # by at least so much their numbers of micro-steps differ
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that the estimate may fill; less where the simulator refuses
 
 Ranks = tuple[int, ...]
@@ -86,20 +87,29 @@ def judged(task: Task, space: Space, chain: Chain) -> Proposal:
 
 
 def proposed(task: Task, space: Space, part: float = 1.0) -> Iterator[Chain]:
-    """The chains of every kind of stages with the shortest estimates."""
+    """Of every kind of stages some chains with the shortest estimates."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space):
-        found: dict[tuple, Chain] = {}
-        for micro_steps in MICRO_STEPS:
+        found = []
+        for micro_steps in range(2, MOST_MICRO_STEPS + 1):
             if space.batch % micro_steps or space.batch // micro_steps < max(map(len, kind)):
                 continue
-            for units in arrangements(space, kind):
-                chain = estimate.best(units, micro_steps)
-                if chain is not None:
-                    key = chain.ends, chain.shares
-                    if key not in found or chain.step_s < found[key].step_s:
-                        found[key] = chain
-        yield from sorted(found.values(), key=lambda chain: chain.step_s)[:JUDGED]
+            chains = (estimate.best(units, micro_steps) for units in arrangements(space, kind))
+            found += sorted((c for c in chains if c is not None), key=lambda chain: chain.step_s)[:1]
+        yield from spaced(sorted(found, key=lambda chain: chain.step_s))
+
+
+def spaced(chains: Sequence[Chain]) -> list[Chain]:
+    """The first of those whose numbers of micro-steps are apart: what the estimate leaves out grows with
+    them."""
+    out: list[Chain] = []
+    for chain in chains:
+        near = (
+            max(c.micro_steps, chain.micro_steps) < APART * min(c.micro_steps, chain.micro_steps) for c in out
+        )
+        if len(out) < JUDGED and not any(near):
+            out.append(chain)
+    return out
 
 
 def kinds_of_stages(space: Space) -> list[tuple[Ranks, ...]]:
@@ -149,7 +159,8 @@ class _Estimate:
         self.fixed = [_between([g.forward[c][0] + g.backward[c][0] for g in groups]) for c in classes]
         self.slope = [_between([g.forward[c][1] + g.backward[c][1] for g in groups]) for c in classes]
         states = 2 + task.optimizer_states  # the parameter and its gradient too
-        self.stored = _between([g.param_bytes * states for g in groups])
+        self.params = _between([g.param_bytes for g in groups])
+        self.stored = self.params * states
         self.kept = _between([g.kept_bytes for g in groups])
         self.passing = _largest([g.passing_bytes for g in groups])
         self._links: dict[tuple, tuple[float, float]] = {}
@@ -194,7 +205,17 @@ class _Estimate:
         through = [(s[a, b], arriving[a]) for (s, arriving), a, b in zip(seconds, starts, ends)]
         once = sum(stage_s + 2 * arriving for stage_s, arriving in through)
         slowest_s = max(max(pair) for pair in through)
-        return Chain(micro_steps, tuple(shares), ends, float(once + (micro_steps - 1) * slowest_s))
+        step_s = once + (micro_steps - 1) * slowest_s + self._end_s(units, starts, ends)
+        return Chain(micro_steps, tuple(shares), ends, float(step_s))
+
+    def _end_s(self, units: Sequence[Ranks], starts: Sequence[int], ends: Sequence[int]) -> float:
+        """Until the gradients of a stage are summed and stepped over, which nothing hides."""
+        longest = 0.0
+        for ranks, start, end in zip(units, starts, ends):
+            size = float(self.params[start, end])
+            summed = Exchange("all_reduce", round(size), ranks).seconds(self.costs)
+            longest = max(longest, summed + max(self.costs.optimizer_s(r, size) for r in ranks))
+        return longest
 
     def _link(self, source: Ranks, held: tuple, target: Ranks, wanted: tuple) -> tuple[float, float]:
         """Seconds of a transfer between two stages: fixed, and per byte."""
