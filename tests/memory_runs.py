@@ -17,6 +17,7 @@ from pathlib import Path
 import memory_jobs
 import torch
 from gloo_world import free_port
+from pipelines import cut_into
 
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
@@ -83,6 +84,9 @@ CASES = {
         ("gpt_long", "zero3 again", (60, 40)),
         ("gpt_long", "zero3x4 again", (60, 40)),
         ("bert_dropout", "ddp again", (60, 40)),
+        # a stage per rank, of as many operators each
+        ("gpt_long", "pipelinex4", (50, 50)),
+        ("gpt_long", "pipelinex4", (40, 30, 30)),
     )
 }
 OWNERS = (0.75, 0.25)
@@ -101,7 +105,11 @@ def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, Micr
     micro_batches = None
     kind, _, again = kind.partition(" ")
     again = recomputed if again else lambda program: program
-    if kind.startswith("zero"):
+    if kind.startswith("pipeline"):
+        stages = [[float(r == stage) for r in range(len(shares))] for stage in range(len(shares))]
+        program = cut_into(graph, stages, costs)
+        micro_batches = in_micro_steps(program, int(kind.removeprefix("pipelinex")))
+    elif kind.startswith("zero"):
         stage, _, steps = kind.removeprefix("zero").partition("x")
         program = with_stage(again(data_parallel(graph, costs, ratio)), int(stage), OWNERS)
         micro_batches = in_micro_steps(program, int(steps)) if steps else None

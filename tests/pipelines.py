@@ -9,7 +9,7 @@ from torch import nn
 from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import Program, even_ratio, make_ratio, samples_of
+from mixmesh.ir import Graph, Program, even_ratio, make_ratio, samples_of
 from mixmesh.placement import Placed, lower
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.trace import trace
@@ -76,8 +76,11 @@ def batch(step: int = 0, size: int = BATCH) -> dict[str, torch.Tensor]:
 
 def chain(model: nn.Module, inputs: dict, stages, costs: CostModel = COSTS, syncs=()) -> Program:
     """A model cut into as many parts as there are ``stages``, ratios, of about as many operators each."""
-    world_size = costs.cluster.world_size
-    program = data_parallel(trace(model, inputs).graph, costs, even_ratio(world_size))
+    return cut_into(trace(model, inputs).graph, stages, costs, syncs)
+
+
+def cut_into(graph: Graph, stages, costs: CostModel, syncs=()) -> Program:
+    program = data_parallel(graph, costs, even_ratio(costs.cluster.world_size))
     operators = [i for i in program.instructions if not (i.is_leaf or i.is_redistribution)]
     syncs = syncs or ("allreduce",) * len(stages)
     placed = [Placed(make_ratio(ratio), sync) for ratio, sync in zip(stages, syncs)]
