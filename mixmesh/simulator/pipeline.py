@@ -123,10 +123,10 @@ class _Clocks:
                     self.offered[m, k] = self._clock(stage)
                     self._fly(m, k)
         for (m, _), end in self.ends.items():
-            self._wait(self.kinds[m.sender], end)
+            self.run.until(end, self.kinds[m.sender])
 
     def _receive(self, m: _Move, k: int) -> None:
-        self._wait(self.kinds[m.receiver], self.ends[m, k])
+        self.run.until(self.ends[m, k], self.kinds[m.receiver])
         self._occupy(m, self.kinds[m.receiver])
         self._ask(m, k + 1)
 
@@ -143,10 +143,6 @@ class _Clocks:
 
     def _clock(self, stage: int) -> float:
         return max(self.run.clock[k] for k in self.kinds[stage])
-
-    def _wait(self, kinds: tuple[int, ...], end: float) -> None:
-        for k in kinds:
-            self.run.clock[k] = max(self.run.clock[k], end)
 
     def _occupy(self, m: _Move, kinds: tuple[int, ...]) -> None:
         for _half in range(2):
