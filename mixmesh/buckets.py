@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from .cost import CostModel
-from .cost.placed import summed_params
-from .cost.sums import order_of_sums
-from .ir import Instruction, Program, cells
+from .cost.sums import Summed, order_of_sums
+from .ir import Buckets, Program, with_attrs
 
 
 def with_buckets(program: Program, capacity_bytes: float) -> Program:
@@ -19,32 +17,39 @@ def with_buckets(program: Program, capacity_bytes: float) -> Program:
     Gradients become ready in the reverse of the order of first use; a bucket is closed when it holds
     ``capacity_bytes``. Parameters of different rank sets or dtypes never share one.
     """
-    (made,) = bucketed(program, (capacity_bytes,))
-    return made
+    (buckets,) = bucketings(program, (capacity_bytes,))
+    return numbered(program, buckets)
 
 
-def bucketed(program: Program, capacities: Sequence[float]) -> tuple[Program, ...]:
-    """``with_buckets`` for every capacity that leads to other buckets than those before it."""
-    first_use: dict[str, int] = {}
-    for n, i in enumerate(program.instructions):
-        for name in i.inputs:
-            first_use.setdefault(name, n)
-    waiting = summed_params(program)
-    waiting.sort(key=lambda i: first_use.get(i.result, -1), reverse=True)
-    gradients = [
-        (i.result, i.type.value.size_bytes, (_ranks(program, i), i.type.value.dtype)) for i in waiting
-    ]
-    numbers = dict.fromkeys(tuple(_numbers(gradients, capacity)) for capacity in capacities)
-    return tuple(
-        _numbered(program, dict(zip((name for name, _, _ in gradients), these))) for these in numbers
-    )
+def bucketings(
+    program: Program, capacities: Sequence[float], order: tuple[Summed, ...] | None = None
+) -> tuple[Buckets, ...]:
+    """The buckets of ``with_buckets`` for every capacity that leads to others than those before it. ``order``
+    is that of the program with whatever buckets, where it is known already."""
+    params = program.params
+    kinds: dict[int, list[tuple]] = {}  # by place; several of one with copies
+    for s in order_of_sums(program) if order is None else order:
+        kinds.setdefault(s.place, []).append((s.kind.dtype, s.kind.ranks))
+    gradients = [(params[place].type.value.size_bytes, tuple(kind)) for place, kind in kinds.items()]
+    found: dict[Buckets, None] = {}
+    for capacity in capacities:
+        buckets = list(program.buckets)
+        for place, number in zip(kinds, _numbers(gradients, capacity)):
+            buckets[place] = number
+        found[tuple(buckets)] = None
+    return tuple(found)
 
 
-def _ranks(program: Program, param: Instruction) -> tuple:
-    """Between whom the gradient is summed."""
-    if param.args[0] in program.copies:
-        return tuple(cell.ranks for cell in cells(program, param))
-    return program.participants(param.type)
+def numbered(program: Program, buckets: Buckets) -> Program:
+    """``program`` with these numbers on its parameters; those of None stay as they are."""
+    instructions = list(program.instructions)
+    params = [n for n, i in enumerate(instructions) if i.op == "param"]
+    for n, number in zip(params, buckets):
+        i = instructions[n]
+        if number is not None:
+            attrs = (*((k, v) for k, v in i.attrs if k != "bucket"), ("bucket", number))
+            instructions[n] = i if attrs == i.attrs else with_attrs(i, attrs)
+    return program.changed(instructions=tuple(instructions))
 
 
 def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> Program:
@@ -59,18 +64,22 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     gradients saves a latency. Of equally good ones that with the fewest buckets.
     """
     params = program.params
-    kinds: dict[tuple, list[str]] = {}
+    kinds: dict[tuple, list[int]] = {}  # the places of parameters
     for s in order_of_sums(program):
-        kinds.setdefault(s.kind, []).append(params[s.place].result)
-    found: list[tuple[float, list[str]]] = []
-    for (_, ranks, owned, _), names in kinds.items():
+        kinds.setdefault(s.kind, []).append(s.place)
+    found: list[tuple[float, list[int]]] = []
+    for (_, ranks, owned, _), places in kinds.items():
         fit = costs.collective("all_reduce" if owned is None else "reduce_scatter", ranks)
-        names.sort(key=ready_s.__getitem__)  # stable
-        carried_s = [fit.s_per_byte * program.types[name].value.size_bytes for name in names]
-        ready = [ready_s[name] for name in names]
-        found += [(ready[b - 1], names[a:b]) for a, b in _cuts(ready, carried_s, fit.latency_s)]
+        places.sort(key=lambda place: ready_s[params[place].result])  # stable
+        carried_s = [fit.s_per_byte * params[place].type.value.size_bytes for place in places]
+        ready = [ready_s[params[place].result] for place in places]
+        found += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, carried_s, fit.latency_s)]
     found.sort(key=lambda bucket: bucket[0])
-    return _numbered(program, {name: n for n, (_, names) in enumerate(found) for name in names})
+    buckets = list(program.buckets)
+    for number, (_, places) in enumerate(found):
+        for place in places:
+            buckets[place] = number
+    return numbered(program, tuple(buckets))
 
 
 def _cuts(ready: list[float], carried_s: list[float], latency_s: float) -> list[tuple[int, int]]:
@@ -90,20 +99,11 @@ def _cuts(ready: list[float], carried_s: list[float], latency_s: float) -> list[
     return cuts[::-1]
 
 
-def _numbers(gradients: list[tuple[str, int, tuple]], capacity_bytes: float) -> list[int]:
+def _numbers(gradients: list[tuple[int, tuple]], capacity_bytes: float) -> list[int]:
     number, filled, kind, out = -1, 0.0, None, []
-    for _, size, this in gradients:
+    for size, this in gradients:
         if this != kind or filled + size > capacity_bytes:
             number, filled, kind = number + 1, 0.0, this
         filled += size
         out.append(number)
     return out
-
-
-def _numbered(program: Program, numbers: dict[str, int]) -> Program:
-    instructions = list(program.instructions)
-    for n, i in enumerate(instructions):
-        if i.op == "param" and i.result in numbers:
-            attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
-            instructions[n] = replace(i, attrs=(*attrs, ("bucket", numbers[i.result])))
-    return program.changed(instructions=tuple(instructions))

@@ -77,32 +77,47 @@ def stages(
     collective, optimizer, forward and backward are one stage, as no rank waits in between.
     """
     sheet = sheet or Sheet(program, costs)
-    forward, backward = _lines(sheet, program, ranks)
-    done: list[Stage] = []
-    open_stage = np.zeros((2, len(ranks)))
+    optimizer = np.zeros((len(sheet.optimized), 2, len(ranks)))
+    for line, ((size, _, _), size_bytes) in zip(optimizer, sheet.optimized.items()):
+        line[1 if size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+    lines = np.concatenate(_lines(sheet, program, ranks))
+    done: list[Stage | None] = []
+    known: dict[tuple[bool, bytes], Stage | None] = {}
+    for n, works in enumerate(_works_of_stages(sheet)):
+        key = (n == 0, works.tobytes())
+        if key not in known:
+            parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
+            # one after the other, as repeated additions round
+            total = np.add.accumulate(parts)[-1] if len(parts) else parts
+            known[key] = Stage(*total) if total.any() else None
+        done.append(known[key])
+    return tuple(stage for stage in done if stage is not None)
 
-    def close():
-        if open_stage.any():
-            done.append(Stage(*open_stage.copy()))
-        open_stage[:] = 0.0
 
-    for (size, _, _), size_bytes in sheet.optimized.items():
-        open_stage[1 if size else 0] += [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+def _works_of_stages(sheet: Sheet) -> list[np.ndarray]:
+    """Works between two synchronisations, one after the other: of the forward pass, then of the backward
+    pass, numbered on behind all those of the forward pass. No rank waits between the two."""
+    work_of, program, behind = sheet.work_of, sheet.program, len(sheet.works)
+    stages: list[list[int]] = [[]]
+    closes = [
+        i.is_redistribution and flows and sheet.exchanges[i.result, False] is not None
+        for i, flows in zip(program.instructions, sheet.flows)
+    ]
+    for n, closing in enumerate(closes):
+        if n in work_of:
+            stages[-1].append(work_of[n])
+        elif closing:
+            stages.append([])
     regions = repeats(program)
-    for lines, order in ((forward, 1), (backward, -1)):
-        for n in range(len(program.instructions))[::order]:
-            i = program.instructions[n]
-            if order == -1 and n in regions:
-                for again in regions[n].members:
-                    open_stage += lines[sheet.again_work_of[again]]
-            if n in sheet.work_of and (order == 1 or sheet.flows[n]):
-                open_stage += lines[sheet.work_of[n]]
-                if order == -1 and n in sheet.factor_work_of:
-                    open_stage += lines[sheet.factor_work_of[n]]
-            elif i.is_redistribution and sheet.flows[n] and sheet.exchanges[i.result, False] is not None:
-                close()
-    close()
-    return tuple(done)
+    for n in reversed(range(len(closes))):
+        if n in regions:
+            stages[-1] += [behind + sheet.again_work_of[again] for again in regions[n].members]
+        if n in work_of and sheet.flows[n]:
+            works = (work_of[n], sheet.factor_work_of.get(n))
+            stages[-1] += [behind + work for work in works if work is not None]
+        elif closes[n]:
+            stages.append([])
+    return [np.array(works, dtype=int) for works in stages]
 
 
 def _lines(sheet: Sheet, program: Program, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .cost import VIEWS
+from .cost.calls import is_computation
 from .cost.memory.kept import extra_bytes, kept
-from .cost.placed import is_computation
 from .ir import Program, with_regions
 from .ir.recompute import DRAWN_AGAIN, updated_buffers
 from .ir.samples import RANDOM

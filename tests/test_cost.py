@@ -9,7 +9,8 @@ from small_graphs import GRAPHS, THREE, cluster, graph
 
 from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
-from mixmesh.cost.placed import Sheet, held_share, is_computation, op_time, work_type
+from mixmesh.cost.calls import is_computation, work_type
+from mixmesh.cost.placed import Sheet, held_share, op_time
 from mixmesh.ir import make_ratio
 from mixmesh.ratios import with_ratio
 

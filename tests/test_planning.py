@@ -9,7 +9,7 @@ from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
 from mixmesh.baselines import data_parallel, device_seconds
 from mixmesh.bench.planning import CASES, Case, mixed_cluster, report, run
-from mixmesh.buckets import bucketed
+from mixmesh.buckets import bucketings, numbered
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
@@ -72,8 +72,10 @@ def test_no_buckets_get_below_the_bound(body, shares):
     simulation = Simulation(program, CostModel(where))
     floor_s, least_s = simulation.least_s(program)
     assert 0 < floor_s <= least_s
-    for variant in bucketed(program, BUCKET_BYTES):
-        assert least_s <= simulation.step_s(variant) * (1 + 1e-5)  # ratios have six digits
+    for buckets in bucketings(program, BUCKET_BYTES):
+        step_s = simulation.step_s(program, buckets=buckets)
+        assert step_s == simulation.step_s(numbered(program, buckets))
+        assert least_s <= step_s * (1 + 1e-5)  # ratios have six digits
 
 
 def test_ranks_that_share_a_clock_keep_the_same_time_alone():

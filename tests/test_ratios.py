@@ -11,8 +11,8 @@ from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
+from mixmesh.cost.calls import is_computation
 from mixmesh.cost.memory import peak_memory_bytes
-from mixmesh.cost.placed import is_computation
 from mixmesh.errors import Infeasible
 from mixmesh.ir import even_ratio, make_ratio
 from mixmesh.ratios import (

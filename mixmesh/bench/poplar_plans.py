@@ -15,7 +15,17 @@ from dataclasses import dataclass, replace
 from ..algorithms import with_algorithms
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
-from ..ir import Graph, Program, Ratio, Shard, even_ratio, make_ratio, owned_type, stage_of
+from ..ir import (
+    Graph,
+    Program,
+    Ratio,
+    Shard,
+    even_ratio,
+    make_ratio,
+    owned_type,
+    stage_of,
+    without_needless_names,
+)
 from ..plan_file import MicroBatch, Plan
 from ..planner import whole_counts
 from ..planner.poplar import poplar
@@ -143,7 +153,7 @@ def planned(task: Task, name: str, proposal: Proposal, setting: str = "") -> Pla
         proposal.feasible,
     )
     plan = Plan(
-        with_algorithms(proposal.program, task.costs),
+        with_algorithms(without_needless_names(proposal.program), task.costs),
         name,
         timeline.step_s,
         timeline.peak_memory_bytes,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from ..cluster import Cluster
-from ..cost.placed import is_computation
+from ..cost.calls import is_computation
 from ..ir import Program, print_program, regions, stages_of
 from ..plan_file import Plan
 from ..zero import zero_stage

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from ..ir import Program
 from ..rules import call_of
+from .calls import is_computation, work_type
 from .links import MeasuredCollective
 from .model import VIEWS, CostModel
-from .placed import Exchange, exchange_of, held_share, is_computation, work_type
+from .placed import Exchange, exchange_of, held_share
 from .profile import device_key, op_key
 from .sums import gradient_sums
 

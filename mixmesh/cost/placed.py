@@ -22,13 +22,13 @@ from ..ir import (
     TensorType,
     cells,
     dual,
-    nameless,
     owned_type,
     region_of,
     shard_sizes,
     support,
 )
 from ..rules import call_of
+from .calls import kinds_of
 from .curve import ZERO
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
@@ -54,12 +54,6 @@ def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
     if size == 0:
         return (0.0,) * len(ratio)
     return tuple(n / size for n in shard_sizes(size, ratio, unit))
-
-
-def work_type(program: Program, i: Instruction) -> TensorType:
-    """The type whose share is the share of the work: a sharded result or input, else the result."""
-    types = list(i.types) + [program.types[name] for name in i.inputs]
-    return next((t for t in types if isinstance(t.placement, Shard)), types[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +135,6 @@ def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool 
     return tuple(found)
 
 
-def communicates(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution or its gradient is a collective."""
-    return any(exchange_of(program, i, backward=b) is not None for b in (False, True))
-
-
 @lru_cache(maxsize=4096)
 def _meeting(
     src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
@@ -194,10 +183,6 @@ def op_time(program: Program, i: Instruction, costs: CostModel, device_class: in
     grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
     cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
     return costs.op(call, grads, device_class, cut)
-
-
-def is_computation(i: Instruction) -> bool:
-    return not (i.is_leaf or i.is_redistribution or i.op == "update")
 
 
 def synchronised(program: Program, i: Instruction) -> bool:
@@ -264,50 +249,63 @@ class Sheet:
         self.program, self.costs = program, costs
         self.world_size = program.world_size
         if like is not None:
-            self.borders, self.works, self.work_of = like.borders, like.works, like.work_of
+            self.kinds, self.borders, self.ratio_names = like.kinds, like.borders, like.ratio_names
+            self.works, self.work_of = like.works, like.work_of
             self.factor_work_of, self.again_work_of = like.factor_work_of, like.again_work_of
             self.uses, self.flows, self.optimized = like.uses, like.flows, like.optimized
             self.pattern = self.pattern_of(program)
             return
         self.borders = tuple(i for i in program.instructions if _moves_borders(program, i))
         self.pattern = self.pattern_of(program)
+        self.kinds = kinds_of(program)
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
         self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
         self.again_work_of: dict[int, int] = {}  # of one in a region -> of its second run, in the backward
         numbers: dict[tuple[int, Cut, str], int] = {}
 
-        def number(kind: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
-            known = numbers.setdefault((kind, cut, part), len(self.works))
+        def number(times: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
+            known = numbers.setdefault((times, cut, part), len(self.works))
             if known == len(self.works):
                 self.works.append(Work(found, cut))
             return known
 
-        kinds: dict[tuple, int] = {}  # of calls that cost alike
+        known: dict[tuple, int] = {}  # calls that cost alike
         times: list[tuple[OpTime, ...]] = []
-        for n, i in enumerate(program.instructions):
-            if is_computation(i):
-                call = call_of(i, program.types)
-                grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
-                inputs_cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
-                plain = (
-                    i.op, nameless(i.args), nameless(i.kwargs), call.inputs, call.outputs, grads, inputs_cut
-                )  # fmt: skip
-                kind = kinds.setdefault(plain, len(times))
-                if kind == len(times):
+        # by the identity of a kind, and what else an instruction says: its work, that of the factors, of a
+        # second run
+        works: dict[tuple[int, bool, bool], tuple[int, int | None, int | None]] = {}
+        for n, (i, kind) in enumerate(zip(program.instructions, self.kinds)):
+            if kind is None:
+                continue
+            factored = is_factored(i)
+            key_of_work = (id(kind), factored, region_of(i) is not None)
+            found = works.get(key_of_work)
+            if found is None:
+                call, grads = kind.call, kind.grads
+                inputs_cut = costs.cut(call, [t.placement for t in kind.inputs])
+                key = (i.plain, call.inputs, call.outputs, grads, inputs_cut)
+                at = known.setdefault(key, len(times))
+                if at == len(times):
                     times.append(
                         tuple(costs.op(call, grads, c, inputs_cut) for c in range(len(costs.classes)))
                     )
-                cut = work_type(program, i).cut
-                if is_factored(i):
-                    own, factors = split_by_factors(program, i, times[kind])
-                    self.work_of[n] = number(kind, cut, "own", own)
-                    self.factor_work_of[n] = number(kind, (0, 1, cut[2]), "factors", factors)
+                cut = kind.work_type.cut
+                if factored:
+                    own, factors = split_by_factors(program, i, times[at])
+                    found = number(at, cut, "own", own), number(at, (0, 1, cut[2]), "factors", factors)
                 else:
-                    self.work_of[n] = number(kind, cut, "", times[kind])
+                    found = (number(at, cut, "", times[at]), None)
+                again = None
                 if region_of(i) is not None:
-                    second = tuple(OpTime(ZERO, t.forward) for t in times[kind])
-                    self.again_work_of[n] = number(kind, cut, "again", second)
+                    second = tuple(OpTime(ZERO, t.forward) for t in times[at])
+                    again = number(at, cut, "again", second)
+                found = works[key_of_work] = (*found, again)
+            self.work_of[n] = found[0]
+            if found[1] is not None:
+                self.factor_work_of[n] = found[1]
+            if found[2] is not None:
+                self.again_work_of[n] = found[2]
 
     def pattern_of(self, program: Program) -> tuple:
         """What decides which collectives there are and between whom: the ranks that take part, and what
@@ -323,6 +321,19 @@ class Sheet:
             for name in dict.fromkeys(i.inputs):
                 out.setdefault(name, []).append(n)
         return out
+
+    @cached_property
+    def ratio_names(self) -> frozenset[str | None]:
+        """That types name."""
+        return frozenset(t.ratio for i in self.program.instructions for t in i.types)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those that take part in everything; none where types name several ratios, or some of them none."""
+        if len(self.ratio_names) != 1:
+            return ()
+        (name,) = self.ratio_names
+        return support(self.program.ratio_of[name]) if name else tuple(range(self.world_size))
 
     @cached_property
     def cuts(self) -> tuple[Cut, ...]:
@@ -350,12 +361,17 @@ class Sheet:
         """By the result of a redistribution, and whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}
         known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
+        by_identity: dict[tuple[int, int], tuple[Exchange | None, Exchange | None]] = {}
+        types = self.program.types
         for i in self.program.instructions:
             if i.is_redistribution:
-                ends = self.program.types[i.inputs[0]], i.type
-                if ends not in known:
-                    known[ends] = exchange_of(self.program, i), exchange_of(self.program, i, backward=True)
-                out[i.result, False], out[i.result, True] = known[ends]
+                ends = types[i.inputs[0]], i.type
+                found = by_identity.get((id(ends[0]), id(ends[1])))
+                if found is None:
+                    if ends not in known:
+                        known[ends] = tuple(exchange_of(self.program, i, backward=b) for b in (False, True))
+                    found = by_identity[id(ends[0]), id(ends[1])] = known[ends]
+                out[i.result, False], out[i.result, True] = found
         return out
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:

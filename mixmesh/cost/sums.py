@@ -5,11 +5,11 @@ One answer for the runtime, which sums them, and for the simulator, which says h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
-from ..ir import Cell, Instruction, Program, cells, cells_bytes, owned_type, stage_of, support
+from ..ir import Buckets, Cell, Instruction, Program, cells, cells_bytes, owned_type, stage_of, support
 from .placed import Exchange, first_uses, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -18,7 +18,7 @@ BUCKET_CAP_BYTES = 4 * 2**20
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # no slots: its bytes are worked out once
 class GradientSum:
     """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
     owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one. Of
@@ -32,10 +32,10 @@ class GradientSum:
     cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
     late: bool = False  # summed when all gradients that redistributions bring are there
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         if not self.cells:
-            return sum(p.type.value.size_bytes for p in self.params)
+            return sum([p.type.value.size_bytes for p in self.params])
         return sum(gradient_bytes(p, cell) for p, cell in zip(self.params, self.cells))
 
     @property
@@ -54,31 +54,40 @@ def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
     return param.type.value.size_bytes if cell is None else cells_bytes(param.type.value, (cell,))
 
 
+class SumKind(NamedTuple):
+    """What must agree within a bucket. ``owned`` is the owners' ratio."""
+
+    dtype: str
+    ranks: tuple[int, ...]
+    owned: str | None
+    stage: int
+
+
 class Summed(NamedTuple):
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, and what must agree within a bucket: dtype, ranks, the owners' ratio and the stage. Of one with
-    copies it is the first copy, once for every ``cell``."""
+    use, and the kind of its sum. Of one with copies it is the first copy, once for every ``cell``."""
 
     place: int
     first_use: int
-    kind: tuple[str, tuple[int, ...], str | None, int]
+    kind: SumKind
     cell: Cell | None = None
     late: bool = False
 
 
-def order_of_sums(program: Program, first_use: Mapping[str, int] | None = None) -> tuple[Summed, ...]:
+def order_of_sums(program: Program) -> tuple[Summed, ...]:
     """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
-    without a use comes last. ``first_use`` is that of the program, where it is known already."""
-    used = first_uses(program) if first_use is None else first_use
+    without a use comes last."""
+    used = first_uses(program)
     places = {p.result: place for place, p in enumerate(program.params)}
     found = []
     for p in summed_params(program):
         place, first, dtype = places[p.result], used.get(p.result, -1), p.type.value.dtype
         if p.args[0] in program.copies:
             late = p.args[0] in program.late
-            found += [Summed(place, first, (dtype, c.ranks, None, 0), c, late) for c in cells(program, p)]
+            kinds = [(c, SumKind(dtype, c.ranks, None, 0)) for c in cells(program, p)]
+            found += [Summed(place, first, kind, c, late) for c, kind in kinds]
         else:
-            kind = (dtype, program.participants(p.type), *_owners(program, p))
+            kind = SumKind(dtype, program.participants(p.type), *_owners(program, p))
             found.append(Summed(place, first, kind))
     return tuple(sorted(found, key=lambda s: -s.first_use))
 
@@ -89,23 +98,27 @@ def _owners(program: Program, param: Instruction) -> tuple[str | None, int]:
 
 
 def gradient_sums(
-    program: Program, cap_bytes: int = BUCKET_CAP_BYTES, order: tuple[Summed, ...] | None = None
+    program: Program,
+    cap_bytes: int = BUCKET_CAP_BYTES,
+    order: tuple[Summed, ...] | None = None,
+    buckets: Buckets | None = None,
 ) -> tuple[GradientSum, ...]:
     """The buckets of a program, in the order in which every rank starts them.
 
     A ``param`` with an attribute ``bucket`` goes where it says; the others are taken by first use, last
     first, up to ``cap_bytes`` each. A bucket holds one dtype, one set of ranks and one of owners. Numbered
     ones come in the order of their numbers, then the others by when their last gradient is ready. ``order``
-    is that of the program with whatever buckets, where it is known already.
+    is that of the program with whatever buckets, where it is known already; ``buckets`` count instead of the
+    program's own.
     """
+    numbers = program.buckets if buckets is None else buckets
     groups: dict[tuple, list[Summed]] = {}
     filled: dict[tuple, tuple[int, int]] = {}  # per dtype and ranks: (open bucket, bytes in it)
     params = program.params
     for s in order_of_sums(program) if order is None else order:
-        p = params[s.place]
-        number = p.attr("bucket") if p.attrs else None
+        number = numbers[s.place]
         if number is None:
-            size = gradient_bytes(p, s.cell)
+            size = gradient_bytes(params[s.place], s.cell)
             index, held = filled.get(s.kind, (0, 0))
             if held and held + size > cap_bytes:
                 index, held = index + 1, 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..baselines import DATA_PARALLEL, fully_sharded
-from ..buckets import bucketed
+from ..buckets import bucketings, numbered
 from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
@@ -251,7 +251,8 @@ class Question:
 
     def best_buckets(self, program: Program) -> Judged:
         simulation = Simulation(program, self.costs, self.optimizer_states)
-        return min((self.judge(p, simulation) for p in bucketed(program, BUCKET_BYTES)), key=lambda j: j.key)
+        variants = [numbered(program, b) for b in bucketings(program, BUCKET_BYTES, simulation.summed)]
+        return min((self.judge(p, simulation) for p in variants), key=lambda j: j.key)
 
     def judge(self, program: Program, simulation: Simulation) -> Judged:
         timeline = simulation.run(program)

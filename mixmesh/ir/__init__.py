@@ -19,7 +19,15 @@ from .placement import (
     support,
 )
 from .printing import print_instruction, print_program
-from .program import REDISTRIBUTIONS, Instruction, Program, redistribution
+from .program import (
+    REDISTRIBUTIONS,
+    Buckets,
+    Instruction,
+    Program,
+    redistribution,
+    with_attrs,
+    without_needless_names,
+)
 from .recompute import region_of, regions, release_points, with_regions
 from .samples import Samples, local_kind, micro_step_program, once_program, samples_of
 from .stages import in_flight, passes_of, stages_of, transfers_of
@@ -28,11 +36,12 @@ from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_s
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement", "Program", "Ratio",
-    "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
+    "Arg", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement",
+    "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
     "cells", "cells_bytes", "dual", "even_ratio", "in_flight", "local_bytes", "local_kind", "local_shape",
     "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
     "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "shard_offsets",
-    "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "with_regions",
+    "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "with_attrs", "with_regions",
+    "without_needless_names",
 ]  # fmt: skip

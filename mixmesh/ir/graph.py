@@ -84,6 +84,11 @@ class Node:
         """Names of the values used, in order of appearance, repeated uses included."""
         return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
 
+    @cached_property
+    def plain(self) -> tuple:
+        """Operator and arguments without the names of values, to compare."""
+        return self.op, nameless(self.args), nameless(self.kwargs)
+
     @property
     def is_leaf(self) -> bool:
         return self.op in LEAVES
@@ -144,14 +149,13 @@ NOT_DIFFERENTIABLE = frozenset({"aten.detach", "update"})
 
 def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:
     down: set[str] = set()
+    nodes = [node for node in nodes if node.op not in NOT_DIFFERENTIABLE]
     for node in nodes:
-        if node.op in NOT_DIFFERENTIABLE:
-            continue
         trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
         if trainable or not down.isdisjoint(node.inputs):
-            down.update(r for r in node.results if r is not None and types[r].is_floating)
+            down.update([r for r in node.results if r is not None and types[r].is_floating])
     up: set[str] = {loss}
     for node in reversed(nodes):
-        if node.op not in NOT_DIFFERENTIABLE and not up.isdisjoint(node.results):
+        if not up.isdisjoint(node.results):
             up.update(node.inputs)
     return frozenset(down & up)

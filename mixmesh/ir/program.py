@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, refs
+from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
 from .placement import Partial, Placement, Ratio, Replicate, Shard
 from .printing import print_program
 from .types import TensorType, ValueType, local_shape, participants
@@ -18,6 +18,7 @@ REDISTRIBUTIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
     "local_slice", "as_partial", "pad_partial", "move",
 )  # fmt: skip
+_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # asked for all the time
 
 
 def redistribution(src: Placement, dst: Placement) -> str:
@@ -70,13 +71,18 @@ class Instruction:
                 names += [r.name for r in refs(arg)]
         return tuple(names)
 
+    @cached_property
+    def plain(self) -> tuple:
+        """As of ``Node``."""
+        return self.op, nameless(self.args), nameless(self.kwargs)
+
     @property
     def is_leaf(self) -> bool:
-        return self.op in LEAVES
+        return self.op in _LEAVES
 
     @property
     def is_redistribution(self) -> bool:
-        return self.op in REDISTRIBUTIONS
+        return self.op in _REDISTRIBUTIONS
 
     @property
     def result(self) -> str:
@@ -89,7 +95,18 @@ class Instruction:
         return only
 
     def attr(self, name: str, default: Arg = None) -> Arg:
-        return dict(self.attrs).get(name, default)
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        return default
+
+
+def with_attrs(i: Instruction, attrs: tuple[tuple[str, Arg], ...]) -> Instruction:
+    """``i`` with other attributes: planning makes so many that ``dataclasses.replace`` would be felt."""
+    return Instruction(i.results, i.types, i.op, i.args, i.kwargs, attrs, i.location, i.line)
+
+
+Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
 
 
 @dataclass(frozen=True)
@@ -129,6 +146,11 @@ class Program:
         return tuple(i for i in self.instructions if i.op == "param")
 
     @cached_property
+    def buckets(self) -> Buckets:
+        """None for a parameter whose instruction says nothing."""
+        return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
+
+    @cached_property
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
         """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
@@ -163,7 +185,8 @@ class Program:
         """A copy with other ratios, or other attributes of instructions. What follows from names and types
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
-        same = () if "instructions" in fields else ("producers", "params", "copies", "factored", "graph")
+        same = ("producers", "params", "buckets", "copies", "factored", "graph")
+        same = () if "instructions" in fields else same
         same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
         for known in ("types", "requires_grad", *same):
             if known in self.__dict__:
@@ -201,3 +224,22 @@ class Program:
             kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
             nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
         return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))
+
+
+def without_needless_names(program: Program) -> Program:
+    """``program`` as it is printed: what is not cut names its ratio only where some rank is left out."""
+    everyone = {name for name, ratio in program.ratios if all(share > 0 for share in ratio)}
+
+    def bare(t: TensorType) -> TensorType:
+        is_cut = any(isinstance(p, Shard) for p in t.placements)
+        return replace(t, ratio=None) if t.ratio in everyone and not is_cut else t
+
+    known: dict[TensorType, TensorType] = {}
+    out = []
+    for i in program.instructions:
+        for t in i.types:
+            if t not in known:
+                known[t] = bare(t)
+        types = tuple([known[t] for t in i.types])
+        out.append(i if types == i.types else replace(i, types=types))
+    return replace(program, instructions=tuple(out))

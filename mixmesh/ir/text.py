@@ -48,6 +48,7 @@ class _Parser:
         self.lines = text.split("\n")
         self.tokens = list(self._tokenise())
         self.at = 0
+        self.known_types: dict[TensorType, TensorType] = {}  # one object for equal ones
 
     def _tokenise(self):
         line, start, pos = 1, 0, 0
@@ -243,7 +244,8 @@ class _Parser:
                 self._fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
         elif any(isinstance(p, Shard) for p in placements):
             self._fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
-        return TensorType(value, placements, ratio)
+        made = TensorType(value, placements, ratio)
+        return self.known_types.setdefault(made, made)
 
     def placement(self, value: ValueType) -> Placement:
         place = self.token[2]

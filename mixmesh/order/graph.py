@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost.memory.repeats import repeats
-from ..cost.placed import Exchange, Sheet, exchange_of, synchronised
+from ..cost.placed import Exchange, Sheet, synchronised
 from ..ir import Instruction, Program, cells, cells_bytes, owned_type
 from ..ir.samples import RANDOM
 
@@ -57,11 +57,15 @@ def step_graph(program: Program, sheet: Sheet) -> StepGraph:
     nothing = (0.0,) * len(firsts)
     count = len(program.instructions)
 
+    known: dict[Exchange, tuple[tuple[float, ...], tuple[int, ...]]] = {}
+
     def task(exchange: Exchange | None, purpose: str, seconds, successors) -> StepTask:
         if exchange is None:
             return StepTask(seconds, None, (), tuple(successors))
-        kinds = tuple(dict.fromkeys(kind_of[r] for r in exchange.ranks))
-        took = (exchange.seconds(costs),) * len(firsts)
+        if exchange not in known:
+            kinds = tuple(dict.fromkeys(kind_of[r] for r in exchange.ranks))
+            known[exchange] = (exchange.seconds(costs),) * len(firsts), kinds
+        took, kinds = known[exchange]
         return StepTask(took, (purpose, exchange.ranks), kinds, tuple(successors))
 
     after = _users(sheet)
@@ -79,12 +83,13 @@ def step_graph(program: Program, sheet: Sheet) -> StepGraph:
         work = sheet.work_of.get(n)
         back = [2 * count - 1 - n] if sheet.flows[n] else []
         seconds = nothing if work is None else forward_s[work]
-        forward.append(task(exchange_of(program, i), "data", seconds, after[n] + back))
+        moved = sheet.exchanges[i.result, False] if i.is_redistribution else None
+        forward.append(task(moved, "data", seconds, after[n] + back))
         seconds = backward_s[work] if back and work is not None else nothing
         if n in again:
             seconds = tuple(map(sum, zip(seconds, *again[n])))
         ends = [2 * count - 1 - m for m in before[n] if sheet.flows[m]] if back else []
-        exchange, purpose = _of_gradient(program, i)
+        exchange, purpose = _of_gradient(sheet, i)
         backward.append(task(exchange, purpose, seconds, ends or [2 * count]))
     took_s = sheet.optimizer_s(program)
     optimizer = StepTask(tuple(took_s[r] for r in firsts), None, (), ())
@@ -119,8 +124,9 @@ def _users(sheet: Sheet) -> list[list[int]]:
     return out
 
 
-def _of_gradient(program: Program, i: Instruction) -> tuple[Exchange | None, str]:
+def _of_gradient(sheet: Sheet, i: Instruction) -> tuple[Exchange | None, str]:
     """The collective in the backward of an instruction, and what its process group is for."""
+    program = sheet.program
     if synchronised(program, i):
         name = "all_reduce" if owned_type(program, i) is None else "reduce_scatter"
         size_bytes, ranks = i.type.value.size_bytes, program.participants(i.type)
@@ -131,4 +137,4 @@ def _of_gradient(program: Program, i: Instruction) -> tuple[Exchange | None, str
             ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
         return Exchange(name, size_bytes, ranks), "gradient"
     flows = i.is_redistribution and i.result in program.requires_grad
-    return (exchange_of(program, i, backward=True) if flows else None), "data"
+    return (sheet.exchanges[i.result, True] if flows else None), "data"

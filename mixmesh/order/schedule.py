@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..cost.placed import Sheet, communicates, synchronised
+from ..cost.placed import Sheet, synchronised
 from ..ir import Program
 from .graph import Group, StepGraph, step_graph
 
@@ -64,6 +64,8 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
     while waiting:
         if priority is None:
             t = next(in_turn)
+        elif len(waiting) == 1:
+            t = waiting[0]
         else:
             now = max(clock)
             t = min([(*priority(t, ready_s[t], max(now, ready_s[t])), t) for t in waiting])[-1]
@@ -91,6 +93,7 @@ class Orders:
 
     def __init__(self, program: Program, sheet: Sheet) -> None:
         self.program, self.flows = program, sheet.flows
+        self.communicating = {name for (name, _), exchange in sheet.exchanges.items() if exchange is not None}
         self.graph = step_graph(program, sheet)
         instructions = program.instructions
         # leaves, and what parameters are turned into, stand where they are needed
@@ -162,7 +165,7 @@ class Orders:
 
         for n in main:
             mine = list(need(n))
-            if any(communicates(self.program, instructions[m]) for m in mine):
+            if any(r in self.communicating for m in mine for r in instructions[m].results):
                 # a parameter that is used in shards too stands where the first of its users is
                 known = {self.index[name] for m in mine for name in instructions[m].inputs} - {*mine}
                 at = max([ahead, *(out.index(m) + 1 for m in known)])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..cost.placed import Sheet, exchange_of, is_computation
+from ..cost.calls import is_computation
+from ..cost.placed import Sheet, exchange_of
 from ..errors import Infeasible
 from ..ir import Graph, Program, local_bytes, local_shape
 from ..ratios import usable_bytes

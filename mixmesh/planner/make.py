@@ -15,7 +15,7 @@ from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
-from ..ir import Graph, regions
+from ..ir import Graph, regions, without_needless_names
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import infeasible, notes_of, warnings_of
@@ -174,7 +174,7 @@ def _make_plan(
             chosen = synced(task, chosen)
         chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)
-    program = with_algorithms(chosen.program, task.costs)
+    program = with_algorithms(without_needless_names(chosen.program), task.costs)
     # with micro-steps the simulation's is that of one of them
     sheet = chosen.simulation.sheet if chosen.micro_batches is None else Sheet(program, task.costs)
     return Plan(

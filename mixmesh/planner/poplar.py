@@ -202,8 +202,10 @@ def samples_if_any(program: Program) -> Samples | None:
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:
     """Seconds of the collectives of a micro-step."""
-    calls = [step.call for step in (*simulation.forward, *simulation.backward) if step.call is not None]
-    return sum(call.seconds for call in (*calls, *simulation.sums(program, scattered=True).calls))
+    steps = (*simulation.forward.steps, *simulation.backward.steps)
+    calls = [step.call for step in steps if step.call is not None]
+    scattered = simulation.sums(program, program.buckets, scattered=True)
+    return sum(call.seconds for call in (*calls, *scattered.calls))
 
 
 def on_ranks(found: Allocation, ranks: Sequence[int], world_size: int) -> Allocation:

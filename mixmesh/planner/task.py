@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..baselines import data_parallel, device_seconds, proportional_ratio
-from ..buckets import bucketed
+from ..buckets import bucketings, numbered
 from ..cost import CostModel
 from ..cost.placed import supports
 from ..errors import Infeasible
@@ -65,7 +65,7 @@ class Task:
         self.refused = ""  # why a planner has nothing to propose
         self._data_parallel: dict[Ratio, Program] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
-        self._programs: dict[tuple[bool, bool, int], Program] = {}
+        self._programs: dict[tuple[bool, int], Program] = {}
         # by the identity of instructions, which are kept alive
         self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
         self._first: dict[tuple[int, tuple[bool, ...], bool], Simulation] = {}
@@ -104,12 +104,11 @@ class Task:
         return self._data_parallel[ratio]
 
     def spell(self, problem: Problem, found: Found) -> Program:
-        """The program of a path: the same instructions for all who go it, but that types say so where not
-        everyone takes part, and that one rank alone converts nothing."""
-        count = len(support(problem.ratio))
-        key = (count == self.world_size, count == 1, found.number)
+        """The program of a path: the same instructions for all who go it, whatever their ratio, but that one
+        rank alone converts nothing. All types name the ratio (see ``without_needless_names``)."""
+        key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
-            made = self._programs[key] = emit(problem, found)
+            made = self._programs[key] = emit(problem, found, named=True)
             made.types, made.requires_grad, made.producers, made.params  # noqa: B018 - copies have them too
         return with_ratio(self._programs[key], "r0", problem.ratio)
 
@@ -166,11 +165,12 @@ class Task:
     ) -> Proposal:
         simulation = simulation or self.simulation(program)
         with self.timed("simulate"):
-            made = bucketed(program, BUCKET_BYTES)
-            variants = sorted(made, key=lambda p: simulation.step_s(p, micro_batches))
+            made = bucketings(program, BUCKET_BYTES, simulation.summed)
+            variants = sorted(made, key=lambda b: simulation.step_s(program, micro_batches, b))
         # the fastest that fits; the memory of those behind it need not be known
         judged = []
-        for variant in variants:
+        for buckets in variants:
+            variant = numbered(program, buckets)
             judged.append(self.judge(planner, variant, simulation, micro_batches=micro_batches))
             if judged[-1].feasible:
                 break

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +13,6 @@ from ..cost.memory.repeats import Repeat, repeats
 from ..cost.placed import (
     Exchange,
     Sheet,
-    is_factored,
     is_resharded,
     is_stored,
     summed_params,
@@ -19,7 +20,7 @@ from ..cost.placed import (
 from ..ir import LEAVES, Instruction, Program, owned_type, release_points
 from ..rules import RULES
 from ..timeline import factors_name, gradient_name, product_name, repeated_name
-from .values import Step
+from .values import Call, Step
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -30,31 +31,60 @@ def counts_of(steps: list[Step], sheet: Sheet) -> np.ndarray:
     busy = [step for step in steps if step.works]
     counts = np.zeros((len(busy), len(sheet.works)))
     for row, step in zip(counts, busy):
-        for work, _, _ in step.works:
+        for work in step.works:
             row[work] += 1
     return counts
 
 
 class Order:
-    """Steps in the making."""
+    """The steps of a pass. ``counts`` is how often each work stands in each step that has any."""
 
     def __init__(self, simulation: Simulation, sheet: Sheet) -> None:
         self.simulation, self.sheet, self.program = simulation, sheet, sheet.program
         self.steps: list[Step] = []
-        self.works: list[tuple[int, str, str]] = []
+        self.works: list[int] = []
+        self.at: list[int] = []
+        self.started: list[Exchange] = []  # kept alive, as calls are found by their identity
+        self.calls: dict[int, Call] = {}
         self.make()
         self.close()
+        self.counts = counts_of(self.steps, sheet)
+
+    def on(self, simulation: Simulation, sheet: Sheet) -> Order:
+        """The same for the same instructions on other ranks, those of ``sheet``, all of which meet in every
+        collective."""
+        made = copy(self)
+        made.simulation, made.sheet, made.program = simulation, sheet, sheet.program
+        renewed: dict[int, Call] = {}
+        for call in self.calls.values():
+            renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks))
+        made.calls = {key: renewed[id(call)] for key, call in self.calls.items()}
+        made.steps = [s if s.call is None else s._replace(call=renewed[id(s.call)]) for s in self.steps]
+        return made
 
     def make(self) -> None:
         raise NotImplementedError
 
-    def close(self, **what) -> None:
-        if what or self.works:
-            self.steps.append(Step(tuple(self.works), **what))
-            self.works.clear()
+    def event(self, at: int) -> tuple[str, str]:
+        """What an event calls a computation, and its operator."""
+        i = self.program.instructions[at]
+        return next((r for r in i.results if r is not None), i.op), i.op
 
-    def start(self, name: str, exchange: Exchange, value: str = "", **what) -> None:
-        self.close(name=name, call=self.simulation.call(exchange), value=value, **what)
+    def close(self, *what, **named) -> None:
+        """Ends a run of computations, with what comes after it as ``Step`` has it."""
+        if what or named or self.works:
+            self.steps.append(Step(tuple(self.works), tuple(self.at), *what, **named))
+            self.works.clear()
+            self.at.clear()
+
+    def start(
+        self, name: str, exchange: Exchange, value: str = "", taken_in: tuple[int, str] | None = None
+    ) -> None:
+        call = self.calls.get(id(exchange))
+        if call is None:
+            self.started.append(exchange)
+            call = self.calls[id(exchange)] = self.simulation.call(exchange)
+        self.close("", call, name, value, taken_in)
 
     def finish_of(self, i: Instruction, n: int) -> int:
         """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
@@ -65,18 +95,20 @@ class Order:
 
 class Forward(Order):
     def make(self) -> None:
-        program = self.program
+        program, work_of = self.program, self.sheet.work_of
         coming: dict[int, list[str]] = {}  # by where they are awaited
         owned = {p.result for p in program.params if owned_type(program, p) is not None}
         for n, i in enumerate(program.instructions):
-            for name in [name for name in dict.fromkeys(i.inputs) if name in owned]:
-                owned.remove(name)
-                self.close(used=name)
+            if not owned.isdisjoint(i.inputs):
+                for name in [name for name in dict.fromkeys(i.inputs) if name in owned]:
+                    owned.remove(name)
+                    self.close(used=name)
             if n in coming:
                 for name in [name for name in dict.fromkeys(i.inputs) if name in coming[n]]:
-                    self.close(awaited=name)
-            if n in self.sheet.work_of:
-                self.works.append((self.sheet.work_of[n], shown(i), i.op))
+                    self.close(name)
+            if n in work_of:
+                self.works.append(work_of[n])
+                self.at.append(n)
             exchange = self.sheet.exchanges.get((i.result, False)) if i.is_redistribution else None
             if exchange is not None:
                 self.start(i.result, exchange, i.result)
@@ -91,6 +123,13 @@ class Forward(Order):
 
 class Backward(Order):
     """Autograd runs nodes in the reverse of the order in which they were made."""
+
+    def event(self, at: int) -> tuple[str, str]:
+        if at < 0:  # a second run, by the complement of the instruction's index
+            name, op = super().event(~at)
+            return repeated_name(name), op
+        name, op = super().event(at)
+        return gradient_name(name), op
 
     def make(self) -> None:
         program, sheet = self.program, self.sheet
@@ -116,11 +155,15 @@ class Backward(Order):
             if n in regions:
                 self._compute_again(regions[n], coming)
             if i is not None and sheet.flows[n] and n in sheet.work_of:
-                for name in [n for n in dict.fromkeys(i.inputs) if n in coming and keeps(program, i, n)]:
-                    coming.remove(name)
-                    self.close(awaited=repeated_name(name))
-                self._factors(n, i)
-                self.works.append((sheet.work_of[n], gradient_name(shown(i)), i.op))
+                if not coming.isdisjoint(i.inputs):
+                    for name in dict.fromkeys(i.inputs):
+                        if name in coming and keeps(program, i, name):
+                            coming.remove(name)
+                            self.close(awaited=repeated_name(name))
+                if n in sheet.factor_work_of:
+                    self._factors(n, i)
+                self.works.append(sheet.work_of[n])
+                self.at.append(n)
             if n in points:
                 self.close(point=n)
             for redistribution in moved.get(n, ()):
@@ -132,8 +175,8 @@ class Backward(Order):
             coming.remove(name)
             self.close(awaited=repeated_name(name))
         for n in region.members:
-            i = self.program.instructions[n]
-            self.works.append((self.sheet.again_work_of[n], repeated_name(shown(i)), i.op))
+            self.works.append(self.sheet.again_work_of[n])
+            self.at.append(~n)
 
     def _moved(self) -> dict[int, list[Instruction]]:
         """Redistributions with a gradient, by where autograd's node for them was made, last first."""
@@ -182,7 +225,7 @@ class Backward(Order):
     def _factors(self, n: int, i: Instruction) -> None:
         """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
         program = self.program
-        if not is_factored(i) or len(ranks := program.participants(i.type)) < 2:
+        if len(ranks := program.participants(i.type)) < 2:
             return
         name = factors_name(i.result)
         product = (self.sheet.factor_work_of[n], product_name(i.result))
@@ -225,19 +268,20 @@ def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
             out[first.result] = ()
             continue
         for p in program.copies.get(first.args[0], (first,)):
-            left = set(program.participants(p.type))
+            everyone = program.participants(p.type)
+            left = set(everyone)
             for n in sheet.uses.get(p.result, ()):
                 user = program.instructions[n]
                 if not sheet.flows[n]:
                     continue
                 types = (p.type,) if user.is_redistribution else user.types
-                who = left.intersection(*(program.participants(t) for t in types))
+                taking = [program.participants(t) for t in types]
+                if len(left) == len(everyone) and taking.count(everyone) == len(taking):
+                    found.append((n, everyone))  # nearly always
+                    break
+                who = left.intersection(*taking)
                 if who:
                     found.append((n, tuple(sorted(who))))
                     left -= who
         out[first.result] = tuple(found)
     return out
-
-
-def shown(i: Instruction) -> str:
-    return next((r for r in i.results if r is not None), i.op)

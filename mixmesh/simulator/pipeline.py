@@ -19,9 +19,10 @@ import numpy as np
 from ..cost.placed import Exchange
 from ..ir import passes_of, transfers_of
 from ..timeline import LOSS_SUM, gradient_name
+from .order import Order
 from .run import Run
 from .sums import AT_THE_END, Sums
-from .values import Call, Seconds, Step
+from .values import Call, Seconds
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -44,13 +45,29 @@ class _Move:
         return GRADIENTS if self.backward else ACTIVATIONS
 
 
+@dataclass(frozen=True)
+class _Works:
+    """The works of a pass in order, and the instructions that they are of."""
+
+    order: Order
+    works: tuple[int, ...]
+    at: tuple[int, ...]
+
+    @classmethod
+    def of(cls, order: Order) -> _Works:
+        return cls(
+            order,
+            tuple(work for step in order.steps for work in step.works),
+            tuple(n for step in order.steps for n in step.at),
+        )
+
+
 class Pipeline:
     """All that does not depend on ratios and the number of micro-steps."""
 
     def __init__(self, simulation: Simulation) -> None:
         self.simulation, self.stages = simulation, simulation.samples.stages
-        self.forward = Step(tuple(w for step in simulation.forward for w in step.works))
-        self.backward = Step(tuple(w for step in simulation.backward for w in step.works))
+        self.forward, self.backward = map(_Works.of, (simulation.forward, simulation.backward))
         self.moves = tuple(self._moves())
         for move in self.moves:
             simulation.channel(move.purpose, move.exchange.ranks)
@@ -90,7 +107,7 @@ class _Clocks:
             for backward in (False, True):
                 table = np.array(seconds[backward]).reshape(-1, len(mask)) * mask
                 works = (pipeline.backward if backward else pipeline.forward).works
-                total = table[[work for work, _, _ in works]].sum(axis=0)
+                total = table[list(works)].sum(axis=0)
                 self.work[stage, backward] = total.tolist(), table.tolist()
         whole = pipeline.moves
         self.calls = {m: self._call(m) for m in whole}
@@ -115,8 +132,12 @@ class _Clocks:
             for m in mine:
                 if m.receiver == stage:
                     self._receive(m, k)
-            step = pipeline.backward if backward else pipeline.forward
-            run.work(step, *self.work[stage, backward])
+            total, table = self.work[stage, backward]
+            if run.keep_events:
+                made = pipeline.backward if backward else pipeline.forward
+                run.work_in_turn(made.order, made.works, made.at, table)
+            else:
+                run.work(total)
             for m in mine:
                 if m.sender == stage:
                     self._occupy(m, kinds)

@@ -12,9 +12,10 @@ from ..cost.sums import IN_FLIGHT_BYTES
 from ..ir import Program
 from ..timeline import LOSS_SUM, Event
 from .sums import AT_THE_END, Sums
-from .values import Alike, Call, Seconds, Step
+from .values import Alike, Call, Seconds
 
 if TYPE_CHECKING:
+    from .order import Order
     from .simulation import Simulation
 
 
@@ -43,6 +44,7 @@ class Run:
         self.paced = [-lead for lead in self.began_with]
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # until when a collective of the kind is
+        self.kinds = [alike.of(ranks) for _, ranks in simulation.channels]  # that are on each channel
         self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
         self.free = [0.0] * len(simulation.channels)  # when each channel is
@@ -94,13 +96,13 @@ class Run:
     def micro_step(self, forward_s: Seconds, backward_s: Seconds, *, is_last: bool = True) -> None:
         """A forward and a backward pass; of the last one the loss is summed."""
         simulation = self.simulation
-        self.steps(simulation.forward, simulation.forward_counts, forward_s)
+        self.steps(simulation.forward, forward_s)
         if self.gathers:
             self.fetch(len(self.gathers) - 1)
         self.turn_s = min(self.clock)
         if is_last and simulation.loss is not None:
             self.start(simulation.loss, LOSS_SUM)
-        self.steps(simulation.backward, simulation.backward_counts, backward_s)
+        self.steps(simulation.backward, backward_s)
         self.end_of_backward(backward_s)
 
     def start_gathers(self) -> None:
@@ -109,7 +111,7 @@ class Run:
         for name, call in self.gathers[len(self.gathered) :]:
             if under_way >= IN_FLIGHT_BYTES:
                 break
-            kinds = set(self.alike.of(call.exchange.ranks))
+            kinds = set(self.kinds[call.channel])
             self.gathered.append((self.start(call, name), call, kinds))
             under_way += call.exchange.size_bytes
 
@@ -190,8 +192,9 @@ class Run:
 
     def start(self, call: Call, name: str) -> float:
         """All ranks issue a collective here; returns its end."""
-        self.occupy(call, self.alike.of(call.exchange.ranks))
-        return self.communicate(call, name, self.last(call.exchange.ranks))
+        kinds, clock = self.kinds[call.channel], self.clock
+        self.occupy(call, kinds)
+        return self.communicate(call, name, max([clock[k] for k in kinds]))
 
     def communicate(self, call: Call, name: str, issued: float) -> float:
         """A collective that the last rank has issued; returns its end."""
@@ -212,7 +215,7 @@ class Run:
         self.free[channel], self.carrying[channel] = end, carrying
         self.communication += call.seconds
         if self.slowed:
-            for k in self.alike.of(exchange.ranks):
+            for k in self.kinds[channel]:
                 self.under_way[k] = max(self.under_way[k], end)
         if self.keep_events:
             what = (name, start, end, exchange.name, exchange.size_bytes)
@@ -235,36 +238,46 @@ class Run:
         )
 
     def wait(self, end: float, call: Call) -> None:
-        self.until(end, self.alike.of(call.exchange.ranks))
-        self.occupy(call, self.alike.of(call.exchange.ranks))
+        kinds = self.kinds[call.channel]
+        self.until(end, kinds)
+        self.occupy(call, kinds)
 
-    def steps(self, steps: list[Step], counts: np.ndarray, work_s: Seconds) -> None:
+    def steps(self, order: Order, work_s: Seconds) -> None:
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
-        rows = iter((counts @ table).tolist())
-        for step in steps:
-            if step.works:
-                self.work(step, next(rows), work_s)
-            if step.awaited:
-                self.wait(*self.ready.pop(step.awaited))
-            elif step.call is not None:
-                end = self.start(step.call, step.name)
-                if step.value:
-                    self.ready[step.value] = (end, step.call)
-                if step.taken_in is not None:
-                    self.arriving.append((end, step.call, *step.taken_in))
-            elif step.used in self.gather_of:
-                self.fetch(self.gather_of[step.used])
-            elif step.point is not None:
-                for k, ranks in self.sums.issues.get(step.point, ()):
+        rows = iter((order.counts @ table).tolist())
+        for works, at, awaited, call, name, value, taken_in, point, used in order.steps:
+            if works:
+                if self.keep_events:
+                    next(rows)
+                    self.work_in_turn(order, works, at, work_s)
+                else:
+                    self.work(next(rows))
+            if awaited:
+                self.wait(*self.ready.pop(awaited))
+            elif call is not None:
+                end = self.start(call, name)
+                if value:
+                    self.ready[value] = (end, call)
+                if taken_in is not None:
+                    self.arriving.append((end, call, *taken_in))
+            elif point is not None:
+                for k, ranks in self.sums.issues.get(point, ()):
                     self.issue(k, ranks)
+            elif used in self.gather_of:
+                self.fetch(self.gather_of[used])
 
-    def work(self, step: Step, seconds: list[float], work_s: Seconds) -> None:
+    def work_in_turn(
+        self, order: Order, works: tuple[int, ...], at: tuple[int, ...], work_s: Seconds
+    ) -> None:
+        """As ``work``, with an event for each of them."""
+        for work, n in zip(works, at):
+            name, op = order.event(n)
+            for kind, s in enumerate(work_s[work]):
+                self.compute(kind, name, s, op)
+
+    def work(self, seconds: list[float]) -> None:
+        """A run of computations that takes so long on each kind."""
         clock, busy = self.clock, self.busy
-        if self.keep_events:
-            for work, name, op in step.works:
-                for kind, s in enumerate(work_s[work]):
-                    self.compute(kind, name, s, op)
-            return
         if self.can_rest:
             for kind, s in enumerate(seconds):
                 self.compute(kind, "", s)
@@ -295,7 +308,7 @@ class Run:
         for end, call, work, name in self.arriving:
             self.wait(end, call)
             if work >= 0:
-                for kind in self.alike.of(call.exchange.ranks):
+                for kind in self.kinds[call.channel]:
                     self.compute(kind, name, work_s[work][kind], "aten.mm")
         self.arriving.clear()
         for k, ranks in at_the_end:
@@ -303,8 +316,8 @@ class Run:
                 self.issue(k, ranks)
         for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
-        for (_, ranks), channel in self.simulation.channels.items():
+        for channel, kinds in enumerate(self.kinds):
             end = self.free[channel]
             if end > 0:
                 end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
-            self.until(end, [k for k in self.alike.of(ranks) if self.active[k]])
+            self.until(end, [k for k in kinds if self.active[k]])

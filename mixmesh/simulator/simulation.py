@@ -13,10 +13,10 @@ from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
 from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
 from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums
-from ..ir import Program, once_program, samples_of
+from ..ir import Buckets, Program, once_program, samples_of
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
-from .order import Backward, Forward, counts_of, ready_points
+from .order import Backward, Forward, ready_points
 from .pipeline import Pipeline
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
@@ -57,7 +57,9 @@ class Simulation:
         self.samples = samples_of(program) if accumulating else None
         self.step = program if self.samples is None else costed_micro_step(program, self.samples)
         self.sheet = Sheet(self.step, costs, like and like.sheet)
-        self.memory = PeakMemory(costs, optimizer_states, self.samples, like and like.memory)
+        self.memory = PeakMemory(
+            costs, optimizer_states, self.samples, like and like.memory, self.sheet.kinds
+        )
         self.rests = [costs.rest(r) for r in range(program.world_size)]
         # where a device has so much computing to spend, what communication takes of it is counted in that
         self.slowdown = [0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(self.rests)]
@@ -69,17 +71,24 @@ class Simulation:
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
         self._sums: dict[tuple, Sums] = {}
         self.loss = self._loss(program)
-        self.summed = order_of_sums(program)
-        self.points = ready_points(self.step, self.sheet)
-        for ranks in dict.fromkeys(s.kind[1] for s in self.summed):
-            self.channel("gradient", ranks)
-        self.forward = Forward(self, self.sheet).steps
-        self.backward = Backward(self, self.sheet).steps
-        self.forward_counts = counts_of(self.forward, self.sheet)
-        self.backward_counts = counts_of(self.backward, self.sheet)
+        ranks = self.sheet.ranks
+        model = like if like is not None and ranks and like.sheet.ranks else None
+        if model is not None:
+            kinds = {s.kind: s.kind._replace(ranks=ranks) for s in model.summed}
+            self.summed = tuple([s._replace(kind=kinds[s.kind]) for s in model.summed])
+            self.points = {
+                name: tuple([(n, ranks) for n, _ in points]) for name, points in model.points.items()
+            }
+        else:
+            self.summed = order_of_sums(program)
+            self.points = ready_points(self.step, self.sheet)
+        for group in dict.fromkeys(s.kind.ranks for s in self.summed):
+            self.channel("gradient", group)
+        self.forward = Forward(self, self.sheet) if model is None else model.forward.on(self, self.sheet)
+        self.backward = Backward(self, self.sheet) if model is None else model.backward.on(self, self.sheet)
         once = None if self.samples is None else once_program(program, self.samples)
         self.once = None if once is None else Sheet(once, costs)
-        self.once_forward = [] if once is None else Forward(self, self.once).steps
+        self.once_forward = None if once is None else Forward(self, self.once)
         is_pipeline = self.samples is not None and bool(self.samples.stages)
         self.pipeline = Pipeline(self) if is_pipeline else None
 
@@ -87,7 +96,7 @@ class Simulation:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
         simulation was made from, in these micro-steps."""
         planned = self._schedule(program, micro_batches)
-        run = self._run(program, self.sums(program), planned, events=events)
+        run = self._run(program, program.buckets, planned, events=events)
         return Timeline(
             max(run.clock),
             self.memory.peaks(program, planned),
@@ -96,14 +105,17 @@ class Simulation:
             tuple(run.events),
         )
 
-    def step_s(self, program: Program, micro_batches: MicroBatches = None) -> float:
-        """The step's seconds alone."""
-        return max(self._run(program, self.sums(program), self._schedule(program, micro_batches)).clock)
+    def step_s(
+        self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None
+    ) -> float:
+        """The step's seconds alone; under ``buckets``, if they are other than those of ``program``."""
+        buckets = program.buckets if buckets is None else buckets
+        return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 
     def passes_s(self, device_class: int, share: float) -> float:
         """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
         total = 0.0
-        counts = zip(self.forward_counts.sum(axis=0).tolist(), self.backward_counts.sum(axis=0).tolist())
+        counts = zip(*(order.counts.sum(axis=0).tolist() for order in (self.forward, self.backward)))
         for work, (forward, backward) in zip(self.sheet.works, counts):
             time, part = work.times[device_class], share if work.cut[0] else 1.0
             total += forward * time.forward.at(part) + backward * time.backward.at(part)
@@ -118,42 +130,44 @@ class Simulation:
         """What the step does not go below under these ratios if sums of gradients are free, and what it does
         not go below whatever the buckets: each group of ranks makes one sum right after the forward pass.
         Shares are not rounded to whole samples."""
-        run = self._run(program, NO_SUMS, whole=False)
+        run = self._run(program, None, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
         for s in self.summed:
-            size = gradient_bytes(program.params[s.place], s.cell)
-            sizes[s.kind[1]] = sizes.get(s.kind[1], 0) + size
+            ranks = s.kind.ranks
+            sizes[ranks] = sizes.get(ranks, 0) + gradient_bytes(program.params[s.place], s.cell)
         summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
         return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 
     def _run(
         self,
         program: Program,
-        sums: Sums,
+        buckets: Buckets | None,
         planned: Schedule | None = None,
         *,
         events: bool = False,
         whole: bool = True,
     ) -> Run:
-        """A step, of devices that are as rested at its end as at its beginning."""
-        run = self._step(program, sums, planned, events=events, whole=whole)
+        """A step, of devices that are as rested at its end as at its beginning. Without ``buckets`` nothing
+        is summed."""
+        run = self._step(program, buckets, planned, events=events, whole=whole)
         for _ in range(MAX_STEPS):
             leads = run.leads
             if np.allclose(leads, run.began_with, rtol=0.0, atol=1e-9):
                 break
-            run = self._step(program, sums, planned, events=events, whole=whole, leads=leads)
+            run = self._step(program, buckets, planned, events=events, whole=whole, leads=leads)
         return run
 
     def _step(
         self,
         program: Program,
-        sums: Sums,
+        buckets: Buckets | None,
         planned: Schedule | None,
         *,
         events: bool,
         whole: bool,
         leads: Sequence[float] = (),
     ) -> Run:
+        sums = NO_SUMS if buckets is None else self.sums(program, buckets)
         step = program if planned is None else with_ratios_of(self.step, program)
         if self.sheet.pattern_of(step) != self.sheet.pattern:
             raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
@@ -162,9 +176,8 @@ class Simulation:
         run = Run(self, step, sums, alike, events, leads)
         run.optimizer()
         run.start_gathers()
-        if self.once is not None:
-            counts = counts_of(self.once_forward, self.once)
-            run.steps(self.once_forward, counts, self.once.seconds(program, ranks=alike.firsts)[0])
+        if self.once_forward is not None:
+            run.steps(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
         if planned is None:
             run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
             return run
@@ -173,7 +186,8 @@ class Simulation:
             seconds = self.sheet.seconds(step, ranks=alike.firsts, part=part)
             self.pipeline.run(run, max(map(len, planned.sizes)), seconds, sums)
             return run
-        in_each = self.sums(program, scattered=True) if planned.scatters else NO_SUMS
+        scatters = planned.scatters and buckets is not None
+        in_each = self.sums(program, buckets, scattered=True) if scatters else NO_SUMS
         for one in passes(planned):
             seconds = self.sheet.seconds(step, ranks=alike.firsts, part=one.part)
             active = [one.part[rank] is not None for rank in alike.firsts]
@@ -203,8 +217,16 @@ class Simulation:
     def in_sums(self) -> Alike:
         """Ranks whose gradients are complete at the same points, whatever the buckets."""
         groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
-        groups |= dict.fromkeys(s.kind[1] for s in self.summed)
+        groups |= dict.fromkeys(s.kind.ranks for s in self.summed)
         return Alike(membership(groups, self.sheet.world_size))
+
+    @cached_property
+    def complete(self) -> dict[str, dict[int, int]]:
+        """Per parameter whose gradient is summed, the point where it is complete by kind of ``in_sums``."""
+        return {
+            name: {kind: point for point, who in points for kind in self.in_sums.of(who)}
+            for name, points in self.points.items()
+        }
 
     def call(self, exchange: Exchange, purpose: str = "data") -> Call:
         key = (purpose, exchange)
@@ -254,12 +276,12 @@ class Simulation:
             self.crossed.append(mine)
         return self.channels[key]
 
-    def sums(self, program: Program, *, scattered: bool = False) -> Sums:
-        """The sums of gradients under the buckets of ``program``, or those of them that every micro-step of
-        ZeRO stage 2 makes."""
-        key = (scattered, *(p.attr("bucket") if p.attrs else None for p in program.params))
+    def sums(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Sums:
+        """The sums of gradients under these buckets, or those of them that every micro-step of ZeRO stage 2
+        makes."""
+        key = (scattered, buckets)
         if key not in self._sums:
-            every = gradient_sums(program, order=self.summed)
+            every = gradient_sums(program, order=self.summed, buckets=buckets)
             self._sums[key] = sums_of(self, tuple(s for s in every if s.stage == 2 or not scattered))
         return self._sums[key]
 

@@ -39,13 +39,10 @@ def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
     passed: dict[int, int] = {}  # by kind of rank: where it started its last one
     for k, s in enumerate(sums):
         by_point: dict[int, list[int]] = {}
-        complete = [
-            {kind: point for point, who in simulation.points[p.result] for kind in alike.of(who)}
-            for p in s.params
-        ]
+        complete = [simulation.complete[p.result] for p in s.params]
         for kind in alike.of(s.ranks):
-            last = [at.get(kind, AT_THE_END) for at in complete]
-            passed[kind] = min(*last, passed.get(kind, last[0]))
+            last = min([at.get(kind, AT_THE_END) for at in complete])
+            passed[kind] = min(last, passed.get(kind, last))
             by_point.setdefault(passed[kind], []).append(kind)
         for point, kinds in by_point.items():
             ranks = s.ranks if len(by_point) == 1 else alike.ranks(kinds)

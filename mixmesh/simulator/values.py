@@ -30,7 +30,8 @@ class Call:
 class Step(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
     """A run of computations, and what comes after it: at most one of the others."""
 
-    works: tuple[tuple[int, str, str], ...]  # (work, name, operator)
+    works: tuple[int, ...]
+    at: tuple[int, ...]  # the instructions that they are
     awaited: str = ""  # a value on its way
     call: Call | None = None
     name: str = ""

@@ -17,9 +17,12 @@ the bound never exceeds the true remainder; where the graph is a chain and one c
 
 from __future__ import annotations
 
+from operator import add
+
 from .choices import R
+from .lives import BITS
 from .problem import Option, Problem, Vector
-from .steps import BITS, FULL, Steps
+from .steps import FULL, Steps
 
 
 class Bound:
@@ -31,43 +34,32 @@ class Bound:
 
     def __init__(self, problem: Problem, steps: Steps) -> None:
         self.problem, self.steps = problem, steps
-        self.parent: list[int | None] = [self._parent(n) for n in range(steps.count)]
+        self.parent = problem.choices.parents
         self.children: dict[int, list[int]] = {}  # value -> steps whose parent it is, last first
         # per option of a step: what it needs of the step's parent, as a mask, and its remainder
         self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
-        self._converted: dict[tuple[int, int, float], list[tuple[int, float]]] = {}
-        self._held: dict[tuple[int, int, int], Vector] = {}
+        self._converted: dict[tuple[int, int, float, int], list[tuple[int, float]]] = {}
+        self._codes: list[int] = [0] * steps.count  # of a step's parent that an option of it needs, at most
+        self._held: dict[tuple[int, int], dict[int, Vector]] = {}  # by value and children, then mask
         self._remaining: list[dict[int, Vector]] = [{} for _ in range(steps.count + 1)]
-        self._ahead: dict[int, list[tuple[int, int, int]]] = {}
+        self._ahead: dict[int, list[tuple[int, dict[int, Vector], int, int]]] = {}
         rest = lift(problem.nothing)
         self.roots: list[Vector] = [rest] * (steps.count + 1)
         for step in reversed(range(steps.count)):
             parent = self.parent[step]
-            self._below[step] = [
-                (sum(1 << code for v, code in dict.fromkeys(o.needs) if v == parent), self._cost(step, o))
-                for o in problem.options[step]
-            ]
+            self._below[step] = [(o.of_parent, self._cost(step, o)) for o in problem.options[step]]
+            self._codes[step] = max([o.of_parent.bit_count() for o in problem.options[step]], default=0)
             if parent is None:
                 rest = _add(rest, _least([cost for _, cost in self._below[step]]))
             else:
                 self.children.setdefault(parent, []).append(step)
             self.roots[step] = rest
 
-    def _parent(self, step: int) -> int | None:
-        ids = [self.problem.ids[name] for name in self.problem.steps[step].inputs]
-        computed = [v for v in ids if v not in self.problem.leaves]
-        types = self.problem.types  # values are numbered in the order of computation
-        return max(computed, key=lambda v: (types[v].size_bytes, v), default=None)
-
     def _cost(self, step: int, option: Option) -> Vector:
         problem = self.problem
-        cost = _add(option.forward, option.backward)
-        for value in {v for v, _ in option.needs}:
-            if value not in problem.leaves:
-                continue
-            if value in problem.tracked and problem.choices.first_uses[value] != step:
-                continue
+        cost = option.seconds
+        for value in option.loads:
             code = self.steps.load(option, value)
             if code is None:
                 return lift((float("inf"),) * len(cost))
@@ -83,65 +75,66 @@ class Bound:
 
     def held(self, value: int, children: int, mask: int) -> Vector:
         """The remainder below a value of which ``children`` steps are still to come."""
-        key = (value, children, mask)
-        if key not in self._held:
+        known = self._held.setdefault((value, children), {})
+        if mask not in known:
             steps = self.children[value][:children]
             totals = []
-            for made, price in self._conversions(value, mask):
+            for made, price in self._conversions(value, mask, sum([self._codes[step] for step in steps])):
                 below = [self._child(step, made) for step in steps]
                 seconds = below[0] if len(below) == 1 else list(map(sum, zip(*below)))
                 totals.append([price + s for s in seconds] if price else seconds)
-            self._held[key] = _least(totals)
-        return self._held[key]
-
-    def _charged(self, seconds: float) -> Vector:
-        return (seconds,) * (len(self.problem.classes) + 1)
+            known[mask] = _least(totals)
+        return known[mask]
 
     def _child(self, step: int, mask: int) -> Vector:
         """The least remainder from ``step`` on if ``value`` is held as the mask has it, never otherwise."""
         key = (step, mask)
         if key not in self._one:
             costs = [cost for needed, cost in self._below[step] if needed & mask == needed]
-            self._one[key] = _least([*costs, self._charged(float("inf"))])
+            self._one[key] = _least(costs) if costs else (float("inf"),) * (len(self.problem.classes) + 1)
         return self._one[key]
 
-    def _conversions(self, value: int, mask: int) -> list[tuple[int, float]]:
-        """What ``value`` may be held as in the end, with the least seconds of getting there."""
-        key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value])
+    def _conversions(self, value: int, mask: int, most: int) -> list[tuple[int, float]]:
+        """What ``value`` may be held as in the end, with the least seconds of getting there, in no more
+        conversions than ``most``: those behind it need no more codes of it."""
+        key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value], most)
         if key not in self._converted:
-            made = [(mask, 0.0)]
+            every = [(mask, 0.0, 0)]
             for code in range(2, 2 + len(self.problem.types[value].shape)):
-                made += [
-                    (have | self.steps.closure(value, code), seconds + sum(price) * weight)
-                    for have, seconds in made
+                every += [
+                    (have | self.steps.closure(value, code), seconds + sum(price) * weight, count + 1)
+                    for have, seconds, count in every
                     if not have >> code & 1 and (price := self.steps.cheapest(value, have, code)) is not None
                 ]
             whole = min(
                 seconds + sum(price) * weight
-                for have, seconds in made
+                for have, seconds, _ in every
                 if (price := self.steps.cheapest(value, have, R)) is not None
             )
             # held whole it is held in every way, so that dearer sets are worth nothing
-            made = [(have, seconds) for have, seconds in made if seconds < whole]
+            made = [(have, seconds) for have, seconds, count in every if count <= most and seconds < whole]
             made.append((mask | self.steps.closure(value, R), whole))
             self._converted[key] = made
         return self._converted[key]
 
     def remaining(self, step: int, packed: int) -> Vector:
         known = self._remaining[step]
-        if packed not in known:
+        total = known.get(packed)
+        if total is None:
             total = self.roots[step]
-            for shift, value, children in self._to_come(step):
-                total = _add(total, self.held(value, children, packed >> shift & FULL))
+            for shift, by_mask, value, children in self._to_come(step):
+                mask = packed >> shift & FULL
+                below = by_mask.get(mask) or self.held(value, children, mask)
+                total = tuple(map(add, total, below))
             known[packed] = total
-        return known[packed]
+        return total
 
-    def _to_come(self, step: int) -> list[tuple[int, int, int]]:
+    def _to_come(self, step: int) -> list[tuple[int, dict[int, Vector], int, int]]:
         """Live values with how many of the steps whose parent they are come at ``step`` or later; first,
-        where their masks are."""
+        where their masks are, and what is known of them by mask."""
         if step not in self._ahead:
             self._ahead[step] = [
-                (BITS * n, value, children)
+                (BITS * n, self._held.setdefault((value, children), {}), value, children)
                 for n, value in enumerate(self.steps.live[step])
                 # the last ones come first in the list: those before ``step`` are done
                 if (children := sum(1 for s in self.children.get(value, ()) if s >= step))
@@ -155,7 +148,7 @@ def lift(vector: Vector) -> Vector:
 
 
 def _add(a: Vector, b: Vector) -> Vector:
-    return tuple(map(float.__add__, a, b))
+    return tuple(map(add, a, b))
 
 
 def _least(vectors: list[Vector]) -> Vector:

@@ -12,6 +12,7 @@ from ..cost import CostModel, OpTime
 from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType, nameless
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 from .fold import Fold, fold, unfolded
+from .lives import Lives, lives_of
 
 R, P = 0, 1
 SMALL_BYTES = 2**16  # below it a value without samples is not worth cutting: whole, it is cut for nothing
@@ -62,6 +63,7 @@ class Choices:
         self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
         self.inputs = tuple(n.inputs for n in self.steps)
         self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
+        self.options: dict[tuple, tuple] = {}  # of problems, by what they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
         self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
@@ -100,6 +102,17 @@ class Choices:
         return first
 
     @cached_property
+    def lives(self) -> Lives:
+        return lives_of(self)
+
+    @cached_property
+    def parents(self) -> tuple[int | None, ...]:
+        """Per step the largest of its inputs that are computed, of equal ones the last; None without any."""
+        types = self.types  # values are numbered in the order of computation
+        computed = ([v for v in values if v not in self.leaves] for values in self.values)
+        return tuple(max(some, key=lambda v: (types[v].size_bytes, v), default=None) for some in computed)
+
+    @cached_property
     def tracked(self) -> frozenset[int]:
         """Values whose held placements matter later: all but leaves that are used once or cost nothing."""
         counts: dict[int, int] = {}
@@ -108,6 +121,11 @@ class Choices:
                 counts[self.ids[name]] = counts.get(self.ids[name], 0) + 1
         skip = {v for v, n in self.leaves.items() if n.op != "param" or counts.get(v, 0) <= 1}
         return frozenset(range(len(self.names))) - skip
+
+    def is_loaded(self, value: int, step: int) -> bool:
+        """Whether a value is a leaf that is loaded for a step which uses it: only the first one if what is
+        held of it is known later."""
+        return value in self.leaves and (value not in self.tracked or self.first_uses[value] == step)
 
     @cached_property
     def value_weights(self) -> tuple[float, ...]:

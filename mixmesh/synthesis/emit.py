@@ -27,11 +27,13 @@ from .search import Found
 class Builder:
     """Collects the instructions of one program over one ratio; conversions are made once and reused."""
 
-    def __init__(self, graph: Graph, ratio: Ratio, ratio_name: str = "r0") -> None:
+    def __init__(self, graph: Graph, ratio: Ratio, ratio_name: str = "r0", *, named: bool = False) -> None:
+        """``named``: every type names its ratio, also where it does not matter."""
         self.graph = graph
-        self.ratio_name = ratio_name
+        self.ratio_name, self.named = ratio_name, named
         self.ratios: dict[str, Ratio] = {ratio_name: ratio}
         self._everyone: dict[str, bool] = {}
+        self._placed: dict[tuple[ValueType, Placement, str], TensorType] = {}
         self.instructions: list[Instruction] = []
         self.types: dict[str, TensorType] = {}
         self.held: dict[str, dict[Placement, str]] = {}  # logical value -> placement -> value that holds it
@@ -41,9 +43,11 @@ class Builder:
         return self.placed(self.graph.types[name], placement, ratio_name)
 
     def placed(self, value: ValueType, placement: Placement, ratio_name: str | None = None) -> TensorType:
-        ratio_name = ratio_name or self.ratio_name
-        named = isinstance(placement, Shard) or not self.everyone(ratio_name)
-        return TensorType(value, (placement,), ratio_name if named else None)
+        key = (value, placement, ratio_name or self.ratio_name)
+        if key not in self._placed:
+            named = self.named or isinstance(placement, Shard) or not self.everyone(key[2])
+            self._placed[key] = TensorType(value, (placement,), key[2] if named else None)
+        return self._placed[key]
 
     def everyone(self, ratio_name: str) -> bool:
         """Whether every rank takes part under a ratio."""
@@ -91,8 +95,15 @@ class Builder:
             name = f"{value}.{suffix}{count}"
         return name
 
-    def node(self, node: Node, inputs: tuple[Placement, ...], types: tuple[TensorType, ...]) -> None:
-        """An operator whose inputs are held as ``inputs`` already, with the types of its results."""
+    def node(
+        self,
+        node: Node,
+        inputs: tuple[Placement, ...],
+        types: tuple[TensorType, ...],
+        like: Node,
+    ) -> None:
+        """An operator whose inputs are held as ``inputs`` already, with the types of its results; ``like`` is
+        one that differs in the names of values only."""
         found = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
         args, kwargs = node.args, node.kwargs
         if found != node.inputs:
@@ -102,7 +113,9 @@ class Builder:
         for name, t in zip(node.results, types):
             if name is not None:
                 self.held[name] = {t.placement: name}
-        self.append(Instruction(node.results, types, node.op, args, kwargs, location=node.location))
+        made = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
+        made.__dict__["plain"] = like.plain  # one object, by which repeated layers are known
+        self.append(made)
 
     def finish(self) -> Program:
         """The program; the loss is turned into a partial sum if it is held otherwise."""
@@ -150,11 +163,12 @@ RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
 COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 
-def emit(problem: Problem, found: Found) -> Program:
+def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
     """The program of a path that the search found, over the whole graph: a step of a repeated block that was
-    folded takes the move of the kept step that it follows."""
+    folded takes the move of the kept step that it follows. ``named``: all types name the ratio, so that the
+    instructions are the same for any ranks."""
     fold = problem.choices.fold
-    builder = Builder(fold.whole, problem.ratio)
+    builder = Builder(fold.whole, problem.ratio, named=named)
     nodes = [n for n in fold.whole.nodes if not n.is_leaf]
     leaves = {n.result: n for n in fold.whole.nodes if n.is_leaf}
     placed = [_Placed(builder, problem, found, n) for n in range(len(problem.steps))]
@@ -177,7 +191,7 @@ def emit(problem: Problem, found: Found) -> Program:
                 held = builder.held[name]
             if placement not in held:
                 ensure(builder, problem, name, value, code)
-        builder.node(node, move.inputs, move.types)
+        builder.node(node, move.inputs, move.types, move.step)
     return builder.finish()
 
 
@@ -187,6 +201,7 @@ class _Placed:
 
     def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
         node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]
+        self.step = node
         given = tuple(r if r is None else problem.ids[r] for r in node.results)
         at = {value: position for position, value in enumerate(values)}
         self.loads = tuple((at[value], code) for value, code in move.loads)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..ir import Graph, Node, Ref, map_refs, nameless
+from ..ir import Graph, Node, Ref, map_refs
 
 KEPT = 4  # blocks: the first, two for the middle, the last
 WINDOW = 6  # steps that must look alike before a period is tried
@@ -139,8 +139,7 @@ class _Steps:
                 (leaves[name].op, leaves[name].kwargs) if name in leaves else None for name in inputs
             )
             flows = tuple(name in graph.requires_grad for name in (*inputs, *s.results))
-            kwargs = tuple((k, nameless(v)) for k, v in s.kwargs)
-            kind = (s.op, nameless(s.args), kwargs, types, s.types, loaded, flows)
+            kind = (s.plain, types, s.types, loaded, flows)
             self.kinds.append(number.setdefault(kind, len(number)))
             self.before.append(tuple(last.get(name) if name in leaves else None for name in inputs))
             last.update((name, n) for name in inputs if name in leaves)

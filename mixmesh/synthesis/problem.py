@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 from typing import NamedTuple
 
 from ..cost import CostModel
@@ -26,13 +27,18 @@ Vector = tuple[float, ...]  # seconds per class of ranks
 
 
 class Option(NamedTuple):
-    """One way to execute a step: what it needs, what it gives, what it costs each class."""
+    """One way to execute a step: what it needs, what it gives, what it costs each class, in both passes
+    ``seconds``. For the bound: the leaves that are loaded for it, and the mask of what it needs of the step's
+    parent."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
     forward: Vector
     backward: Vector
     strategy: Strategy | None
+    seconds: Vector
+    loads: tuple[int, ...]
+    of_parent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +103,7 @@ class Problem:
         self.steps, self.leaves = self.choices.steps, self.choices.leaves
         self.uses, self.tracked = self.choices.uses, self.choices.tracked
         self._costs: dict[tuple, tuple[Vector, Vector]] = {}
-        self.options = tuple(self._options(n) for n in range(len(self.steps)))
+        self.options = self._shared_options()
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
@@ -136,6 +142,14 @@ class Problem:
         cutting = [c for c in dealing if any(code >= 2 for _, code in c.gives)]
         return tuple(cutting or dealing or choices)
 
+    def _shared_options(self) -> tuple[tuple[Option, ...], ...]:
+        """Of every step. No price is part of an option, so that problems of one ratio have the same."""
+        key = (self.ratio, self.batch_only)
+        known = self.choices.options if self.costs is self.choices.costs and not self.forced else {}
+        if key not in known:
+            known[key] = tuple(self._options(n) for n in range(len(self.steps)))
+        return known[key]
+
     def _options(self, step: int) -> tuple[Option, ...]:
         made = []
         weight = self.weights[step]
@@ -159,7 +173,18 @@ class Problem:
             if weight != 1.0:
                 forward = tuple(t * weight for t in forward)
                 backward = tuple(t * weight for t in backward)
-            made.append(Option(choice.needs, choice.gives, forward, backward, choice.strategy))
+            parent = self.choices.parents[step]
+            option = Option(
+                choice.needs,
+                choice.gives,
+                forward,
+                backward,
+                choice.strategy,
+                tuple(map(add, forward, backward)),
+                tuple(dict.fromkeys(v for v, _ in choice.needs if self.choices.is_loaded(v, step))),
+                sum(1 << code for v, code in dict.fromkeys(choice.needs) if v == parent),
+            )
+            made.append(option)
         return tuple(made)
 
     def _cost(self, times, shares: Vector) -> tuple[Vector, Vector]:

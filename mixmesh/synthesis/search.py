@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 from .bound import Bound
 from .problem import Problem, Vector
@@ -175,12 +176,12 @@ def advance(steps: Steps, state: State, t: Transition) -> State | None:
         level = max(state.forward) + t.wait
         ahead = tuple([level + x for x in t.forward])
     else:
-        ahead = tuple(map(float.__add__, state.forward, t.forward))
+        ahead = tuple(map(add, state.forward, t.forward))
     if t.wait_back:
         level = max(state.backward) + t.wait_back
         behind = tuple([level + x for x in t.backward])
     else:
-        behind = tuple(map(float.__add__, state.backward, t.backward))
+        behind = tuple(map(add, state.backward, t.backward))
     return State(state.step + 1, masks, ahead, behind, state, t)
 
 
@@ -217,7 +218,7 @@ def _not_worse(a: State, b: State) -> bool:
 
 
 def cost_s(state: State) -> float:
-    return max(map(float.__add__, state.forward, state.backward))
+    return max(map(add, state.forward, state.backward))
 
 
 def found_at(steps: Steps, state: State, expanded: int, open_s: float) -> Found:

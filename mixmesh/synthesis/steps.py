@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .choices import Need, P, R
+from .lives import BITS
 from .problem import Option, Problem, Vector
 
-BITS = 16  # of a mask: R, P and up to 14 dims
 FULL = (1 << BITS) - 1
 
 
@@ -45,54 +45,14 @@ class Steps:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.count = len(problem.steps)
-        self.live: list[tuple[int, ...]] = [()]
+        self.lives = problem.choices.lives
+        self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
-        self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = []
-        self.needed: list[tuple[int, ...]] = []  # per step, positions of the live values that it may need
-        self.carried: list[tuple[tuple[int, int], ...]] = []  # per step, (shift before, shift after)
-        self._entered: list[bool] = []  # per step, whether a folded middle begins behind it
-        self._left: list[tuple[tuple[int, int], ...]] = []  # per step, what must return to what it was
-        # the middle of a folded run is left as it was entered: values of its entry -> values of its end
-        entries, exits = {}, {}
-        for at, period in problem.choices.fold.middles:
-            entries[at] = exits[at + 2 * period] = problem.choices.shifts(at, at + 2 * period, period)
-        for step, node in enumerate(problem.steps):
-            before = self.live[-1]
-            results = [problem.ids[r] for r in node.results if r is not None]
-            used = dict.fromkeys(problem.ids[name] for name in node.inputs)
-            loaded = [v for v in used if v in problem.leaves and v in problem.tracked and v not in before]
-            after = tuple(v for v in (*before, *loaded, *results) if v >= 0 and problem.uses[v] > step)
-            # behind the values themselves, what was held of them on entry to a folded middle
-            if step + 1 not in exits:
-                after += tuple(v for v in before if v < 0)
-            if step + 1 in entries:
-                after += tuple(-1 - v for v in after if entries[step + 1].get(v, v) != v)
-            place = {v: n for n, v in enumerate(after)}
-            touched = {v for v in before if v in used}
-            self.needed.append(tuple(n for n, v in enumerate(before) if v in touched))
-            self.carried.append(
-                tuple(
-                    (BITS * n, BITS * place[v])
-                    for n, v in enumerate(before)
-                    if v in place and v not in touched
-                )
-            )
-            self.live.append(after)
-            self._transitions.append({})
-            self._entered.append(step + 1 in entries)
-            self._left.append(self._returns(step + 1, exits[step + 1]) if step + 1 in exits else ())
-
-    def _returns(self, step: int, shift: dict[int, int]) -> tuple[tuple[int, int], ...]:
-        """Where a state behind a folded middle has what was held on entry, and what must hold as much:
-        pairs of a shift before this step and one after it."""
-        inside, after = self.live[step - 1], self.live[step]
-        return tuple(
-            (BITS * n, BITS * after.index(shift[-1 - v]))
-            for n, v in enumerate(inside)
-            if v < 0 and shift[-1 - v] in after
-        )
+        self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
+            {} for _ in range(self.count)
+        ]
 
     def entry(self, step: int, packed: int) -> int:
         """What was held on entry to the folded middle that a state is inside of; 0 outside."""
@@ -122,10 +82,10 @@ class Steps:
         return {v: packed >> (BITS * n) & FULL for n, v in enumerate(self.live[step])}
 
     def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:
-        key = tuple([packed >> (BITS * n) & FULL for n in self.needed[step]])
+        key = tuple([packed >> (BITS * n) & FULL for n in self.lives.needed[step]])
         known = self._transitions[step]
         if key not in known:
-            held = {self.live[step][n]: mask for n, mask in zip(self.needed[step], key)}
+            held = {self.live[step][n]: mask for n, mask in zip(self.lives.needed[step], key)}
             made = [self.transition(step, held, o) for o in self.problem.options[step]]
             known[key] = _undominated([t for t in made if t is not None])
         return known[key]
@@ -137,13 +97,13 @@ class Steps:
         one, so that one comparison serves for all.
         """
         out = transition.new
-        for old, new in self.carried[step]:
-            out |= (packed >> old & FULL) << new
-        for old, new in self._left[step]:
+        for old, width, new in self.lives.carried[step]:
+            out |= (packed >> old & width) << new
+        for old, new in self.lives.left[step]:
             owed = ~(packed >> old) & FULL
             if owed & ~(out >> new):
                 return None
-        if self._entered[step]:
+        if self.lives.entered[step]:
             after = self.live[step + 1]
             for n, value in enumerate(after):
                 if value < 0:
@@ -157,34 +117,37 @@ class Steps:
         held = dict(before)
         loads: list[Need] = []
         wait = wait_back = 0.0
-        forward, backward = list(option.forward), list(option.backward)
+        forward, backward = option.forward, option.backward
         for value, code in option.needs:
-            if value not in held:
+            mask = held.get(value)
+            if mask is None:
                 load = self.load(option, value)
                 if load is None:
                     return None
                 loads.append((value, load))
-                held[value] = self.closure(value, load)
+                held[value] = mask = self.closure(value, load)
                 price = problem.load(value, load)
-                for c, seconds in enumerate(price.optimizer):
-                    backward[c] += weight * (seconds + price.sync_s)
-            if held[value] >> code & 1:
+                backward = tuple(
+                    [t + weight * (seconds + price.sync_s) for t, seconds in zip(backward, price.optimizer)]
+                )
+            if mask >> code & 1:
                 continue
-            price = self.cheapest(value, held[value], code)
+            price = self.cheapest(value, mask, code)
             if price is None:
                 return None
-            held[value] |= self.closure(value, code)
+            held[value] = mask | self.closure(value, code)
             if problem.waits(value):
                 wait, wait_back = wait + weight * price[0], wait_back + weight * price[1]
             else:
-                forward = [t + weight * price[0] for t in forward]
+                forward = tuple([t + weight * price[0] for t in forward])
         for value, code in option.gives:
             held[value] = self.closure(value, code)
-        new = 0
-        for n, value in enumerate(self.live[step + 1]):
-            new |= held.get(value, 0) << (BITS * n)
+        new, shifts = 0, self.lives.shifts[step]
+        for value, mask in held.items():
+            if value in shifts:
+                new |= mask << shifts[value]
         move = Move(option, tuple(loads))
-        return Transition(move, wait, wait_back, tuple(forward), tuple(backward), new)
+        return Transition(move, wait, wait_back, forward, backward, new)
 
     def load(self, option: Option, value: int) -> int | None:
         """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed

@@ -136,10 +136,11 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
     ahead = 0  # where the next gathers go: before the operator that used the last ones
+    shards: dict[TensorType, TensorType] = {}  # one object for all that are alike
     for i in program.instructions:
         if i.op == "param" and i.result in names:
             name = f"{i.result}.shard"
-            held = TensorType(i.type.value, (Shard(0),), ratio)
+            held = shards.setdefault(i.type, TensorType(i.type.value, (Shard(0),), ratio))
             attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
             waiting.append(replace(i, results=(name,), types=(held,), attrs=attrs))
             reshard = (("reshard", True),)

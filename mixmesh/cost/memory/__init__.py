@@ -13,9 +13,11 @@ import numpy as np
 
 from ...ir import Cut, Program, Samples, in_flight, owned_type, support
 from ...plan_file import Schedule
+from ..calls import Kind
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
 from ..placed import cut_shares
+from ..sums import Summed, order_of_sums
 from .walk import NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
@@ -50,8 +52,9 @@ class Walked:
         cuda: bool = False,
         held: Held = Held.NOTHING,
         flight: Flight = NO_FLIGHT,
+        kinds: Sequence[Kind | None] | None = None,
     ) -> None:
-        walk = Walk(program, optimizer_states, cuda=cuda, held=held, flight=flight)
+        walk = Walk(program, optimizer_states, cuda=cuda, held=held, flight=flight, kinds=kinds)
         self.cuda = cuda
         self.moments = tuple(walk.moments())
         self.complete = walk.complete
@@ -83,22 +86,40 @@ def undominated(sizes: np.ndarray) -> np.ndarray:
     """Rows of which one is the peak, whatever the shares: without those of which another has no less of
     anything, but for some that are as cheap to keep as to find."""
     kept = []
-    left = sizes[np.argsort(-sizes.sum(axis=1), kind="stable")]
+    left = _without_slopes(sizes)
+    left = left[np.argsort(-left.sum(axis=1), kind="stable")]
     while len(left) and len(kept) < MAX_PASSES:
         kept.append(left[0])
         left = left[(left > left[0]).any(axis=1)]
     return np.concatenate([np.array(kept).reshape(len(kept), sizes.shape[1]), left])
 
 
+def _without_slopes(sizes: np.ndarray) -> np.ndarray:
+    """Rows but those of which the next one, or the one before, has no less of anything."""
+    rises = (sizes[:-1] <= sizes[1:]).all(axis=1)
+    falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # of equal ones the last stays
+    kept = np.ones(len(sizes), dtype=bool)
+    kept[:-1] &= ~rises
+    kept[1:] &= ~falls
+    return sizes[kept]
+
+
 class Memory:
-    """The moments of a program's step, made once and read under many ratios. ``walked`` is that of the
-    program with whatever buckets."""
+    """The moments of a program's step, made once and read under many ratios. ``walked`` and ``summed``, the
+    order of its sums, are those of the program with whatever buckets."""
 
     def __init__(
-        self, program: Program, optimizer_states: int, *, cuda: bool = False, walked: Walked | None = None
+        self,
+        program: Program,
+        optimizer_states: int,
+        *,
+        cuda: bool = False,
+        walked: Walked | None = None,
+        summed: tuple[Summed, ...] | None = None,
     ) -> None:
         walked = walked or Walked(program, optimizer_states, cuda=cuda)
-        copies = tuple(bucket_moments(program, walked.complete))
+        summed = order_of_sums(program) if summed is None else summed
+        copies = tuple(bucket_moments(program, walked.complete, summed))
         self.moments = walked.moments + copies
         self.cuts = walked.cuts
         copied = walked.array(copies)
@@ -160,11 +181,15 @@ class PeakMemory:
         optimizer_states: int = 2,
         samples: Samples | None = None,
         like: PeakMemory | None = None,
+        kinds: Sequence[Kind | None] | None = None,
     ) -> None:
-        """``like`` is that of the same instructions on other ranks."""
+        """``like`` is that of the same instructions on other ranks; ``kinds`` are those of the program's
+        computations, of a micro-step's with ``samples``, where they are known already."""
         self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
         self._walked: dict[tuple, Walked] = {} if like is None else like._walked
         self._memories: dict[tuple, Memory] = {}
+        self._kinds = kinds
+        self._summed: tuple[Summed, ...] | None = None
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
         """Bytes per rank, with what the process itself takes.
@@ -192,17 +217,25 @@ class PeakMemory:
     ) -> Memory:
         """The memory of a program on devices of a kind (``cpu``, ``gpu``). Where gradients have owners, their
         buckets are part of the walk."""
-        buckets = tuple(i.attr("bucket") if i.attrs else None for i in program.params)
-        key = (kind, held, flight, buckets)
+        key = (kind, held, flight, program.buckets)
         if key not in self._memories:
+            if self._summed is None:
+                self._summed = order_of_sums(program)
             has_owners = any(owned_type(program, i) is not None for i in program.params)
             walked = key if has_owners else (kind, held, flight)
             if walked not in self._walked:
                 cuda = kind == "gpu"
                 self._walked[walked] = Walked(
-                    program, self.optimizer_states, cuda=cuda, held=held, flight=flight
+                    program,
+                    self.optimizer_states,
+                    cuda=cuda,
+                    held=held,
+                    flight=flight,
+                    kinds=self._kinds,
                 )
-            self._memories[key] = Memory(program, self.optimizer_states, walked=self._walked[walked])
+            self._memories[key] = Memory(
+                program, self.optimizer_states, walked=self._walked[walked], summed=self._summed
+            )
         return self._memories[key]
 
 

@@ -22,6 +22,7 @@ def contiguous(shape: Shape) -> Shape:
     return tuple(out)
 
 
+@lru_cache(maxsize=4096)
 def is_dense(shape: Shape, strides: Shape) -> bool:
     """Whether every element has its own place and none is skipped, in whatever order of dims."""
     expected = 1
@@ -32,6 +33,7 @@ def is_dense(shape: Shape, strides: Shape) -> bool:
     return True
 
 
+@lru_cache(maxsize=4096)
 def reshaped(shape: Shape, strides: Shape, new: Shape) -> Shape | None:
     """Strides of ``view(new)``; None where it takes a copy (at::detail::computeStride)."""
     if math.prod(shape) == 0:

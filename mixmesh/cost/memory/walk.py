@@ -8,24 +8,24 @@ goes when the operator that made its value has used it, with what that operator 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ...ir import Cut, Instruction, Partial, Program, Shard, TensorType, owned_type, region_of, release_points
-from ...rules import Call, call_of
+from ...rules import Call
+from ..calls import Kind, kinds_of
 from ..micro_steps import unmarked
 from ..placed import (
     DUAL_COLLECTIVE,
     first_uses,
-    is_computation,
     is_resharded,
     is_stored,
     synchronised,
 )
-from ..sums import IN_FLIGHT_BYTES, GradientSum, gradient_sums, order_of_sums
+from ..sums import IN_FLIGHT_BYTES, GradientSum, Summed, gradient_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .repeats import Repeat, repeats
 from .views import contiguous, is_dense, reshaped, view_of
@@ -60,9 +60,44 @@ class _View:
     strides: tuple[int, ...]
 
 
-@dataclass
+@dataclass(slots=True)
+class _Footprint:
+    """What computations of a kind do to memory. ``keeps`` is what autograd does if a gradient passes: inputs
+    or results, by position. ``results``, by the strides of the inputs: of each result the strides, and the
+    input that it is a view of."""
+
+    keeps: tuple[tuple[str, int], ...]
+    extra: float
+    cut: Cut
+    forward: tuple[tuple[float, Cut], ...]
+    backward: tuple[tuple[float, Cut], ...]
+    results: dict[tuple, tuple[tuple[int | None, tuple[int, ...]], ...]] = field(default_factory=dict)
+    # by an input's position and the strides of the result's gradient: those of its own, if that is a view
+    passed: dict[tuple, tuple[int, ...] | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kind: Kind) -> _Footprint:
+        call, cut = kind.call, kind.work_type.cut
+        return cls(
+            tuple(kept(call, kind.takes)),
+            extra_bytes(call),
+            cut,
+            _beside(kind, cut, forward_bytes(call)),
+            _beside(kind, cut, backward_bytes(call)),
+        )
+
+
+def _beside(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
+    """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
+    masked = kind.call.op in LOOKUPS and isinstance(kind.outputs[0].placement, Partial)
+    found = [(float(kind.outputs[0].value.size_bytes), whole(kind.outputs[0]))] if masked else []
+    return ((size_bytes, cut), *found)
+
+
+@dataclass(slots=True)
 class _Ledger:
     world_size: int
+    has_heap: bool  # whether small tensors come and go in a heap: on a CPU
     held: Sizes = field(default_factory=dict)
     small: Sizes = field(default_factory=dict)
     moments: list[Moment] = field(default_factory=list)
@@ -72,7 +107,9 @@ class _Ledger:
         held = self.held
         held[cut] = held.get(cut, 0.0) + size_bytes
         # by an even share, so that memory stays linear in the shares
-        small = not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
+        small = (
+            self.has_heap and not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
+        )
         if small:
             self.small[cut] = self.small.get(cut, 0.0) + size_bytes
             self.same_small = None
@@ -163,12 +200,15 @@ class Walk:
         cuda: bool = False,
         held: Held = Held.NOTHING,
         flight: Flight = NO_FLIGHT,
+        kinds: Sequence[Kind | None] | None = None,
     ) -> None:
+        """``kinds`` are those of the program, where they are known already."""
         self.program, self.states, self.cuda, self.held = program, states, cuda, held
         self.flight = flight
-        self.ledger = _Ledger(program.world_size)
+        self.kinds = kinds_of(program) if kinds is None else kinds
+        self.footprints: dict[int, _Footprint] = {}  # by the identity of a kind
+        self.ledger = _Ledger(program.world_size, has_heap=not cuda)
         self.values: dict[str, _View] = {}
-        self.calls: dict[int, Call] = {}  # by index of the instruction
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
         self.flying: deque[_Storage] = deque()
@@ -183,6 +223,12 @@ class Walk:
         for n, names in enumerate(self.inputs):
             for name in names:
                 self.uses.setdefault(name, []).append(n)
+        grad = program.requires_grad
+        self.flows = [not grad.isdisjoint(i.results) for i in program.instructions]
+        self.moved: dict[int, list[Instruction]] = {}  # redistributions, by the first use of what they bring
+        for i in program.instructions:
+            if i.is_redistribution and i.result in self.uses:
+                self.moved.setdefault(self.uses[i.result][0], []).append(i)
         self.resharded = {i.result for i in program.instructions if is_resharded(program, i)}
         self.repeats = repeats(program)
         self.repeat_of = {region_of(program.instructions[at]): r for at, r in self.repeats.items()}
@@ -259,16 +305,22 @@ class Walk:
 
     def forward(self) -> None:
         self._fetch()
+        last = {name: uses[-1] for name, uses in self.uses.items()}
+        last[self.program.loss] = len(self.inputs)
+        arriving = {i.result for moved in self.moved.values() for i in moved if i.op == "all_gather"}
+        arriving.update(self.owned)
         for n, i in enumerate(self.program.instructions):
-            for name in self.inputs[n]:
-                self._arrive(name, n)
-            if i.is_redistribution:
-                self._move(i)
-            elif is_computation(i):
+            names = self.inputs[n]
+            if not arriving.isdisjoint(names):
+                for name in names:
+                    self._arrive(name, n)
+            if self.kinds[n] is not None:
                 self._keep_inputs(n, i)
                 self._compute(n, i, keeps=region_of(i) is None)
-            for name in (*self.inputs[n], *i.results):
-                if self.uses.get(name, (n,))[-1] <= n and name in self.values and name != self.program.loss:
+            elif i.is_redistribution:
+                self._move(i)
+            for name in (*names, *i.results):
+                if last.get(name, n) <= n and name in self.values:
                     self.ledger.drop(self.values[name].storage)
 
     def _new(self, t: TensorType, strides: tuple[int, ...] | None = None) -> _View:
@@ -292,55 +344,72 @@ class Walk:
 
     def _compute(self, n: int, i: Instruction, *, keeps: bool = True, again: bool = False) -> None:
         """Runs a computation, for the first time or ``again``. It ``keeps`` nothing if it will run again."""
-        call = self.calls[n] = call_of(i, self.program.types)
+        kind = self.kinds[n]
+        footprint = self._footprint(kind)
         views = [self.values[name] for name in i.inputs]
-        made = self._results(call, i, views)
+        known = tuple([view.strides for view in views])
+        if known not in footprint.results:
+            footprint.results[known] = self._results(kind.call, known)
+        made = [
+            self._new(t, strides) if source is None else self._alias(views[source], strides)
+            for t, (source, strides) in zip(i.types, footprint.results[known])
+        ]
         for name, view in zip(i.results, made):
             if name is not None:
                 self.values[name] = view
         kept_here: list[_Storage] = []
-        if any(r in self.program.requires_grad for r in i.results):
-            takes = tuple(name in self.program.requires_grad for name in i.inputs)
-            for what, position in kept(call, takes):
-                storage = (
-                    made[position].storage if what == "result" else self._factor(call, i, position, views)
-                )
+        if self.flows[n]:
+            for what, position in footprint.keeps:
+                if what == "result":
+                    storage = made[position].storage
+                else:
+                    storage = self._factor(kind.call, i, position, views)
                 if what == "result" or i.inputs[position] not in self.resharded:
                     storage.references += 1
                     kept_here.append(storage)
-            if extra_bytes(call):
-                kept_here.append(self.ledger.take(extra_bytes(call), self._work_cut(i)))
+            if footprint.extra:
+                kept_here.append(self.ledger.take(footprint.extra, footprint.cut))
             if keeps:
                 self.saved[n] = kept_here
-        what = f"%{i.results[0] or i.op}" + " again" * again
-        self.ledger.moment(what, *self._beside(call, i, forward_bytes(call)))
+        self.ledger.moment(f"%{i.results[0] or i.op}" + " again" * again, *footprint.forward)
         if not keeps:
             self.ledger.drop(*kept_here)
         for name, view in zip(i.results, made):
             if name is None:
                 self.ledger.drop(view.storage)
 
-    def _results(self, call: Call, i: Instruction, views: list[_View]) -> list[_View]:
-        row = row_of(call)
+    def _footprint(self, kind: Kind) -> _Footprint:
+        if id(kind) not in self.footprints:
+            self.footprints[id(kind)] = _Footprint.of(kind)
+        return self.footprints[id(kind)]
+
+    def _results(
+        self, call: Call, given: tuple[tuple[int, ...], ...]
+    ) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
+        """Of every result the input that it is a view of, if any, and its strides; ``given`` are those of the
+        inputs."""
+        row, shapes = row_of(call), [t.shape for t in call.outputs]
         if call.op == "aten.broadcast_tensors":
-            return [
-                self._alias(v, v.strides if t.value.shape == x.shape else (0,) * len(t.value.shape))
-                for v, t, x in zip(views, i.types, call.inputs)
-            ]
+            return tuple(
+                (k, strides if shape == x.shape else (0,) * len(shape))
+                for k, (strides, shape, x) in enumerate(zip(given, shapes, call.inputs))
+            )
         if row.passes and not row.strided and call.op not in ("aten.sum", "aten.sum.dim_IntList", "aten.cat"):
-            strides = view_of(call, views[0].strides)
+            strides = view_of(call, given[0])
             if strides is not None:
-                return [self._alias(views[0], strides) for _ in i.types]
+                return ((0, strides),) * len(shapes)
         strides = None
         if call.op == "aten.scaled_dot_product_attention":
             b, h, s, d = call.outputs[0].shape if len(call.outputs[0].shape) == 4 else (0, 0, 0, 0)
             strides = (s * h * d, d, h * d, 1) if b else None
         elif row.strided:
-            for view, x in zip(views, call.inputs):
-                if x.shape == call.outputs[0].shape and is_dense(x.shape, view.strides):
-                    strides = view.strides
+            for own, x in zip(given, call.inputs):
+                if x.shape == shapes[0] and is_dense(x.shape, own):
+                    strides = own
                     break
-        return [self._new(t, strides if t.value.shape == i.types[0].value.shape else None) for t in i.types]
+        return tuple(
+            (None, strides if strides and shape == shapes[0] else contiguous(shape)) for shape in shapes
+        )
 
     def _factor(self, call: Call, i: Instruction, position: int, views: list[_View]) -> _Storage:
         """What is kept of an input: a product of many matrices keeps the copy that it had to make."""
@@ -355,17 +424,6 @@ class Walk:
                 storage.references -= 1  # kept by autograd alone
                 return storage
         return view.storage
-
-    def _work_cut(self, i: Instruction) -> Cut:
-        types = [*i.types, *(self.program.types[name] for name in i.inputs)]
-        return next((t for t in types if isinstance(t.placement, Shard)), types[0]).cut
-
-    def _beside(self, call: Call, i: Instruction, size_bytes: float) -> list[tuple[float, Cut]]:
-        """Temporaries of a computation; a look-up in a piece of a table masks what it found."""
-        out = [(size_bytes, self._work_cut(i))]
-        if call.op in LOOKUPS and isinstance(i.type.placement, Partial):
-            out.append((float(i.type.value.size_bytes), whole(i.type)))
-        return out
 
     # --- redistributions ------------------------------------------------------------------------------
 
@@ -411,14 +469,14 @@ class Walk:
         ends = {repeat.first: at for at, repeat in self.repeats.items()}
         for n in range(len(program.instructions) - 1, -1, -1):
             i = program.instructions[n]
-            if not any(r in program.requires_grad for r in i.results):
+            if not self.flows[n]:
                 self.ledger.drop(*self.saved.pop(n, ()))
                 continue
             if i.is_leaf:
                 continue
             if i.is_redistribution and i.result in self.returning:
                 self._come_back(i)
-            for name in (*self.released.get(n, ()), *self.inputs[n]):
+            for name in (*self.released.get(n, ()), *self.inputs[n]) if self.resharded else ():
                 if name in self.resharded and name not in again:
                     again[name] = self.ledger.take(
                         program.types[name].value.size_bytes, whole(program.types[name])
@@ -428,23 +486,22 @@ class Walk:
                     self.ledger.moment(f"%{name} again", *beside)
             if n in self.repeats:
                 self._compute_again(self.repeats[n], again)
-            if is_computation(i):
+            if self.kinds[n] is not None:
                 self._compute_back(n, i)
             if n in ends:
                 self.ledger.drop(*self.kept_inputs.pop(ends[n]).values())
-            for name in self.inputs[n]:
+            for name in self.inputs[n] if again else ():
                 if name in again and self.uses[name][0] == n:
                     self.ledger.drop(again.pop(name))
             # a redistribution that came in at its first use goes back after it
-            for name in reversed(self.inputs[n]):
-                moved = program.producers[name]
-                if moved.is_redistribution and self.uses[name][0] == n:
-                    if name in program.requires_grad:
-                        self._move_back(moved)
+            order = {name: k for k, name in enumerate(self.inputs[n])} if n in self.moved else {}
+            for moved in sorted(self.moved.get(n, ()), key=lambda i: -order[i.result]):
+                if moved.result in program.requires_grad:
+                    self._move_back(moved)
             if n in complete:
                 self.complete[n] = self.ledger.now(BUCKET)
                 here = {name for name in i.inputs if name in self.owned and self.uses[name][0] == n}
-                for s, names in zip(self.scatters, missing):
+                for s, names in zip(self.scatters, missing) if here else ():
                     if names & here:
                         names -= here
                         if not names:
@@ -477,28 +534,29 @@ class Walk:
         return out
 
     def _compute_back(self, n: int, i: Instruction) -> None:
-        call = self.calls[n]
-        row = row_of(call)
+        kind = self.kinds[n]
+        footprint, call, row = self._footprint(kind), kind.call, row_of(kind.call)
         outgoing = self._outgoing(i)
         arriving: list[tuple[str, _View]] = []
-        for position, name in enumerate(i.inputs):
-            t = self.program.types[name]
-            if name not in self.program.requires_grad:
+        for position, (name, t, takes) in enumerate(zip(i.inputs, kind.inputs, kind.takes)):
+            if not takes:
                 continue
             g = outgoing[0] if outgoing else None
-            if row.passes and g is not None and call.op != "aten.broadcast_tensors":
-                strides = self._passed(call, position, g)
-                if strides is not None and not (call.op == "aten.sub.Tensor" and position):
+            if row.passes and g is not None:
+                if (position, g.strides) not in footprint.passed:
+                    footprint.passed[position, g.strides] = self._passed(call, position, g)
+                strides = footprint.passed[position, g.strides]
+                if strides is not None:
                     arriving.append((name, self._alias(g, strides)))
                     continue
             strides = None
             if row.strided and g is not None and t.value.shape == call.outputs[0].shape:
                 strides = g.strides if is_dense(t.value.shape, g.strides) else None
             arriving.append((name, self._new(t, strides)))
-        beside = self._beside(call, i, backward_bytes(call))
-        if i.attr("sfb", False):  # the factors of all ranks
+        beside = footprint.backward
+        if i.attrs and i.attr("sfb", False):  # the factors of all ranks
             sizes = call.inputs[0].size_bytes + call.outputs[0].size_bytes
-            beside.append((float(sizes), whole(i.type)))
+            beside = (*beside, (float(sizes), whole(i.type)))
         self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside)
         self.ledger.drop(*(g.storage for g in outgoing), *self.saved.pop(n, ()))
         for name, view in arriving:
@@ -508,6 +566,10 @@ class Walk:
         """Strides of an input's gradient as a view of the result's, None if it is a new tensor."""
         old, new = call.inputs[position].shape, call.outputs[0].shape
         match call.op:
+            case "aten.broadcast_tensors":
+                return None
+            case "aten.sub.Tensor" if position:
+                return None
             case "aten.sum" | "aten.sum.dim_IntList":
                 return (0,) * len(old)
             case "aten.cat":
@@ -630,16 +692,20 @@ class Walk:
             self.ledger.moments.append(now._replace(small=lost))
 
 
-def bucket_moments(program: Program, complete: Mapping[int, Moment]) -> Iterator[Moment]:
+def bucket_moments(
+    program: Program, complete: Mapping[int, Moment], summed: tuple[Summed, ...]
+) -> Iterator[Moment]:
     """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
-    the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``."""
-    first_use = first_uses(program)
-    for bucket in gradient_sums(program, order=order_of_sums(program, first_use)):
-        last = min(first_use.get(i.result, 0) for i in bucket.params)
+    the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``,
+    ``summed`` the order of the program's sums."""
+    first_use = {program.params[s.place].result: max(s.first_use, 0) for s in summed}
+    every_use = first_uses(program) if program.copies else {}
+    for bucket in gradient_sums(program, order=summed):
+        last = min(first_use[i.result] for i in bucket.params)
         if last not in complete or bucket.owned is not None:
             continue
         if bucket.cells:
-            ends = _completed(program, bucket, first_use)
+            ends = _completed(program, bucket, every_use)
             yield from (_with_copies(program, bucket, complete[n]) for n in ends if n in complete)
         elif len(bucket.params) > 1:
             at, cut = complete[last], whole(bucket.params[0].type)

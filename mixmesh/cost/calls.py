@@ -1,0 +1,72 @@
+"""The computations of a program by kind: what repeats, as in the layers of a model, is looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..ir import Instruction, Program, Shard, TensorType
+from ..rules import Call, call_of
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Computations that differ in the names of values only.
+
+    ``inputs`` and ``outputs`` are types with placements, ``takes`` says of each input whether it takes a
+    gradient, and ``grads`` is how many values do: one that is used twice counts once.
+    """
+
+    call: Call
+    inputs: tuple[TensorType, ...]
+    outputs: tuple[TensorType, ...]
+    takes: tuple[bool, ...]
+    grads: int
+
+    @property
+    def work_type(self) -> TensorType:
+        return _cut_first(self.outputs, self.inputs)
+
+
+def work_type(program: Program, i: Instruction) -> TensorType:
+    """The type whose share is the share of the work: a sharded result or input, else the result."""
+    return _cut_first(i.types, [program.types[name] for name in i.inputs])
+
+
+def _cut_first(outputs: Sequence[TensorType], inputs: Sequence[TensorType]) -> TensorType:
+    return next((t for t in (*outputs, *inputs) if isinstance(t.placement, Shard)), outputs[0])
+
+
+def is_computation(i: Instruction) -> bool:
+    return not (i.is_leaf or i.is_redistribution or i.op == "update")
+
+
+def kinds_of(program: Program) -> Sequence[Kind | None]:
+    """Per instruction its kind, the same object for all that are of it; None where nothing is computed."""
+    types, grad = program.types, program.requires_grad
+    out: list[Kind | None] = []
+    known: dict[tuple, Kind] = {}
+    # instructions of repeated layers share their parts, which the program keeps alive
+    by_identity: dict[tuple[int, ...], Kind] = {}
+    plains: dict[tuple, tuple] = {}  # those that are equal, as one
+    for i in program.instructions:
+        if not is_computation(i):
+            out.append(None)
+            continue
+        names = i.inputs
+        inputs = [types[name] for name in names]
+        takes = tuple([name in grad for name in names])
+        grads = sum(takes) if len(names) < 2 else len(grad.intersection(names))
+        rest = (grads, *takes, *map(id, i.types), *map(id, inputs))
+        kind = by_identity.get((id(i.plain), *rest))
+        if kind is None:
+            # of a program that was read, only types are shared
+            parts = (id(plains.setdefault(i.plain, i.plain)), *rest)
+            kind = by_identity.get(parts)
+        if kind is None:
+            key = (i.plain, i.types, tuple(inputs), takes, grads)
+            if key not in known:
+                known[key] = Kind(call_of(i, types), tuple(inputs), i.types, takes, grads)
+            kind = by_identity[parts] = known[key]
+        out.append(kind)
+    return out
