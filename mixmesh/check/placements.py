@@ -22,6 +22,7 @@ from ..ir import (
 from ..ir.ownership import STAGES
 from ..ir.recompute import updated_buffers
 from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strategies
+from .dtypes import check_dtypes
 from .failure import invalid
 from .recomputed import check_region
 
@@ -55,6 +56,7 @@ def check_names(program: Program, where: str = "") -> None:
 def check_placements(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line whose placements are not allowed."""
     check_names(program, where)
+    check_dtypes(program, where)
     stale = updated_buffers(program)
     for i in program.instructions:
         fail = partial(invalid, program, i, where)

@@ -116,6 +116,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "planning_s": plan.planning_s,
         "zero_stage": zero_stage(plan.program),
         "recomputed_regions": len(regions(plan.program)),
+        "dtypes": {name: list(row) for name, row in plan.program.dtypes},
         "micro_batches": None
         if plan.micro_batches is None
         else [
@@ -177,12 +178,13 @@ def effort(plan: Plan) -> str:
 
 def ranks(plan: Plan, cluster: Cluster | None) -> str:
     """One line per rank: its share under every ratio, its micro-steps, and its memory."""
-    names = [name for name, _ in plan.program.ratios]
+    names = [name for name, _ in plan.program.ratios] + [name for name, _ in plan.program.dtypes]
     if plan.micro_batches is not None:
         names += ["micro-batch", "accumulation", "last"]
     rows = []
     for rank in range(plan.program.world_size):
         shares = [f"{ratio[rank]:.4f}" for _, ratio in plan.program.ratios]
+        shares += [row[rank] for _, row in plan.program.dtypes]
         if plan.micro_batches is not None:
             m = plan.micro_batches[rank]
             shares += [str(m.micro_batch), str(m.steps), str(m.last)]

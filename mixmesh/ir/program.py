@@ -111,13 +111,15 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 
 @dataclass(frozen=True)
 class Program:
-    """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum)."""
+    """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
+    says of a dtype in which one each rank computes (see ``dtypes``)."""
 
     name: str
     world_size: int
     ratios: tuple[tuple[str, Ratio], ...]
     instructions: tuple[Instruction, ...]
     loss: str
+    dtypes: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __str__(self) -> str:
         return print_program(self)

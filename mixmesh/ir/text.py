@@ -1,7 +1,8 @@
 """Program text: ``printing`` writes it, ``parse_program`` reads it back equal.
 
-    program    = "program" NAME "world" "=" INT "{" ratio* instruction* "return" VALUE "}"
+    program    = "program" NAME "world" "=" INT "{" ratio* dtype* instruction* "return" VALUE "}"
     ratio      = "ratio" NAME "=" "[" NUMBER,* "]"
+    dtype      = "dtype" DTYPE "=" "[" DTYPE,* "]"     what each rank computes it in
     instruction = [result,+ "="] OP "(" argument,* ")" ["{" NAME "=" value,* "}"] [":" type,+]
     result     = VALUE | "_"                     a result that nobody uses is "_"
     argument   = value | NAME "=" value
@@ -111,6 +112,9 @@ class _Parser:
         ratios: dict[str, tuple[float, ...]] = {}
         while self.accept("ratio"):
             self.ratio(world_size, ratios)
+        dtypes: dict[str, tuple[str, ...]] = {}
+        while self.accept("dtype"):
+            self.dtype_row(world_size, dtypes)
         instructions: list[Instruction] = []
         known: dict[str, int] = {}
         while not self.sees("return"):
@@ -119,7 +123,8 @@ class _Parser:
         loss = self.use(known)
         self.take("mark", "}")
         self.take("end", what="nothing after the closing brace")
-        return Program(name, world_size, tuple(ratios.items()), tuple(instructions), loss)
+        made = tuple(ratios.items()), tuple(instructions), loss
+        return Program(name, world_size, *made, dtypes=tuple(dtypes.items()))
 
     def ratio(self, world_size: int, ratios: dict) -> None:
         place = self.token[2]
@@ -136,6 +141,26 @@ class _Parser:
             got = f"shares that sum to {sum(shares):g}"
             self._fail(place, got, "shares between 0 and 1 that sum to 1")
         ratios[name] = make_ratio(shares)
+
+    def dtype_row(self, world_size: int, dtypes: dict) -> None:
+        place = self.token[2]
+        name = self.dtype_name()
+        if name in dtypes:
+            self._fail(place, f"dtype {name} is defined twice")
+        self.take("mark", "=")
+        self.take("mark", "[")
+        place = self.token[2]
+        row = self.separated("]", self.dtype_name)
+        if len(row) != world_size:
+            self._fail(place, f"{len(row)} dtypes for {world_size} ranks", f"{world_size} dtypes")
+        dtypes[name] = tuple(row)
+
+    def dtype_name(self) -> str:
+        place = self.token[2]
+        name = self.take("name", what="a dtype")
+        if name not in DTYPE_BYTES:
+            self._fail(place, f"there is no dtype {name}", ", ".join(DTYPE_BYTES))
+        return name
 
     def instruction(self, ratios: dict, known: dict[str, int]) -> Instruction:
         line = self.token[2][0]

@@ -28,6 +28,13 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     over, rank = excess(closest)
     device = task.costs.cluster.devices[rank]
     peak = closest.timeline.peak_memory_bytes[rank]
+    if over <= 0:
+        return Infeasible(
+            f"the {closest.planner} plan sends values between ranks that compute them in different dtypes",
+            expected="a plan whose ranks compute their own samples",
+            got=", ".join(f"{name} as {' '.join(row)}" for name, row in task.dtypes),
+            hint="--planner auto",
+        )
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
         "no plan fits in memory",
@@ -66,6 +73,18 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
     idle = [r for r in range(program.world_size) if r not in working]
     if idle:
         yield f"ranks {idle} take no part: the step is faster without them"
+
+
+def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
+    """Of ranks without bf16: what they compute such values in."""
+    devices = task.costs.cluster.devices
+    without = [r for r, d in enumerate(devices) if not (d.supports_bf16 or d.kind == "cpu")]
+    ranks = ", ".join(map(str, without))
+    for name, row in program.dtypes:
+        instead = row[without[0]]
+        yield f"ranks {ranks} have no {name} and compute it in {instead}: scale the loss (mixmesh.GradScaler)"
+    if not program.dtypes and without and any(t.dtype == "bf16" for t in task.graph.types.values()):
+        yield f"ranks {ranks} have no bf16, and no other dtype can stand in: it is emulated there"
 
 
 def notes_of(program: Program, sheet: Sheet) -> dict[int, str]:

@@ -7,6 +7,7 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 from ..algorithms import with_algorithms
@@ -18,7 +19,7 @@ from ..errors import InputError
 from ..ir import Graph, regions, without_needless_names
 from ..plan_file import Candidate, Plan
 from . import simple
-from .answers import infeasible, notes_of, warnings_of
+from .answers import dtype_warnings, infeasible, notes_of, warnings_of
 from .hap import synthesised
 from .learned import has_torch_geometric, heterog, tag
 from .ordered import ordered
@@ -174,7 +175,8 @@ def _make_plan(
             chosen = synced(task, chosen)
         chosen = best[chosen.planner] = ordered(task, chosen)
     candidates = sorted(best.values(), key=lambda p: p.key)
-    program = with_algorithms(without_needless_names(chosen.program), task.costs)
+    plain = with_algorithms(without_needless_names(chosen.program), task.costs)
+    program = replace(plain, dtypes=task.dtypes)
     # with micro-steps the simulation's is that of one of them
     sheet = chosen.simulation.sheet if chosen.micro_batches is None else Sheet(program, task.costs)
     return Plan(
@@ -192,7 +194,11 @@ def _make_plan(
         gap=chosen.gap,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
-        warnings=(*warnings_of(graph, program), *gaps(program, task.costs)),
+        warnings=(
+            *warnings_of(graph, program),
+            *dtype_warnings(task, program),
+            *gaps(program, task.costs),
+        ),
         micro_batches=chosen.micro_batches,
         notes=notes_of(program, sheet),
     )

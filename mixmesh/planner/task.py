@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ..baselines import data_parallel, device_seconds, proportional_ratio
@@ -14,6 +14,7 @@ from ..cost import CostModel
 from ..cost.placed import supports
 from ..errors import Infeasible
 from ..ir import Graph, Program, Ratio, make_ratio, support
+from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
 from ..simulator import MicroBatches, Simulation, Timeline
@@ -62,6 +63,9 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
+        able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
+        self.dtypes = half_dtypes(graph, able)
+        self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
         self.refused = ""  # why a planner has nothing to propose
         self._data_parallel: dict[Ratio, Program] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
@@ -115,6 +119,16 @@ class Task:
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
 
+    def agrees(self, program: Program) -> bool:
+        """Whether ranks that compute in different dtypes never meet in one of these."""
+        if not self.dtypes:
+            return True
+        key = (id(program.instructions), supports(program))
+        if key not in self._agreeing:
+            conflicts = dtype_conflicts(replace(program, dtypes=self.dtypes))
+            self._agreeing[key] = (program, next(conflicts, None) is None)
+        return self._agreeing[key][1]
+
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """No plan on these devices is faster: all of the work at their summed speed."""
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks), self.choices)
@@ -152,6 +166,7 @@ class Task:
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
+        fits = fits and self.agrees(program)
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import MixmeshError
 from ..ir import Instruction, Program, Replicate, Shard, owned_type, print_instruction, region_of, regions
+from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .layout import Layout, layout
@@ -97,6 +98,7 @@ def compile_program(
     one the backward pass waits for each. With a ``recorder`` every instruction is measured. With a
     ``window`` it runs on that many samples.
     """
+    program = on_rank(program, rank)
     writer = _Writer(program, rank, comm, device, random, training, sink, recorder, window)
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)

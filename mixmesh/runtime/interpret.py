@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorType, region_of, shard_sizes
+from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .local import local_op
 from .random import RandomPolicy
@@ -56,6 +57,7 @@ def interpret(
     updates: dict[str, Values] = {}
     given = given or {}
     again: Regions = {}
+    programs = [on_rank(program, rank) for rank in range(program.world_size)]
     device = next(iter(tensors.values())).device if tensors else torch.device("cpu")
     last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     for n, i in enumerate(program.instructions):
@@ -75,7 +77,7 @@ def interpret(
             source = program.types[i.inputs[0]]
             env[i.result] = moved or redistribute(env[i.inputs[0]], source, i.type, program)
         else:
-            run_everywhere(program, i, env, device, random, again, windows)
+            run_everywhere(programs, n, env, device, random, again, windows)
         for name in i.inputs:
             if last_use[name] == n and name != program.loss:
                 env.pop(name, None)
@@ -116,8 +118,10 @@ def move_in_windows(
 
 
 def run_everywhere(
-    program: Program, i: Instruction, env, device, random, again: Regions, windows=None
+    programs: Sequence[Program], n: int, env, device, random, again: Regions, windows=None
 ) -> None:
+    """An operator on every rank, of whose programs it is instruction ``n``."""
+    program, i = programs[0], programs[0].instructions[n]
     taking_part = set(program.participants(i.types[0]))
     per_rank = []
     for rank in range(program.world_size):
@@ -126,7 +130,8 @@ def run_everywhere(
             continue
         window = None if windows is None else windows[rank]
         place = random if window is None else window.place
-        run = local_op(program, i, rank, device, place, window)
+        own = programs[rank]
+        run = local_op(own, own.instructions[n], rank, device, place, window)
         values = [env[name][rank] for name in i.inputs]
         number = region_of(i)
         if number is None:

@@ -1,0 +1,97 @@
+"""A dtype per device: ``dtype bf16 = [bf16, f16]`` in a program says in which dtype each rank computes bf16.
+
+A device without bf16 runs such values in f16, of as many bytes. Only what a rank makes for itself may differ
+so: leaves have the dtype that the user gave them, and ranks that meet in a collective hold one dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .graph import Arg, DType, Graph, Node
+from .program import Instruction, Program
+from .types import ValueType
+
+STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of as many bytes: costs and memory stay as they are
+COMPUTES = ("const", "fill", "full", "Scalar", "clamp")  # with whole numbers
+LARGEST = {"bf16": 3.3895313892515355e38, "f16": 65504.0}
+
+
+def on_rank(program: Program, rank: int) -> Program:
+    """What ``rank`` runs: the program in the dtypes that it computes."""
+    instead = {name: row[rank] for name, row in program.dtypes if row[rank] != name}
+    if not instead:
+        return program
+
+    def value(t: ValueType) -> ValueType:
+        return replace(t, dtype=instead[t.dtype]) if t.dtype in instead else t
+
+    def arg(a: Arg) -> Arg:
+        if isinstance(a, DType):
+            return DType(instead.get(a.name, a.name))
+        return tuple(map(arg, a)) if isinstance(a, tuple) else a
+
+    def here(i: Instruction) -> Instruction:
+        if i.is_leaf:
+            return i
+        types = tuple(replace(t, value=value(t.value)) for t in i.types)
+        kwargs = tuple((k, arg(v)) for k, v in i.kwargs)
+        return replace(i, types=types, args=tuple(map(arg, i.args)), kwargs=kwargs)
+
+    return replace(program, instructions=tuple(map(here, program.instructions)), dtypes=())
+
+
+def dtype_conflicts(program: Program) -> Iterator[tuple[Instruction, str]]:
+    """Instructions that cannot run in these dtypes, with the reason."""
+    rows = {name: row for name, row in program.dtypes if set(row) != {name}}
+    for i in program.instructions if rows else ():
+        held = [*i.types, *(program.types[name] for name in i.inputs)]
+        for t in held:
+            row = rows.get(t.value.dtype)
+            if row is None:
+                continue
+            ranks = sorted({r for u in held for r in program.participants(u)})
+            if i.is_leaf:
+                yield i, f"a leaf is held in its own dtype, {t.value.dtype}"
+            elif (i.is_redistribution and i.op != "local_slice") or i.attr("sfb", False):
+                if len({row[r] for r in ranks}) > 1:
+                    yield i, f"ranks that meet hold {t.value.dtype} in different dtypes"
+            elif (too_large := overflow(i, {row[r] for r in ranks})) is not None:
+                yield i, f"{too_large:g} is more than f16 can hold"
+            elif program.loss in i.results:
+                yield i, f"the loss is summed in {t.value.dtype}, which ranks hold in different dtypes"
+            else:
+                continue
+            break
+
+
+def overflow(i: Instruction, dtypes: set[str]) -> float | None:
+    """A number among the arguments that one of these dtypes cannot hold, if there is one."""
+    largest = min(LARGEST[dtype] for dtype in dtypes)
+    return next((a for a in _numbers(i) if largest < abs(a) < float("inf")), None)
+
+
+def _numbers(node: Node | Instruction) -> Iterator[float]:
+    """Arguments that are numbers to compute with; whole ones are sizes and places but in a few operators."""
+    whole = any(word in node.op for word in COMPUTES)
+    for a in (*node.args, *(v for _, v in node.kwargs)):
+        for number in a if node.op == "const" and isinstance(a, tuple) else (a,):
+            if isinstance(number, float) or (whole and type(number) is int):
+                yield float(number)
+
+
+def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The line of a program for ranks of which some do not compute bf16. Empty where nothing in the graph
+    asks for it, where all do, and where f16 cannot stand in, as parameters are bf16 themselves or a number in
+    the graph is one that bf16 can hold and f16 cannot: then such a device emulates bf16."""
+    computed = [n for n in graph.nodes if any(t.dtype == "bf16" for t in n.types)]
+    if all(computes_bf16) or not computed:
+        return ()
+    if any(n.is_leaf or n.op == "update" for n in computed) or graph.types[graph.loss].dtype == "bf16":
+        return ()
+    # of any node, as what is made in f32 may be cast
+    floating = (n for n in graph.nodes if any(t.is_floating for t in n.types))
+    if any(LARGEST["f16"] < abs(a) <= LARGEST["bf16"] for n in floating for a in _numbers(n)):
+        return ()
+    return (("bf16", tuple("bf16" if able else "f16" for able in computes_bf16)),)
