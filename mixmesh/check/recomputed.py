@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ..ir import Instruction, region_of
-from ..ir.recompute import DRAWN_AGAIN
-from ..ir.samples import RANDOM
+from ..ir.samples import DRAWS, RANDOM
 
 
 def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
@@ -22,7 +21,7 @@ def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
             "what gathers factors (sfb) in the backward pass is not computed again",
             "one of sfb and recompute",
         )
-    if any(word in i.op for word in RANDOM) and i.op not in DRAWN_AGAIN:
+    if any(word in i.op for word in RANDOM) and i.op not in DRAWS:
         raise fail(f"{i.op} would draw other numbers when it is computed again", "no recompute")
     for name in i.inputs:
         if name in stale:

@@ -13,17 +13,6 @@ from dataclasses import replace
 
 from .program import Instruction, Program
 
-# random operators whose numbers are a function of the step and the place, so that they can be drawn again
-DRAWN_AGAIN = (
-    "aten.native_dropout",
-    "aten.bernoulli",
-    "aten.bernoulli.p",
-    "aten.rand",
-    "aten.randn",
-    "aten.rand_like",
-    "aten.randn_like",
-)
-
 
 def region_of(i: Instruction) -> int | None:
     return i.attr("recompute") if i.attrs else None

@@ -36,7 +36,8 @@ RANDOM = (
     "exponential",
     "rrelu_with_noise",
 )
-# operators that draw numbers for each element, by what they are numbered for the seeds of their numbers
+# of these, those whose numbers are a function of the step and of their own number among the draws: they can
+# be drawn again, and in parts
 DRAWS = (
     "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",
