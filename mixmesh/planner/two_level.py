@@ -23,10 +23,11 @@ from .task import Proposal, Task
 
 # of a second of gradient sums within a machine: those between machines take longer, the more so the thinner
 # the link
-PRICES = (1.0, 8.0, TENSOR_PARALLEL.gradient_sync)
+PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # of dealing out samples
 WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
-MOST_NODES = 1500  # of the graph, times kinds of machines: about two seconds
+MOST_NODES = 1000  # of the graph, times kinds of machines: about a second
+HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
 MOST_MACHINES = 8
 BUCKET_BYTES = 16e6  # of programs that are compared
 
@@ -90,9 +91,15 @@ class TwoLevel:
         try:
             for price in PRICES:
                 self.task.progress(f"planning: two levels, gradient price {price:g}")
+                step_s = float("inf")
                 for program in self.dealt(price, speeds):
                     made = with_buckets(program, BUCKET_BYTES)
-                    yield self.task.simulation(made).step_s(made), program
+                    step_s = self.task.simulation(made).step_s(made)
+                    yield step_s, program
+                    if step_s > HOPELESS * self.task.best_s:
+                        break
+                if price == PRICES[0] and step_s > HOPELESS * self.task.best_s:
+                    break
         except NotDivisible as error:
             self.task.refused = str(error)
 
