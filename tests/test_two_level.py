@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from test_verify_models import CLUSTERS, MODELS, traced
 from torch import nn
 
+from mixmesh.api import plan_traced
 from mixmesh.baselines import TENSOR_PARALLEL
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.errors import VerificationError
+from mixmesh.errors import InputError, VerificationError
+from mixmesh.explain import explain_tensor
 from mixmesh.ir import Program, cells, make_ratio, parse_program, piece
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
@@ -67,11 +69,18 @@ def test_equals_single_device(name, devices):
 
 
 def test_the_planner_of_that_name():
-    from mixmesh.api import plan_traced
-
     _, _, graph = traced("bert")
     plan = plan_traced(graph, CLUSTERS[2], planner="two-level")
-    assert {c.planner for c in plan.candidates} >= {"two-level"} or plan.planner == "two-level"
+    assert plan.planner == "two-level" and plan.feasible
+    with pytest.raises(InputError, match="one per machine"):
+        explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
+
+
+def test_there_are_no_two_levels_in_one_machine():
+    _, _, graph = traced("bert")
+    with pytest.raises(InputError, match="two-level has no plan") as error:
+        plan_traced(graph, CLUSTERS[0], planner="two-level")
+    assert "one of them with several devices" in error.value.expected
 
 
 # --- cells ---------------------------------------------------------------------------------------------

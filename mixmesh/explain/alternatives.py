@@ -16,6 +16,7 @@ from ..buckets import bucketings, numbered
 from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
+from ..errors import InputError
 from ..factors import best_factors
 from ..ir import Instruction, Placement, Program, even_ratio, print_instruction, support
 from ..plan_file import Plan
@@ -98,9 +99,17 @@ def explain_tensor(
 
     ``tensor`` is a value of the program, the path of a parameter, or the end of one of them. Forces the
     placement of this tensor alone, or with ``all_layers`` of all that stand in its place in other layers.
-    Raises InputError for a tensor that is not there, PlanError for a plan of another cluster.
+    Raises InputError for a tensor that is not there and for a plan of two levels, PlanError for a plan of
+    another cluster.
     """
     check_plan(plan, cluster)
+    if plan.planner == "two-level" or plan.program.copies:
+        raise InputError(
+            "alternatives are those of one program for all devices, and this plan has one per machine",
+            expected="a plan of one level",
+            got=f"a plan by {plan.planner}",
+            hint="mixmesh plan JOB --cluster C.toml --planner hap, and explain that",
+        )
     name = find_tensor(plan.program, tensor)
     graph = plan.program.graph
     names = in_all_layers(graph, name) if all_layers else (name,)

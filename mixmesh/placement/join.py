@@ -53,7 +53,7 @@ class _Joining:
         self.name, self.sets, self.values = name, sets, values
         self.world_size = sets[0].program.world_size
         self.ratios: list[tuple[str, Ratio]] = []
-        self.everyone: dict[str, str] = {}  # a leaf that all ranks hold -> its name
+        self.everyone: set[str] = set()  # leaves that all ranks hold
         self.out: list[Instruction] = []
         self.loaded = [{i.args[0]: i for i in s.program.params} for s in sets]
 
@@ -133,7 +133,7 @@ class _Joining:
             return
         value = self.values.get(i.result, i.type.value)
         if i.result not in self.everyone:
-            self.everyone[i.result] = i.result
+            self.everyone.add(i.result)
             whole = TensorType(value, (REPLICATE,))
             self.out.append(replace(i, types=(whole,), attrs=()))
         cut = self.sets[m].part.cuts.get(i.result) if i.op == "input" else None
