@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..ir import Buckets, Cell, Instruction, Program, cells, cells_bytes, owned_type, stage_of, support
+from ..ir import Buckets, Cell, Instruction, Program, cell_bytes, cells, owned_type, stage_of, support
 from .placed import Exchange, first_uses, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -51,7 +51,7 @@ class GradientSum:
 
 def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
     """Bytes of a parameter's gradient, or of the cell of it that is summed."""
-    return param.type.value.size_bytes if cell is None else cells_bytes(param.type.value, (cell,))
+    return param.type.value.size_bytes if cell is None else cell_bytes(param.type.value, cell)
 
 
 class SumKind(NamedTuple):

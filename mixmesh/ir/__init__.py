@@ -1,6 +1,6 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
-from .copies import Cell, cells, cells_bytes, piece
+from .copies import Cell, cell_bytes, cells, piece
 from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
 from .ownership import owned_type, stage_of
 from .placement import (
@@ -38,7 +38,7 @@ __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement",
     "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
-    "cells", "cells_bytes", "dual", "even_ratio", "in_flight", "local_bytes", "local_kind", "local_shape",
+    "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "local_bytes", "local_kind", "local_shape",
     "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
     "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "shard_offsets",

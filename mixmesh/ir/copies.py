@@ -10,7 +10,6 @@ between two ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
@@ -83,5 +82,5 @@ def _within(cell: Box, box: Box) -> bool:
     return all(a >= b and a + n <= b + m for (a, n), (b, m) in zip(cell, box))
 
 
-def cells_bytes(value: ValueType, these: Sequence[Cell]) -> int:
-    return sum(cell.num_elements for cell in these) * DTYPE_BYTES[value.dtype]
+def cell_bytes(value: ValueType, cell: Cell) -> int:
+    return cell.num_elements * DTYPE_BYTES[value.dtype]

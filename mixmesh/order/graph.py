@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..cost.memory.repeats import repeats
 from ..cost.placed import Exchange, Sheet, synchronised
-from ..ir import Instruction, Program, cells, cells_bytes, owned_type
+from ..ir import Instruction, Program, cell_bytes, cells, owned_type
 from ..ir.samples import RANDOM
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
@@ -133,7 +133,7 @@ def _of_gradient(sheet: Sheet, i: Instruction) -> tuple[Exchange | None, str]:
         if i.args[0] in program.copies:
             shared = cells(program, program.copies[i.args[0]][0])
             mine = [cell for cell in shared if not set(cell.ranks).isdisjoint(ranks)]
-            size_bytes = max((cells_bytes(i.type.value, (cell,)) for cell in mine), default=0)
+            size_bytes = max((cell_bytes(i.type.value, cell) for cell in mine), default=0)
             ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
         return Exchange(name, size_bytes, ranks), "gradient"
     flows = i.is_redistribution and i.result in program.requires_grad

@@ -20,11 +20,11 @@ from ..ir import (
     Replicate,
     TensorType,
     ValueType,
-    make_ratio,
     map_refs,
     redistribution,
     support,
 )
+from .lower import even_over
 from .part import NotDivisible, Part
 
 
@@ -60,8 +60,7 @@ class _Joining:
     def program(self) -> Program:
         for m, s in enumerate(self.sets):
             self.ratios += [(f"m{m}.{name}", ratio) for name, ratio in s.program.ratios]
-            whole = make_ratio([1.0 if r in s.ranks else 0.0 for r in range(self.world_size)])
-            self.ratios.append((f"m{m}", whole))
+            self.ratios.append((f"m{m}", even_over(s.ranks, self.world_size)))
         streams = [self.stream(m) for m in range(len(self.sets))]
         while True:
             # each up to its next sum over all samples, or its end

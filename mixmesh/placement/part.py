@@ -28,16 +28,8 @@ from ..ir import (
     shard_sizes,
 )
 from ..ir.samples import DRAWS
-from ..rules import RULES, LocalCall, call_of
+from ..rules import RULES, LocalCall, call_of, mean_share
 
-MEANS = {
-    "aten.mean": None, "aten.mean.dim": None,
-    # pointwise losses, by where their reduction stands; 1 is the mean
-    "aten.mse_loss": 2, "aten.l1_loss": 2, "aten.smooth_l1_loss": 2, "aten.huber_loss": 2,
-    "aten.soft_margin_loss": 2, "aten.kl_div": 2, "aten.poisson_nll_loss": 5, "aten.hinge_embedding_loss": 3,
-    "aten.margin_ranking_loss": 3, "aten.binary_cross_entropy": 3,
-    "aten.binary_cross_entropy_with_logits": 4,
-}  # fmt: skip
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
 BY_POSITION = ("aten.arange", "aten.arange.start", "aten.arange.start_step")
 
@@ -229,22 +221,10 @@ class _Cutting:
             self.add(i, "aten.view", (Ref(i.inputs[0]), outs[0].shape))
             return
         args, kwargs = (i.args, i.kwargs) if rule.local is None else rule.local(local)
-        share = self.share(i, local)
+        share = mean_share(local)
         if share is None:
             self.keep(i, outs, args, kwargs)
             return
         of_part = f"{i.result}.of_part"
         self.keep(i, outs, args, kwargs, (of_part,))
         self.add(i, "aten.mul.Tensor", (Ref(of_part), share))
-
-    def share(self, i: Instruction, local: LocalCall) -> float | None:
-        """What a mean over the part counts for in the mean over all; None for what is no mean."""
-        if i.op not in MEANS or not isinstance(i.type.placement, Partial):
-            return None
-        at = MEANS[i.op]
-        if at is not None and local.call.arg(at, "reduction", 1) != 1:
-            return None
-        for placement, shape, value in zip(local.in_placements, local.in_shapes, local.call.inputs):
-            if isinstance(placement, Shard):
-                return shape[placement.dim] / value.shape[placement.dim]
-        return None  # of an addend, whose mean is linear

@@ -71,6 +71,7 @@ class TwoLevel:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.machines = machines_of(task)
+        self._parts: dict[tuple[tuple[int, ...], int], tuple[Part, str]] = {}
         self._found: dict[tuple, Program | None] = {}
         self._tasks: dict[tuple, Task] = {}
 
@@ -121,8 +122,11 @@ class TwoLevel:
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
         """The program of a machine for its samples, found once for all that have the same devices."""
         ranks, costs = self.machines[m], self.task.costs
-        part = part_of(self.task.data_parallel(self.task.proportional), counts, m)
-        key = (tuple(costs.class_of[r] for r in ranks), part.graph.fingerprint)
+        if (counts, m) not in self._parts:  # whatever the price
+            made = part_of(self.task.data_parallel(self.task.proportional), counts, m)
+            self._parts[counts, m] = made, made.graph.fingerprint
+        part, fingerprint = self._parts[counts, m]
+        key = (tuple(costs.class_of[r] for r in ranks), fingerprint)
         inner = self.inner(key, part)
         if (price, key) not in self._found:
             self._found[price, key] = self.best(inner, ranks, price)

@@ -3,18 +3,20 @@
 from .aten import RULES
 from .pattern import Bound, PatternMismatch, parse_pattern
 from .rule import (
+    MEANS,
     Call,
     LocalCall,
     Rule,
     Strategy,
     call_of,
     find_strategy,
+    mean_share,
     multiply_adds,
     strategies,
 )
 from .units import Units, shard_units
 
 __all__ = [
-    "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units", "call_of",
-    "find_strategy", "multiply_adds", "parse_pattern", "shard_units", "strategies",
+    "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
+    "call_of", "find_strategy", "mean_share", "multiply_adds", "parse_pattern", "shard_units", "strategies",
 ]  # fmt: skip

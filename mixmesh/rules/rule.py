@@ -99,6 +99,30 @@ class LocalCall:
     out_shapes: tuple[tuple[int, ...], ...]
 
 
+# operators that take a mean: by where their reduction stands, of which 1 is the mean (None: always)
+MEANS = {
+    "aten.mean": None, "aten.mean.dim": None,
+    "aten.mse_loss": 2, "aten.l1_loss": 2, "aten.smooth_l1_loss": 2, "aten.huber_loss": 2,
+    "aten.soft_margin_loss": 2, "aten.kl_div": 2, "aten.poisson_nll_loss": 5, "aten.hinge_embedding_loss": 3,
+    "aten.margin_ranking_loss": 4, "aten.binary_cross_entropy": 3,
+    "aten.binary_cross_entropy_with_logits": 4,
+}  # fmt: skip
+
+
+def mean_share(local: LocalCall) -> float | None:
+    """What a mean over a piece counts for in the mean over all; None for what is no mean over a cut dim."""
+    call = local.call
+    if call.op not in MEANS or not isinstance(local.out_placements[0], Partial):
+        return None
+    position = MEANS[call.op]
+    if position is not None and call.arg(position, "reduction", 1) != 1:
+        return None
+    for placement, shape, value in zip(local.in_placements, local.in_shapes, call.inputs):
+        if isinstance(placement, Shard):
+            return shape[placement.dim] / value.shape[placement.dim]
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run a call: a placement per input and per output.

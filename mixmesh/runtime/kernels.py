@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Partial, Program, Shard, TensorType, shard_offsets, shard_sizes
-from ..rules import LocalCall
+from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
+from ..ir.samples import DRAWS
+from ..rules import MEANS, LocalCall, mean_share
 from .random import RandomPolicy
 from .window import Window
 
@@ -72,7 +73,7 @@ def drawing(site: Site, index: int = 0) -> Callable[[Callable], Tensor]:
     if drawn:
         operator, dim, start, *drawn_shape = drawn
     else:
-        operator = sum(1 for other in instructions_before(site.program, i) if other.op in RANDOM)
+        operator = sum(1 for other in instructions_before(site.program, i) if other.op in DRAWS)
     placement = site.local.out_placements[index]
     sharded = isinstance(placement, Shard)
     shape, full_shape = site.local.out_shapes[index], i.types[index].value.shape
@@ -151,25 +152,11 @@ def mean_kernel(site: Site) -> LocalOp | None:
 
     The share is applied to the mean and not the sum, which need not fit a half type.
     """
-    if not isinstance(site.local.out_placements[0], Partial):
+    share = mean_share(site.local)
+    if share is None:
         return None
-    for placement, shape, value in zip(
-        site.local.in_placements, site.local.in_shapes, site.local.call.inputs
-    ):
-        if isinstance(placement, Shard):
-            share = shape[placement.dim] / value.shape[placement.dim]
-            plain = site.plain()
-            return lambda *tensors: (plain(*tensors)[0] * share,)
-    return None
-
-
-def mean_loss_kernel(position: int):
-    """A pointwise loss: only its mean needs a share."""
-
-    def kernel(site: Site) -> LocalOp | None:
-        return mean_kernel(site) if site.local.call.arg(position, "reduction", 1) == 1 else None
-
-    return kernel
+    plain = site.plain()
+    return lambda *tensors: (plain(*tensors)[0] * share,)
 
 
 def arange_kernel(site: Site) -> LocalOp | None:
@@ -271,19 +258,7 @@ RANDOM: dict[str, Callable[[Site], LocalOp | None]] = {
 }
 KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
     **RANDOM,
-    "aten.mean": mean_kernel,
-    "aten.mean.dim": mean_kernel,
-    "aten.mse_loss": mean_loss_kernel(2),
-    "aten.l1_loss": mean_loss_kernel(2),
-    "aten.smooth_l1_loss": mean_loss_kernel(2),
-    "aten.huber_loss": mean_loss_kernel(2),
-    "aten.soft_margin_loss": mean_loss_kernel(2),
-    "aten.kl_div": mean_loss_kernel(2),
-    "aten.poisson_nll_loss": mean_loss_kernel(5),
-    "aten.hinge_embedding_loss": mean_loss_kernel(3),
-    "aten.margin_ranking_loss": mean_loss_kernel(4),
-    "aten.binary_cross_entropy": mean_loss_kernel(3),
-    "aten.binary_cross_entropy_with_logits": mean_loss_kernel(4),
+    **dict.fromkeys(MEANS, mean_kernel),
     "aten.arange": arange_kernel,
     "aten.arange.start": arange_kernel,
     "aten.arange.start_step": arange_kernel,
