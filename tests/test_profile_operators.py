@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
+import pytest
 import torch
 from small_graphs import THREE, cluster, graph
 
 from mixmesh.baselines import data_parallel, tensor_parallel
-from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
+from mixmesh.cost import (
+    CostModel,
+    Curve,
+    DeviceProfile,
+    OpMeasurement,
+    Profile,
+    call_flop,
+    device_key,
+    moved_bytes,
+    op_key,
+)
+from mixmesh.cost.model import is_product
 from mixmesh.cost.placed import Sheet
 from mixmesh.ir import Shard, make_ratio
 from mixmesh.profiler.meter import Meter
-from mixmesh.profiler.operators import measure_ops
+from mixmesh.profiler.operators import by_weight, measure_ops
 from mixmesh.rules import call_of
 
 BODY = """\
@@ -26,6 +39,12 @@ BODY = """\
 return %loss"""
 CPU = torch.device("cpu")
 RATIO = make_ratio([0.5, 0.3, 0.2])
+DEVICE = cluster(THREE).devices[0]
+
+
+def measured_ops(made, shares, deadline):
+    meter = Meter(CPU, emulated=False)
+    return measure_ops(made, shares, meter, CPU, DEVICE, deadline, lambda _: None)
 
 
 def steady(seconds: float) -> Curve:
@@ -36,7 +55,7 @@ def test_products_with_a_parameter_are_measured_as_they_are_cut():
     made = graph(BODY.format(n=32), 1)
     node = {n.op: n for n in made.nodes}
     deadline = time.perf_counter() + 60
-    found, skipped = measure_ops(made, (0.25, 0.5), Meter(CPU, emulated=False), CPU, deadline, lambda _: None)
+    found, skipped = measured_ops(made, (0.25, 0.5), deadline)
     linear = found[op_key(call_of(node["aten.linear"], made.types))]
     # the weight's rows; its columns, with the input's
     assert not skipped and set(linear.cuts) == {"011", "110"}
@@ -46,8 +65,38 @@ def test_products_with_a_parameter_are_measured_as_they_are_cut():
 
 def test_without_time_for_them_there_are_none():
     made = graph(BODY.format(n=32), 1)
-    found, skipped = measure_ops(made, (0.5,), Meter(CPU, emulated=False), CPU, 0.0, lambda _: None)
+    found, skipped = measured_ops(made, (0.5,), 0.0)
     assert not found and skipped
+
+
+def test_of_every_class_the_first_is_measured_before_all_others():
+    made = graph(BODY.format(n=32), 1)
+    slow_memory, slow_products = (
+        replace(DEVICE, flop_per_s=flop, memory_bytes_per_s=moved)
+        for flop, moved in ((1e15, 1e3), (1e3, 1e15))
+    )
+    for device in (slow_memory, slow_products):
+        order = by_weight(made, device)
+        classes = [is_product(call) for _, (_, call) in order]
+        assert set(classes[:2]) == {True, False}
+        assert len({key for key, _ in order}) == len(order) == 3  # a view costs nothing
+
+
+def test_what_was_not_measured_is_as_fast_as_what_was():
+    """Of a device whose products alone were measured, ten times as slow as declared, all else is too."""
+    where = cluster(THREE)
+    made = graph(BODY.format(n=60), 1)
+    calls = {n.op: call_of(n, made.types) for n in made.nodes if n.op.startswith("aten.")}
+    linear, mean = calls["aten.linear"], calls["aten.mean"]
+    plain = CostModel(where)
+    work = call_flop(linear), moved_bytes(linear)
+    ten = plain.op(linear, 0, 0).forward.scaled(10)
+    measured = OpMeasurement(ten, ten, *work)
+    for scale in (1.0, 3.0):
+        profile = DeviceProfile({op_key(linear): measured}, 0.0, 0, step_scale=scale)
+        costs = CostModel(where, Profile({device_key(where.devices[0]): profile}, ()))
+        ratio = costs.op(mean, 0, 0).forward.affine[1] / plain.op(mean, 0, 0).forward.affine[1]
+        assert ratio == pytest.approx(10 * scale)
 
 
 def test_a_program_costs_what_was_measured_of_its_cuts(tmp_path):

@@ -108,20 +108,22 @@ class CostModel:
         return OpTime(affine_curve(launch, work), backward)
 
     def _class_scale(self, device: Device, product: bool) -> float:
-        """Measured over roofline seconds of the same class of operators on this device; 1 if unmeasured."""
+        """Measured over roofline seconds of the same class of operators on this device, or of the other class
+        where nothing of this one was measured; 1 where nothing was."""
         key = (device, product)
         if key not in self._scales:
-            self._scales[key] = self._measure_scale(device, product)
+            of_class = (self._measure_scale(device, kind) for kind in (product, not product))
+            self._scales[key] = next((scale for scale in of_class if scale), 1.0)
         return self._scales[key]
 
-    def _measure_scale(self, device: Device, product: bool) -> float:
+    def _measure_scale(self, device: Device, product: bool) -> float | None:
         measured = self._measured(device)
         ratios = []
         for op in measured.ops.values() if measured else ():
             estimate = work_s(op.flop, op.moved_bytes, device, half=False)
             if (op.flop > 0) == product and estimate > 0:
                 ratios.append(op.forward.affine[1] * measured.step_scale / estimate)
-        return statistics.median(ratios) if ratios else 1.0
+        return statistics.median(ratios) if ratios else None
 
     def collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
         """The cost of a collective between ``ranks``, by its fastest algorithm where it was measured."""

@@ -77,9 +77,10 @@ def profile(
     # links that are slower than they were thought to be must not cost the operators their time
     deadline = max(started + budget_s * 0.7, time.perf_counter() + budget_s * OPERATORS_SHARE)
     shares = shares_to_measure(share, comm.world_size)
-    ops, skipped = measure_ops(graph, shares, meter, comm.device, deadline, progress)
+    declared = cluster.devices[comm.rank]
+    ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
-    own = device_key(cluster.devices[comm.rank])
+    own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
     if largest is not None and not largest.samples[0]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 REPEATS = 3
+LONG_S = 0.02  # work that is measured once after its first run: the clock tells well, and time is short
 
 
 class Meter:
@@ -30,7 +31,7 @@ class Meter:
         return clock() - started
 
     def best(self, work: Callable[[], object], at_least_s: float = 2e-3) -> float:
-        """The median of a few runs, short work repeated until the clock can tell."""
+        """The median of a few runs after a first one, short work repeated until the clock can tell."""
         first = self.once(work)
         inner = max(1, math.ceil(at_least_s / max(first, 1e-7))) if first < at_least_s else 1
         inner = min(inner, 50)
@@ -39,7 +40,8 @@ class Meter:
             for _ in range(inner):
                 work()
 
-        return statistics.median(self.once(repeated) for _ in range(REPEATS)) / inner
+        runs = REPEATS if first < LONG_S else 1
+        return statistics.median(self.once(repeated) for _ in range(runs)) / inner
 
     @staticmethod
     def wall(work: Callable[[], object]) -> float:

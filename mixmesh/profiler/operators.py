@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from ..cost import VIEWS, Curve, OpMeasurement, call_flop, moved_bytes, op_key
+from ..cluster import Device
+from ..cost import VIEWS, Curve, OpMeasurement, call_flop, moved_bytes, op_key, roofline_s
+from ..cost.model import is_product
 from ..cost.profile import cut_inputs
 from ..ir import (
     REPLICATE,
@@ -37,18 +40,19 @@ def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
 
 
 def measure_ops(
-    graph: Graph, shares: Sequence[float], meter: Meter, device: torch.device, deadline: float, progress
+    graph: Graph,
+    shares: Sequence[float],
+    meter: Meter,
+    device: torch.device,
+    declared: Device,
+    deadline: float,
+    progress,
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
     """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
     units = shard_units(graph, RULES)
     found: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
-    distinct: dict[str, tuple[Node, Call]] = {}
-    for node in graph.nodes:
-        if not node.is_leaf and node.op != "update" and node.op not in VIEWS:
-            call = call_of(node, graph.types)
-            distinct.setdefault(op_key(call), (node, call))
-    order = sorted(distinct.items(), key=lambda kv: -(call_flop(kv[1][1]) + moved_bytes(kv[1][1])))
+    order = by_weight(graph, declared)
     for number, (key, (node, call)) in enumerate(order):
         if time.perf_counter() > deadline:
             skipped.append(node.op)
@@ -68,6 +72,22 @@ def measure_ops(
         cuts = measure_cuts(graph, node, call, units, shares, meter, device)
         found[key] = replace(found[key], cuts=cuts)
     return found, skipped
+
+
+def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]]]:
+    """The distinct operators, each with a node that is one, by what all such nodes are estimated to take of a
+    step, the most first. But the first product and the first that is none come before all others: from them
+    those are estimated that there is no time for."""
+    distinct: dict[str, tuple[Node, Call]] = {}
+    seconds: Counter[str] = Counter()
+    for node in graph.nodes:
+        if not node.is_leaf and node.op != "update" and node.op not in VIEWS:
+            call = call_of(node, graph.types)
+            distinct.setdefault(op_key(call), (node, call))
+            seconds[op_key(call)] += roofline_s(call, device)
+    order = sorted(distinct, key=lambda key: -seconds[key])
+    first = {is_product(distinct[key][1]): key for key in reversed(order)}
+    return [(key, distinct[key]) for key in dict.fromkeys([*first.values(), *order])]
 
 
 def has_weight(graph: Graph, node: Node) -> bool:
