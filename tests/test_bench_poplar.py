@@ -12,7 +12,7 @@ from small_graphs import GRAPHS, graph
 from mixmesh import testbed
 from mixmesh.bench import jobs
 from mixmesh.bench.poplar import CASES, cases, result_of, run_turns
-from mixmesh.bench.poplar_cases import MEASURED, NETWORK, SIMULATED, machine
+from mixmesh.bench.poplar_cases import MEASURED, NETWORK, SIMULATED, WARMUP_STEPS, machine
 from mixmesh.bench.poplar_plans import Parts, fast_half, plans, split, stage_in
 from mixmesh.bench.poplar_plans import planned as planned_of
 from mixmesh.bench.poplar_results import (
@@ -87,7 +87,7 @@ def test_plans_of_every_stage(planned):
     assert half.plan.program.world_size == 2 == fast_half(CLUSTER).world_size
 
 
-def outcome(step_s=(9.0, 1.0), peak=100, error="", out_of_memory=False) -> dict:
+def outcome(step_s=(9.0,) * WARMUP_STEPS + (1.0,), peak=100, error="", out_of_memory=False) -> dict:
     value = None if error else {"step_s": list(step_s), "losses": [2.0, 1.0], "peak_bytes": peak}
     return {"value": value, "error": error, "out_of_memory": out_of_memory}
 
@@ -103,7 +103,10 @@ def test_out_of_memory_is_a_result():
 
 def test_rounds_are_summed_up():
     idle = {"value": None, "error": "", "out_of_memory": False}
-    rounds = [[outcome((9.0, s, s), peak), idle] for s, peak in ((1.0, 90), (3.0, 110), (2.0, 100))]
+    rounds = [
+        [outcome((9.0,) * WARMUP_STEPS + (s, s), peak), idle]
+        for s, peak in ((1.0, 90), (3.0, 110), (2.0, 100))
+    ]
     run = result_of(Variant(HALF, 0, predicted_bytes=(121,)), rounds, [2.0, 1.01])
     assert run.rounds_s == (1.0, 3.0, 2.0) and run.median_s == 2.0 and run.peak_bytes == (110,)
     assert run.memory_errors == (pytest.approx(0.1),) and run.loss_error == pytest.approx(0.01 / 1.01)

@@ -28,6 +28,7 @@ from .poplar_cases import (
     MEASURED,
     SIMULATED,
     STAGES,
+    WARMUP_STEPS,
     Effort,
     Measured,
     Simulated,
@@ -86,11 +87,11 @@ def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> Meas
     planned = plans(graph, cluster, profile, effort.stages, ADAM_STATES, at_once=True)
     planned += [Planned(Variant(name), None) for name in PYTORCH]
     say("the losses of a single device")
-    reference = single_losses(case.job, effort.steps + 1)
+    reference = single_losses(case.job, effort.all_steps)
     ways = [(p, saved(p, folder)) for p in planned]
 
     def turns(chosen: list[tuple[Planned, str]]) -> tuple[list[list[dict]], str]:
-        rows = [(str(p.variant), case.job, effort.steps + 1, what) for p, what in chosen]
+        rows = [(str(p.variant), case.job, effort.all_steps, what) for p, what in chosen]
         return run_turns(cluster, rows, folder, say)
 
     first, emulation = turns(ways)
@@ -135,7 +136,7 @@ def result_of(variant: Variant, rounds: list[list[dict]], reference: Sequence[fl
     values = [[o["value"] for o in outcomes if o["value"] is not None] for outcomes in rounds]
     return Run(
         variant,
-        tuple(statistics.median(by_rank[0]["step_s"][1:]) for by_rank in values),
+        tuple(statistics.median(by_rank[0]["step_s"][WARMUP_STEPS:]) for by_rank in values),
         tuple(max(peaks) for peaks in zip(*([v["peak_bytes"] for v in by_rank] for by_rank in values))),
         (),
         max(loss_error(by_rank[0]["losses"], reference) for by_rank in values),

@@ -93,13 +93,18 @@ SIMULATED = tuple(
 
 @dataclass(frozen=True)
 class Effort:
-    """Every variant has ``rounds`` runs of ``steps`` that count, after one that does not."""
+    """Every variant has ``rounds`` runs of ``steps`` that count, after ``WARMUP_STEPS`` that do not."""
 
     profile_s: float  # of every case
     rounds: int
     steps: int
     stages: tuple[int, ...] = STAGES
 
+    @property
+    def all_steps(self) -> int:
+        return WARMUP_STEPS + self.steps
 
-FULL = Effort(profile_s=25.0, rounds=3, steps=1)
+
+WARMUP_STEPS = 3  # in which a heap grows to what it stays at
+FULL = Effort(profile_s=25.0, rounds=2, steps=3)
 SHORT = Effort(profile_s=20.0, rounds=2, steps=1, stages=(1, 3))

@@ -95,7 +95,11 @@ class MeasuredResult:
     @property
     def targets(self) -> dict[str, bool]:
         ours = [r for r in self.runs if r.variant.name == OURS]
-        at_once = [r for r in self.runs if r.variant.setting == AT_ONCE or r.variant.name in PYTORCH]
+        at_once = [
+            r
+            for r in self.runs
+            if (r.variant.name, r.variant.setting) == (EQUAL, AT_ONCE) or r.variant.name in PYTORCH
+        ]
         over_equal, over_half = self.speedup(EQUAL), self.speedup(HALF)
         found = {
             "every stage runs": bool(ours) and all(r.ran for r in ours),
