@@ -6,14 +6,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
+from small_graphs import MLP, THREE, cluster, graph
 
+from mixmesh.baselines import data_parallel
 from mixmesh.bench import jobs
 from mixmesh.bench.torch_baselines import BASELINES, batch_size, measured_speeds, parallel_step, single_step
-from mixmesh.bench.training import cases, loss_error, single_losses
+from mixmesh.bench.training import cases, dealt_evenly, loss_error, single_losses
 from mixmesh.bench.training_cases import CASES, QUICK, Race, Sweep, cluster_of, padded
 from mixmesh.bench.training_results import Measured, RaceResult, SweepResult, Timing, bump, report
+from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
+from mixmesh.ir import make_ratio
+from mixmesh.plan_file import Plan
 from mixmesh.runtime.comm import initialise
+from mixmesh.simulator import simulate
 
 WORLD_SIZE = 3
 STEPS = 3
@@ -113,13 +119,27 @@ def test_the_ideal_is_all_devices_at_their_own_speed():
 
 
 def test_a_sweep_is_smooth_and_gains_over_padding():
-    times = {"3": 1.0, "3 padded": 1.2, "4": 1.3, "5": 1.2, "5 padded": 1.8}
+    times = {"3": 1.0, "3 padded": 1.2, "3 padded evenly": 1.4, "4": 1.3, "5": 1.2, "5 padded": 1.8}
+    times["5 padded evenly"] = 1.92
     timings = tuple(Timing(name, "", (s, s)) for name, s in times.items())
     made = SweepResult(Sweep("moe", "experts", "skewed", (3, 4, 5), 4, 0.1, 1.6), timings, {}, measured())
     assert made.largest_bump == pytest.approx(1.3 / 1.1 - 1)
     assert {n: g.median for n, g in made.gains.items()} == pytest.approx({3: 1.2, 5: 1.5})
-    assert list(made.targets.values()) == [False, True, False, True]
+    assert {n: g.median for n, g in made.gains_over_even.items()} == pytest.approx({3: 1.4, 5: 1.6})
+    assert list(made.targets.values()) == [False, True, True, True]
     assert made.row()["step_s"] == {3: 1.0, 4: 1.3, 5: 1.2}
+
+
+def test_a_plan_is_dealt_out_evenly():
+    """To those who take part; what it is predicted to take is simulated anew."""
+    where = cluster(THREE)
+    made = graph(MLP, 6)
+    program = data_parallel(made, CostModel(where), make_ratio([0.7, 0.3, 0.0]))
+    plan = Plan(program, "auto", 0.0, (), where.fingerprint)
+    even = dealt_evenly(plan, CostModel(where))
+    assert [ratio for _, ratio in even.program.ratios] == [make_ratio([1.0, 1.0, 0.0])]
+    assert even.predicted_step_s == simulate(even.program, CostModel(where)).step_s > 0
+    assert len(even.predicted_peak_memory_bytes) == 3
 
 
 def test_bump_is_above_the_neighbours_only():
@@ -129,8 +149,8 @@ def test_bump_is_above_the_neighbours_only():
 
 def test_cases_cover_what_they_should():
     clusters = {str(c): cluster_of(c) for c in (*CASES, *QUICK)}
-    for cluster in clusters.values():
-        assert sum(d.cpu_share for d in cluster.devices) <= 1.4
+    for made in clusters.values():
+        assert sum(d.cpu_share for d in made.devices) <= 1.4
     transformers = [c for c in CASES if c.name == "transformer"]
     assert {clusters[str(c)].world_size for c in transformers} == {2, 3, 4, 5}
     gbit_per_s = [clusters[str(c)].bandwidth_bytes_per_s * 8 / 1e9 for c in transformers]

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ..cost import Profile
+from ..algorithms import with_algorithms
+from ..cost import CostModel, Profile
+from ..ir import make_ratio
 from ..plan_file import Plan
 from ..planner import make_plan
+from ..ratios import with_ratio
 from ..runtime.train import endless
+from ..simulator import simulate
 from ..trace import trace
 from . import jobs
 from .measure import call, each_case, named
@@ -29,7 +34,7 @@ from .training_cases import (
     cluster_of,
     padded,
 )
-from .training_results import OURS, PADDED, Measured, RaceResult, Result, SweepResult
+from .training_results import EVENLY, OURS, PADDED, Measured, RaceResult, Result, SweepResult
 
 WORKER = (sys.executable, "-m", "mixmesh.bench.training_worker")
 Progress = Callable[[str], None]
@@ -76,7 +81,8 @@ def sweep(case: Sweep, effort: Effort, folder: Path, say: Progress) -> SweepResu
     for count in case.counts:
         variants[str(count)] = f"{case.job}:{count}"
         if padded(count, world_size) != count:
-            variants[f"{count}{PADDED}"] = f"{case.job}:{count}:{padded(count, world_size)}"
+            for kind in (PADDED, EVENLY):
+                variants[f"{count}{kind}"] = f"{case.job}:{count}:{padded(count, world_size)}"
     found, plans = measure(case, variants, "", effort, folder, say)
     return SweepResult(
         case,
@@ -94,7 +100,8 @@ def measure(
     folder: Path,
     say: Progress,
 ) -> tuple[Measured, dict[str, Plan]]:
-    """Profiles one job, plans one per variant, and times them all beside the baselines of one."""
+    """Profiles one job, plans one per variant (dealt out evenly where its name says so), and times them all
+    beside the baselines of one."""
     cluster = cluster_of(case)
     cluster_path = folder / "cluster.toml"
     cluster_path.write_text(CLUSTERS[case.cluster])
@@ -108,8 +115,9 @@ def measure(
     for name, job in variants.items():
         say(f"planning {job}")
         made = jobs.make(job)
-        plans[name] = make_plan(trace(made.model, made.batch), cluster, profile=profile)
-        path = folder / f"{job.replace(':', '-')}.plan"
+        plan = make_plan(trace(made.model, made.batch), cluster, profile=profile)
+        plans[name] = dealt_evenly(plan, CostModel(cluster, profile)) if name.endswith(EVENLY) else plan
+        path = folder / f"{job}-{name}.plan".replace(":", "-").replace(" ", "-")
         plans[name].save(path)
         saved[name] = (job, str(path))
     turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
@@ -132,6 +140,20 @@ def measure(
         emulation,
     )
     return measured, plans
+
+
+def dealt_evenly(plan: Plan, costs: CostModel) -> Plan:
+    """The plan with as much of everything on each rank that takes part."""
+    program = plan.program
+    for name, ratio in program.ratios:
+        program = with_ratio(program, name, make_ratio([float(share > 0) for share in ratio]))
+    predicted = simulate(program, costs, micro_batches=plan.micro_batches)
+    return replace(
+        plan,
+        program=with_algorithms(program, costs),
+        predicted_step_s=predicted.step_s,
+        predicted_peak_memory_bytes=predicted.peak_memory_bytes,
+    )
 
 
 def single_losses(job: str, steps: int) -> list[float]:

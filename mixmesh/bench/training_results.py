@@ -10,6 +10,7 @@ from .training_cases import AS_FAST, Race, Sweep
 
 OURS = "auto"
 PADDED = " padded"
+EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
 LOSS_TOLERANCE = 1e-4  # relative, in float32
 
 
@@ -137,16 +138,24 @@ class SweepResult:
 
     @property
     def ours_s(self) -> dict[int, float]:
-        return {int(t.name): t.median_s for t in self.timings if not t.name.endswith(PADDED)}
+        return {int(t.name): t.median_s for t in self.timings if t.name.isdecimal()}
 
     @property
     def gains(self) -> dict[int, Speedup]:
         """Over the padded plan, where padding adds anything."""
+        return self._over(PADDED)
+
+    @property
+    def gains_over_even(self) -> dict[int, Speedup]:
+        """Over the padded plan with equal shares."""
+        return self._over(EVENLY)
+
+    def _over(self, kind: str) -> dict[int, Speedup]:
         by_name = {t.name: t for t in self.timings}
         return {
-            int(name): Speedup.of(timing, by_name[name + PADDED])
+            int(name): Speedup.of(timing, by_name[name + kind])
             for name, timing in by_name.items()
-            if name + PADDED in by_name
+            if name + kind in by_name
         }
 
     @property
@@ -158,10 +167,11 @@ class SweepResult:
     @property
     def targets(self) -> dict[str, bool]:
         each = [g.median for g in self.gains.values()]
+        best = max(g.median for g in self.gains_over_even.values())
         return {
             f"no bump above {self.case.bump:.0%}": self.largest_bump <= self.case.bump,
             "never slower than padded": min(each) >= AS_FAST,
-            f"{self.case.gain:g}x the padded plan at best": max(each) >= self.case.gain,
+            f"{self.case.gain:g}x the padded plan with equal shares at best": best >= self.case.gain,
             "losses": self.measured.losses_agree,
         }
 
@@ -172,6 +182,7 @@ class SweepResult:
             "cluster": self.case.cluster,
             "step_s": self.ours_s,
             "speedup": {count: asdict(gain) for count, gain in self.gains.items()},
+            "speedup_over_even": {count: asdict(gain) for count, gain in self.gains_over_even.items()},
             "largest_bump": self.largest_bump,
             "targets": self.targets,
             "predicted_s": self.predicted_s,

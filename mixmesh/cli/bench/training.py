@@ -57,19 +57,20 @@ def shown_race(result: RaceResult) -> str:
 
 
 def shown_sweep(result: SweepResult) -> str:
-    padded = {t.name: t for t in result.timings}
+    from ...bench.training_results import EVENLY, PADDED
+
+    medians_s = {t.name: t.median_s for t in result.timings}
     rows = []
     for count, time_s in result.ours_s.items():
-        gain = result.gains.get(count)
-        other = padded.get(f"{count} padded")
-        rows.append(
-            (str(count), seconds(time_s), seconds(other.median_s) if other else "-", _speedup(gain))
-            if gain and other
-            else (str(count), seconds(time_s), "-", "-")
-        )
+        row = [str(count), seconds(time_s)]
+        for kind, gains in ((PADDED, result.gains), (EVENLY, result.gains_over_even)):
+            found = count in gains
+            row += [seconds(medians_s[f"{count}{kind}"]), _speedup(gains[count])] if found else ["-", "-"]
+        rows.append(tuple(row))
+    header = (result.case.job, "a step", "padded", "ours is faster by", "padded evenly", "ours is faster by")
     lines = [
         f"{result.case}: {result.case.job}, bump of at most {result.largest_bump:.0%}",
-        table((result.case.job, "a step", "padded", "ours is faster by"), rows),
+        table(header, rows),
     ]
     return "\n".join(lines + _targets(result))
 
