@@ -33,7 +33,7 @@ from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 
-STEPS = 10
+STEPS = 3
 CLUSTER = """
 name = "cpus"
 [network]

@@ -21,7 +21,7 @@ from ..plan_file import accumulation
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
 from . import optimizers
-from .allocator import HeapLimit, give_back, steady_heap, trim_heap
+from .allocator import steady_heap, trim_heap
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
@@ -77,7 +77,7 @@ class _Runtime:
     wholes: WholeParams
     steps: MicroSteps | None  # None: one step
     seed: Tensor  # of the loss's gradient: the last one
-    heap: HeapLimit | None  # None where what this process may hold is not known
+    planned_bytes: int  # what this process may hold as planned; 0 where that is not known
     reducer: GradientReducer | None = None
     recorder: Recorder | None = None
 
@@ -134,8 +134,8 @@ class ParallelModel(nn.Module):
     def _run(self, args, kwargs) -> _Forward:
         run = self._runtime
         _check_autocast(run.comm.device)
-        if run.heap is not None and self.training:
-            run.heap = trim_heap(run.heap)
+        if run.planned_bytes and self.training:
+            run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = named_tensors(run.program, args, kwargs)
         if run.steps is not None and run.steps.is_pipeline:
             number = len(run.steps.sizes)
@@ -437,7 +437,6 @@ def parallelize(
     wholes = WholeParams(comm, _groups(buckets, owned))
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     seed_ = torch.ones((), dtype=dtype, device=comm.device)
-    planned = planned_bytes(plan, comm)
     runtime = _Runtime(
         program,
         comm,
@@ -450,7 +449,7 @@ def parallelize(
         wholes,
         steps,
         seed_,
-        HeapLimit.of(planned) if planned else None,
+        planned_bytes(plan, comm),
     )
     parallel = ParallelModel(runtime, model, params)
     used = {name: owned[name].whole if name in owned else p for name, p in params.items()}
@@ -463,7 +462,7 @@ def parallelize(
         if owned:
             optimizer.register_step_post_hook(lambda o, *_: wholes.start(optimizers.params_of(o)))
     if comm.device.type == "cpu":
-        give_back()  # what setting up took
+        trim_heap(0)  # what setting up took
     return parallel, optimizer
 
 
