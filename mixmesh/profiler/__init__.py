@@ -30,7 +30,7 @@ from .micro_batches import Largest, largest_micro_batches
 from .operators import measure_ops, shares_to_measure
 from .overlap import measure_overlap
 from .rest import measure_rest
-from .steps import FACTORS, measure_steps
+from .steps import measure_steps
 
 OPERATORS_SHARE = 0.3  # at least
 LINKS_SHARE = 0.27  # of the budget, beside some seconds for links and computing together
@@ -83,15 +83,11 @@ def profile(
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    if largest is not None and not largest.samples[0]:
-        scale, optimizer_s = 1.0, costs.optimizer_s(comm.rank, 1.0)
+    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s)
+    if steps is None:
+        steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory")
-        for _ in FACTORS:
-            dist.barrier()  # as those who measure them
-    else:
-        scale, optimizer_s = measure_steps(
-            graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s
-        )
+    scale, optimizer_s = steps
     # under a quota the thread's CPU seconds become real ones as the operators' do
     host_scale = scale if meter.emulated else 1.0
     if largest is not None and largest.excess_bytes is not None:

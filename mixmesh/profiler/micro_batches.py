@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -184,6 +184,11 @@ class Plans:
         self.at_once = PeakMemory(costs, optimizer_states)
 
     def __call__(self, size: int) -> Plan:
+        """With what it is predicted to hold, near which the runtime trims its heap."""
+        plan = self._unpredicted(size)
+        return replace(plan, predicted_peak_memory_bytes=self._peaks(plan))
+
+    def _unpredicted(self, size: int) -> Plan:
         others = self.program.world_size - 1
         steps = 2 if 2 * size + others <= self.batch else 1
         left = self.batch - steps * size
@@ -196,13 +201,14 @@ class Plans:
 
     def tensor_bytes(self, size: int) -> float:
         """As the memory model has it, for the rank."""
-        plan = self(size)
-        if accumulates(plan.micro_batches):
-            planned = schedule(plan.program, plan.micro_batches, self.samples)
-            peak = self.in_micro_steps.peaks(plan.program, planned)[self.rank]
-        else:
-            peak = self.at_once.peaks(plan.program)[self.rank]
-        return peak - self.costs.memory_constant_bytes(self.rank)
+        peaks = self._peaks(self._unpredicted(size))
+        return peaks[self.rank] - self.costs.memory_constant_bytes(self.rank)
+
+    def _peaks(self, plan: Plan) -> tuple[int, ...]:
+        if not accumulates(plan.micro_batches):
+            return self.at_once.peaks(plan.program)
+        planned = schedule(plan.program, plan.micro_batches, self.samples)
+        return self.in_micro_steps.peaks(plan.program, planned)
 
 
 def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,12 +26,15 @@ from ..ir import (
     make_ratio,
 )
 from ..rules import RULES, Call, Strategy, call_of, shard_units, strategies
+from ..runtime.allocator import give_back, resident_bytes
 from ..runtime.local import local_op
 from ..runtime.random import RandomPolicy
 from ..trace.dtypes import TORCH_DTYPE
 from .meter import Meter
 
 LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
+COPIES = 5  # of an operator's inputs and outputs, that it takes with its gradients and what it works with
+FILLED = 0.9  # of a device's memory
 
 
 def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
@@ -49,7 +52,7 @@ def measure_ops(
     progress,
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
     """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
-    units = shard_units(graph, RULES)
+    bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes)
     found: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
     order = by_weight(graph, declared)
@@ -58,7 +61,7 @@ def measure_ops(
             skipped.append(node.op)
             continue
         progress(f"operators {number + 1}/{len(order)}: {node.op}")
-        made = measure_op(graph, node, call, units, shares, meter, device)
+        made = measure_op(bench, node, call, shares)
         if made is not None:
             found[key] = made
         else:
@@ -69,9 +72,37 @@ def measure_ops(
         if time.perf_counter() > deadline:
             break
         progress(f"operators with a part of their weight {number + 1}/{len(weighted)}: {node.op}")
-        cuts = measure_cuts(graph, node, call, units, shares, meter, device)
+        cuts = measure_cuts(bench, node, call, shares)
         found[key] = replace(found[key], cuts=cuts)
     return found, skipped
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is measured, and on what."""
+
+    graph: Graph
+    units: Mapping[str, tuple[int, ...]]
+    meter: Meter
+    device: torch.device
+    memory_bytes: float
+
+    def has_room(self, size_bytes: float) -> bool:
+        """Whether the process can take so many bytes more. A GPU's allocator would say so itself, where a
+        process on a CPU would be killed."""
+        if self.device.type != "cpu":
+            return True
+        allowed = FILLED * self.memory_bytes - size_bytes
+        if resident_bytes() > allowed:
+            give_back()  # what the operators before have left in the heap
+        return resident_bytes() <= allowed
+
+
+def share_bytes(call: Call, strategy: Strategy | None, share: float) -> float:
+    """Bytes of a call's inputs and outputs where a rank has this share of what is cut."""
+    types = (*call.inputs, *call.outputs)
+    placements = (*strategy.inputs, *strategy.outputs) if strategy else (REPLICATE,) * len(types)
+    return sum(t.size_bytes * (share if isinstance(p, Shard) else 1) for t, p in zip(types, placements))
 
 
 def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]]]:
@@ -105,16 +136,14 @@ def has_weight(graph: Graph, node: Node) -> bool:
     return False
 
 
-def measure_op(
-    graph: Graph, node: Node, call: Call, units, shares: Sequence[float], meter: Meter, device: torch.device
-) -> OpMeasurement | None:
+def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) -> OpMeasurement | None:
     chosen = next(iter(sharded(call)), None)
-    curves = measure_curves(graph, node, chosen, units, shares, meter, device)
+    curves = measure_curves(bench, node, call, chosen, shares)
     return None if curves is None else OpMeasurement(*curves, call_flop(call), moved_bytes(call))
 
 
 def measure_cuts(
-    graph: Graph, node: Node, call: Call, units, shares: Sequence[float], meter: Meter, device: torch.device
+    bench: Bench, node: Node, call: Call, shares: Sequence[float]
 ) -> dict[str, tuple[Curve, Curve]]:
     """The other ways to cut a product, by which of its inputs are cut."""
     by_cut = {cut_inputs(strategy.inputs): strategy for strategy in reversed(sharded(call))}
@@ -122,7 +151,7 @@ def measure_cuts(
     found = {}
     for cut, strategy in by_cut.items():
         if cut != usual:
-            curves = measure_curves(graph, node, strategy, units, shares, meter, device)
+            curves = measure_curves(bench, node, call, strategy, shares)
             if curves is not None:
                 found[cut] = curves
     return found
@@ -136,21 +165,17 @@ def sharded(call: Call) -> list[Strategy]:
 
 
 def measure_curves(
-    graph: Graph,
-    node: Node,
-    strategy: Strategy | None,
-    units,
-    shares: Sequence[float],
-    meter: Meter,
-    device: torch.device,
+    bench: Bench, node: Node, call: Call, strategy: Strategy | None, shares: Sequence[float]
 ) -> tuple[Curve, Curve] | None:
-    """Forward and backward over the share; None if the operator cannot run on made-up values: then it is
-    estimated by its class."""
+    """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
+    memory for it: then it is estimated by its class."""
     forward, backward = [], []
     for target in shares if strategy is not None else (1.0,):
+        if not bench.has_room(COPIES * share_bytes(call, strategy, target)):
+            continue
         try:
-            program, real_share = shard_program(graph, node, strategy, units, min(target, 1.0))
-            forward_s, backward_s = time_op(program, meter, device)
+            program, real_share = shard_program(bench.graph, node, strategy, bench.units, min(target, 1.0))
+            forward_s, backward_s = time_op(program, bench.meter, bench.device)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None
         if forward and forward[-1][0] == real_share:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,12 @@ import torch.distributed as dist
 from ..cost import CostModel
 from ..ir import Graph
 from ..rules import call_of
+from ..runtime.allocator import give_back
+from .children import attempt_on
 from .meter import REPEATS, Meter
 
 FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
+TRIAL_S = 60.0  # of a first step
 
 
 def measure_steps(
@@ -26,13 +30,15 @@ def measure_steps(
     device_class: int,
     device: torch.device,
     budget_s: float,
-) -> tuple[float, float]:
+) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
-    byte.
+    byte; None where the device has no memory for steps of the whole model.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
-    is measured while the slow ones are busy too.
+    is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
+    be survived, and halved if it does.
     """
+    give_back()  # what measuring operators left in the heap
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())
@@ -40,31 +46,46 @@ def measure_steps(
     tensors = [t for t in tensors_of(job.batch) if t.dim()]
     rows = max((t.shape[0] for t in tensors), default=1)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
-    scales, optimizer_s = [], []
-    for factor in FACTORS:
-        count = max(1, round(rows * share * factor))
-        batch = cut_batch(job.batch, rows, count, device)
 
-        def step(batch=batch):
-            out = model(**batch) if isinstance(batch, dict) else model(*batch)
-            loss = (
-                out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
-            )
-            loss.backward()
-            optimizer.zero_grad()
+    def step(batch: Any) -> None:
+        out = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
+        loss.backward()
+        optimizer.zero_grad()
 
-        step()
-        dist.barrier()
-        measured = statistics.median(repeated(step, budget_s / len(FACTORS)))
-        predicted = predicted_step_s(graph, costs, device_class, count / rows)
-        if predicted > 0:
-            scales.append(measured / predicted)
+    def optimize() -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
         optimizer.step()
+
+    def part(count: int) -> Any:
+        return cut_batch(job.batch, rows, count, device)
+
+    def both(count: int) -> None:
+        optimize()
+        step(part(count))
+
+    scales, optimizer_s = [], []
+    for factor in FACTORS:
+        count = max(1, round(rows * share * factor))
+        while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
+            count //= 2
+        if not count:
+            dist.barrier()  # as those who measure
+            continue
+        batch = part(count)
+        step(batch)
+        dist.barrier()
+        measured = statistics.median(repeated(partial(step, batch), budget_s / len(FACTORS)))
+        predicted = predicted_step_s(graph, costs, device_class, count / rows)
+        if predicted > 0:
+            scales.append(measured / predicted)
+        optimize()
         optimizer_s.append(statistics.median(Meter.wall(optimizer.step) for _ in range(REPEATS)))
         optimizer.zero_grad()
     model.load_state_dict(state)
+    if not optimizer_s:
+        return None
     scale = statistics.mean(scales) if scales else 1.0
     return scale, statistics.median(optimizer_s) / max(size_bytes, 1)
 
