@@ -1,0 +1,106 @@
+"""Profiling devices with little memory: what does not fit is not measured, and nothing is killed for it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from gloo_world import assert_passed, run_world
+from small_graphs import THREE, cluster, graph
+
+from mixmesh.bench import jobs
+from mixmesh.cost import CostModel, moved_bytes
+from mixmesh.job import Job
+from mixmesh.profiler.meter import Meter
+from mixmesh.profiler.operators import measure_ops, sharded, share_bytes
+from mixmesh.profiler.steps import measure_steps
+from mixmesh.rules import call_of
+from mixmesh.runtime.comm import initialise
+from mixmesh.trace import trace
+
+BODY = """\
+%x = input("x") : f32[64, 32]
+%w = param("w") : f32[16, 32]
+%y = aten.linear(%x, %w) : f32[64, 16]
+%s = aten.relu(%y) : f32[64, 16]
+%loss = aten.mean(%s) : f32[]
+return %loss"""
+CPU = torch.device("cpu")
+
+
+def test_what_is_cut_takes_a_part_and_the_rest_its_whole():
+    made = graph(BODY, 1)
+    call = next(call_of(n, made.types) for n in made.nodes if n.op == "aten.linear")
+    x, w, y = (t.size_bytes for t in (*call.inputs, *call.outputs))
+    by_cut = {s.inputs[0]: share_bytes(call, s, 0.25) for s in sharded(call)}
+    assert sorted(by_cut.values()) == sorted([x / 4 + w + y / 4, x + w / 4 + y / 4, (x + w) / 4 + y])
+    assert share_bytes(call, None, 0.25) == x + w + y == moved_bytes(call)
+
+
+@pytest.mark.parametrize("memory_bytes", [2**20, 2**40])
+def test_an_operator_without_room_is_left_to_its_class(memory_bytes):
+    """A process holds more than a megabyte already."""
+    device = replace(cluster(THREE).devices[0], memory_bytes=memory_bytes)
+    made, deadline = graph(BODY, 1), time.perf_counter() + 60
+    found, skipped = measure_ops(
+        made, (0.25, 0.5), Meter(CPU, emulated=False), CPU, device, deadline, lambda _: None
+    )
+    assert (not found and len(skipped) == 3) if memory_bytes == 2**20 else (len(found) == 3 and not skipped)
+
+
+class Hungry(torch.nn.Module):
+    """Runs out of memory with more than ``most`` samples, as PyTorch's CPU allocator says it."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.layer, self.most = torch.nn.Linear(8, 8), most
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) > self.most:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+        return self.layer(x).square().mean()
+
+
+def steps_of(most: int) -> tuple[float, float] | None:
+    batch = {"x": torch.randn(32, 8)}
+    whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
+    made = trace(whole.model, batch).graph
+    before = [p.clone() for p in whole.model.parameters()]
+    whole.model.most = most
+    found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, CPU, 0.05)
+    assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
+    return found
+
+
+def enough(_) -> None:
+    scale, optimizer_s = steps_of(32)
+    assert scale > 0 and optimizer_s > 0
+
+
+def halved(_) -> None:
+    """5 of the 16 samples fit: 4 are measured."""
+    scale, optimizer_s = steps_of(5)
+    assert scale > 0 and optimizer_s > 0
+
+
+def none(_) -> None:
+    assert steps_of(0) is None
+
+
+CHECKS = {f.__name__: f for f in (enough, halved, none)}
+
+
+def begin() -> None:
+    initialise(1, CPU, 60.0)
+
+
+@pytest.fixture(scope="module")
+def failures():
+    return run_world(1, CHECKS, begin)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_whole_steps(failures, check):
+    assert_passed(failures[check])
