@@ -141,7 +141,7 @@ def shared() -> Job:
 
 
 class TwoTowers(nn.Module):
-    """An image tower of convolutions and a text tower over a large table of words, as in CLIP (Radford et al.,
+    """An image tower of convolutions and a text tower over a large table of words, as CLIP (Radford et al.,
     2021) and in recommenders: the table is the last of the text tower to get its gradient, whose sum takes
     longest."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..output import Json, seconds, table
-from .common import Keep, Out, app, case_by_case, command_line
+from .common import Keep, Only, Out, app, case_by_case, command_line
 
 if TYPE_CHECKING:
     from ...bench.contest import Contest, ContestResult
@@ -18,6 +18,7 @@ Quick = Annotated[bool, typer.Option("--quick", help="One case, and few steps.")
 
 @app.command()
 def order(
+    only: Only = None,
     quick: Quick = False,
     out: Out = Path("out/bench/order.json"),
     keep: Keep = None,
@@ -26,17 +27,25 @@ def order(
     """Execution order by b-levels against first come first served and DDP's buckets, in the testbed."""
     from ...bench.order import CASES, QUICK
 
-    contests("order", QUICK if quick else CASES, quick, out, keep, as_json)
+    contests("order", CASES, QUICK, only, quick, out, keep, as_json)
 
 
 def contests(
-    bench: str, chosen: tuple[Contest, ...], quick: bool, out: Path, keep: Path | None, as_json: bool
+    bench: str,
+    every: tuple[Contest, ...],
+    few: tuple[Contest, ...],
+    only: list[str] | None,
+    quick: bool,
+    out: Path,
+    keep: Path | None,
+    as_json: bool,
 ) -> None:
     """Holds them one by one, prints each, and writes the rows."""
     from ...bench.contest import hold, report
-    from ...bench.measure import each_case
+    from ...bench.measure import each_case, named
     from ...bench.training_cases import FULL, SHORT
 
+    chosen = named(only or (), few if quick else every, every, lambda c: (str(c), c.job))
     effort = SHORT if quick else FULL
     case_by_case(
         len(chosen),

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..output import Json
-from .common import Keep, Out, app
+from .common import Keep, Only, Out, app
 from .order import Quick, contests
 
 
 @app.command()
 def pipeline(
+    only: Only = None,
     quick: Quick = False,
     out: Out = Path("out/bench/pipeline.json"),
     keep: Keep = None,
@@ -19,4 +20,4 @@ def pipeline(
     """Model parallelism in micro-steps against the same without, and data parallelism, in the testbed."""
     from ...bench.pipeline import CASES, QUICK
 
-    contests("pipeline", QUICK if quick else CASES, quick, out, keep, as_json)
+    contests("pipeline", CASES, QUICK, only, quick, out, keep, as_json)

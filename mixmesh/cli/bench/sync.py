@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..output import Json
-from .common import Keep, Out, app
+from .common import Keep, Only, Out, app
 from .order import Quick, contests
 
 
 @app.command()
 def sync(
+    only: Only = None,
     quick: Quick = False,
     out: Out = Path("out/bench/sync.json"),
     keep: Keep = None,
@@ -19,4 +20,4 @@ def sync(
     """Gradients by all_reduce, to owners, by a server, and as the simulator mixes them, in the testbed."""
     from ...bench.sync import CASES, QUICK
 
-    contests("sync", QUICK if quick else CASES, quick, out, keep, as_json)
+    contests("sync", CASES, QUICK, only, quick, out, keep, as_json)
