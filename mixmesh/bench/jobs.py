@@ -140,6 +140,41 @@ def shared() -> Job:
     return _language(model, samples=48, seq=32, batches=DATA_BATCHES)
 
 
+class TwoTowers(nn.Module):
+    """An image tower of convolutions and a text tower over a large table of words, as in CLIP (Radford et al.,
+    2021) and in recommenders: the table is the last of the text tower to get its gradient, and the first to
+    need it summed."""
+
+    def __init__(self, images: nn.Module, words: int, width: int, layers: int) -> None:
+        super().__init__()
+        self.images, self.words = images, nn.Embedding(words, width)
+        self.text = nn.Sequential(*[m for _ in range(layers) for m in (nn.Linear(width, width), nn.ReLU())])
+        self.head = nn.Linear(2 * width, CLASSES)
+
+    def forward(self, images: torch.Tensor, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        seen = self.images(images)
+        read = self.text(self.words(tokens).mean(1))
+        return F.cross_entropy(self.head(torch.cat([seen, read], 1)), labels)
+
+
+def towers() -> Job:
+    """Seven convolutions on 64 images of 32 x 32; 8 layers of 256 over a table of 8192 words, 80 % of the 2.9
+    million parameters, for texts of 16."""
+    torch.manual_seed(0)
+    convolutions: list[nn.Module] = []
+    channels = 3
+    for n, width in enumerate((32, 32, 64, 64, 64, 64, 64)):
+        convolutions += [nn.Conv2d(channels, width, 3, padding=1, stride=1 + (n == 2)), nn.ReLU()]
+        channels = width
+    images = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 256))
+    batch = {
+        "images": torch.randn(64, 3, 32, 32),
+        "tokens": torch.randint(8192, (64, 16)),
+        "labels": torch.randint(CLASSES, (64,)),
+    }
+    return Job(TwoTowers(images, words=8192, width=256, layers=8), batch, optimizer=adamw)
+
+
 class Perceptron(nn.Module):
     """Wide layers and a squared error: many parameters for little work."""
 
