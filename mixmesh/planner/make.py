@@ -192,6 +192,7 @@ def _make_plan(
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
         gap=chosen.gap,
+        bound_s=task.bound_s,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(
