@@ -59,7 +59,8 @@ class Plan:
     ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and
     ``graph_fingerprint`` tie the plan to the devices and the model that it was made for. ``timings_s``: the
     steps of planning. ``gap``: by how much, as a share, the program may be dearer than the cheapest under
-    the search's own cost; None where that is not known. ``micro_batches``: per rank, how it accumulates
+    the search's own cost; None where that is not known. ``bound_s``: seconds that no plan for the job on
+    these devices is faster than, if that is known. ``micro_batches``: per rank, how it accumulates
     gradients within a step; None where everyone takes its share at once. A chain of stages that
     accumulates is a pipeline, and says so by its ``order``.
     """
@@ -76,6 +77,7 @@ class Plan:
     planning_s: float = 0.0
     states_expanded: int = 0
     gap: float | None = None
+    bound_s: float | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
     cost_source: str = ""
     candidates: tuple[Candidate, ...] = ()
@@ -159,6 +161,8 @@ def _header(plan: Plan) -> str:
     lines.append(f"predicted_peak_memory_bytes = {list(plan.predicted_peak_memory_bytes)}")
     if plan.gap is not None:
         lines.append(f"gap = {_toml(plan.gap)}")
+    if plan.bound_s is not None:
+        lines.append(f"bound_s = {_toml(plan.bound_s)}")
     if plan.timings_s:
         steps = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in plan.timings_s.items())
         lines.append(f"timings_s = {{ {steps} }}")
@@ -196,6 +200,7 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
             predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
             candidates=candidates,
             gap=None if header.get("gap") is None else float(header["gap"]),
+            bound_s=None if header.get("bound_s") is None else float(header["bound_s"]),
             timings_s={str(k): float(v) for k, v in header.get("timings_s", {}).items()},
             warnings=tuple(header.get("warnings", ())),
             micro_batches=_micro_batches(header.get("micro_batches")),

@@ -20,9 +20,18 @@ from mixmesh.cost.memory import Held, Memory, Walked, flight_of
 from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
 from mixmesh.ir import even_ratio, samples_of, support
+from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import Plan, schedule
 from mixmesh.planner.make import make_plan
-from mixmesh.planner.pipelines import borders, pipelines
+from mixmesh.planner.pipelines import (
+    GROUPS,
+    _Estimate,
+    arrangements,
+    borders,
+    hopeful,
+    kinds_of_stages,
+    pipelines,
+)
 from mixmesh.planner.placed import model_parallel
 from mixmesh.planner.task import Task
 from mixmesh.simulator import simulate
@@ -251,3 +260,30 @@ def test_chains_of_other_stages_are_refused_nothing():
     samples = samples_of(program)
     assert samples.stages == () and samples.transfers == frozenset()
     assert samples_of(chain(model_of(), batch(), THREE_STAGES)).stages
+
+
+def test_auto_lists_a_pipeline_where_it_is_fastest(traced):
+    """On a slow network, of a model with many parameters; where nothing can be gained it asks for none."""
+    plan = make_plan(traced, Cluster.parse(SLOW_NETWORK))
+    assert plan.planner == "pipeline" and plan.order == "1f1b" and plan.predicted_step_s >= plan.bound_s
+    alone = make_plan(traced, Cluster.parse(SLOW_NETWORK), planner="pipeline")
+    assert alone.predicted_step_s == pytest.approx(plan.predicted_step_s, rel=0.1)
+    task = task_of(traced.graph, Cluster.parse(SLOW_NETWORK))
+    task.best_s = task.bound_s * 1.01
+    assert not list(hopeful(task))
+    fast = Cluster.parse(SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 1e5"))
+    assert "pipeline" not in {c.planner for c in make_plan(traced, fast).candidates}
+
+
+@pytest.mark.parametrize("micro_steps", (4, 24))
+def test_leaving_out_hopeless_orders_changes_nothing(traced, micro_steps):
+    task = task_of(traced.graph, Cluster.parse(SLOW_NETWORK))
+    grouping = make_grouping(task.graph, task.costs, GROUPS)
+    space = Space(task.data_parallel(task.proportional), task.costs, grouping)
+    estimate = _Estimate(task, space, 1.0)
+    for kind in kinds_of_stages(space):
+        every = list(arrangements(space, kind))
+        chains = [c for units in every if (c := estimate.best(units, micro_steps)) is not None]
+        found = estimate.fastest(every, micro_steps, float("inf"))
+        assert found.step_s == min(c.step_s for c in chains)
+        assert estimate.fastest(every, micro_steps, found.step_s) is None

@@ -645,3 +645,25 @@ def test_other_refusals():
     )
     big = torch.arange(300 * 300.0).reshape(300, 300)
     assert "register" in failing(lambda m, y: y.sum() * big.sum()).hint[0]
+
+
+def test_updates_of_buffers_are_part_of_their_layers():
+    """Each stands behind what makes its value, so that layers with batch norm are alike and planned once."""
+    from mixmesh.synthesis.fold import fold
+
+    class Squared(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()) for _ in range(12)]
+    graph = trace(Squared(*layers), (torch.randn(16, 8),)).graph
+    made: set[str] = set()
+    for before, node in zip(graph.nodes, graph.nodes[1:]):
+        if before.op != "update":
+            made = {r for r in before.results if r is not None}
+        if node.op == "update":
+            assert set(node.inputs) <= made
+    updates = [n for n in graph.nodes if n.op == "update"]
+    assert len(updates) == 3 * len(layers) == len({n.args[0] for n in updates})
+    (run,) = fold(graph).runs
+    assert run.count >= 8

@@ -47,7 +47,9 @@ class Row:
     ddp_even_ratio: float | None
     ddp_proportional_ratio: float | None
     best_ratio: float | None
+    bound_s: float | None  # that no plan is faster than
     speedup: float | None  # of the best plan over the better of the two data parallel ones
+    most: float | None  # that any plan could be faster than these
     published_speedup: float | None
     planning_s: float
     claim: str
@@ -106,8 +108,9 @@ def plan_case(
     try:
         plan = make_plan(traced, cluster, profile=profile, optimizer_states=ADAM_STATES)
         best, planner, candidates = plan.predicted_step_s, plan.planner, plan.candidates
+        bound_s = plan.bound_s
     except Infeasible:
-        best, planner, candidates = None, None, ()
+        best, planner, candidates, bound_s = None, None, (), None
     planning_s = time.perf_counter() - started
     step_s = {c.planner: c.predicted_step_s for c in candidates if c.feasible}
     column = GPUS.index(gpus)
@@ -134,7 +137,9 @@ def plan_case(
         ddp_even_ratio=_ratio(even, told[0]),
         ddp_proportional_ratio=_ratio(proportional, told[1]),
         best_ratio=_ratio(best, told[2]),
+        bound_s=bound_s,
         speedup=_ratio(_least(even, proportional), best),
+        most=_ratio(_least(even, proportional), bound_s),
         published_speedup=_ratio(_least(*told[:2]), told[2]),
         planning_s=planning_s,
         claim=published.claim,

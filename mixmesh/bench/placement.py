@@ -59,11 +59,21 @@ class Row:
     better_after: int | None
     level_after: int | None
     cpu_s: float
+    bound_s: float | None = None  # that no plan is faster than
+
+    @property
+    def most(self) -> float | None:
+        """The largest speed-up that any plan could have."""
+        return self.data_parallel_s / self.bound_s if self.data_parallel_s and self.bound_s else None
 
     @property
     def speedup(self) -> float | None:
         """Over the better of the data parallel ones."""
         return self.data_parallel_s / self.step_s if self.data_parallel_s and self.step_s else None
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload}@{self.cluster}"
 
     @property
     def over_baseline(self) -> float | None:
@@ -140,6 +150,7 @@ def run_case(case: Case, task: Task, calls: int, progress: Progress, methods: Se
             better_after=_after(found, base_s / BETTER),
             level_after=None if level is None else _after(found, level * 1.0001),
             cpu_s=time.process_time() - started,
+            bound_s=task.bound_s,
         )
 
 
@@ -227,6 +238,9 @@ def summary(rows: Sequence[Row]) -> dict:
     own = [r for r in rows if r.role == "heterog" and r.speedup]
     by_links = {
         links: {
+            "most possible": geometric_mean(
+                [*{r.name: r.most for r in own if r.links == links}.values()],
+            ),
             "best placement or pipeline": geometric_mean(
                 _best([r for r in own if r.links == links and r.method != "hap"])
             ),
@@ -275,6 +289,9 @@ def report(rows: Sequence[Row], command: str) -> dict:
     return {
         "bench": "placement",
         "command": command,
-        "rows": [{**asdict(r), "speedup": r.speedup, "over_baseline": r.over_baseline} for r in rows],
+        "rows": [
+            {**asdict(r), "speedup": r.speedup, "most": r.most, "over_baseline": r.over_baseline}
+            for r in rows
+        ],
         **summary(rows),
     }

@@ -132,6 +132,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "states_expanded": plan.states_expanded,
         "timings_s": plan.timings_s,
         "gap": plan.gap,
+        "bound_s": plan.bound_s,
         "cost_source": plan.cost_source,
         "warnings": list(plan.warnings),
     }
@@ -143,6 +144,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"{plan.program.name} on {plan.cluster_name or 'a cluster'}: planned by {plan.planner} "
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}",
+        *([bound(plan.bound_s)] if plan.bound_s else []),
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
         *([text] if (text := recomputation(plan.program)) else []),
@@ -158,6 +160,10 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     lines += ["", ranks(plan, cluster)]
     lines += [f"warning: {text}" for text in plan.warnings]
     return "\n".join(lines)
+
+
+def bound(bound_s: float) -> str:
+    return f"no plan can be faster than {seconds(bound_s)} (all devices computing all the time)"
 
 
 def recomputation(program: Program) -> str:

@@ -84,6 +84,13 @@ class Curve:
         slope = (self.at(high) - self.at(low)) / (high - low)
         return self.at(share) - slope * share, slope
 
+    @cached_property
+    def least_s(self) -> float:
+        """The least seconds per whole of the work that any share of it takes: at a measured share or at 1, as
+        the curve is linear in between and costs something at no share."""
+        shares = [share for share, _ in self.points if 0 < share < 1] if len(self.points) > 1 else []
+        return min(self.at(share) / share for share in (*shares, 1.0))
+
     def covers(self, share: float) -> bool:
         return share <= self.points[-1][0] * 1.0001
 

@@ -81,6 +81,18 @@ class CostModel:
             self._ops[key] = self._op(call, grads, self.classes[device_class], cut)
         return self._ops[key]
 
+    def least_op_s(self, call: Call, grads: int, device_class: int, *, parts: bool) -> float:
+        """Seconds of all of ``call``, forward and backward, at the best that any share of it and any cut
+        does on a device class; with ``parts`` also as those of a part of the batch are estimated, which no
+        profile holds."""
+        device = self.classes[device_class]
+        measured = self._measured(device)
+        found = measured.ops.get(op_key(call)) if measured is not None else None
+        times = [self._op(call, grads, device, cut) for cut in ("", *(found.cuts if found else ()))]
+        if found and parts:
+            times.append(self._estimated(call, grads, device))
+        return min(time.forward.least_s for time in times) + min(time.backward.least_s for time in times)
+
     def cut(self, call: Call, placements: Iterable[Placement]) -> str:
         """Which inputs of a product are cut; of other operators, and where no profile tells one from another,
         it does not matter."""
@@ -101,6 +113,9 @@ class CostModel:
             if found is not None:
                 forward, backward = [c.scaled(measured.step_scale) for c in found.curves(cut)]
                 return OpTime(forward, backward if grads else ZERO)
+        return self._estimated(call, grads, device)
+
+    def _estimated(self, call: Call, grads: int, device: Device) -> OpTime:
         scale = self._class_scale(device, is_product(call))
         launch = CPU_LAUNCH_S / (device.cpu_share or 1) if device.kind == "cpu" else GPU_LAUNCH_S
         work = roofline_s(call, device) * scale

@@ -23,6 +23,7 @@ from .answers import dtype_warnings, infeasible, notes_of, warnings_of
 from .hap import synthesised
 from .learned import has_torch_geometric, heterog, tag
 from .ordered import ordered
+from .pipelines import hopeful, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
@@ -41,6 +42,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "poplar": poplar,
     "tensor-parallel": simple.tensor_parallel_proportional,
     "model-parallel": model_parallel,
+    "pipeline": pipelines,
     "segments": segments,
     "two-level": two_level,
     "placed": placed,
@@ -49,12 +51,16 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 }
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
-AUTO = (*BASELINES, "hap", "two-level")
+AUTO = (*BASELINES, "hap", "two-level", "pipeline")
+QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 SEARCHING = ("placed", "heterog", "tag")  # as long as they may
 LEARNED = ("heterog", "tag")
 LAST_RESORT = ("poplar", "model-parallel")  # and where nothing else fits
-NEEDS = {"two-level": "two machines or more, one of them with several devices, and a batch to be dealt out"}
+NEEDS = {
+    "two-level": "two machines or more, one of them with several devices, and a batch to be dealt out",
+    "pipeline": "several devices, a model that can run in micro-steps, and a batch that they divide",
+}
 PLANNERS = ("auto", *PROPOSERS)
 COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
 
@@ -154,7 +160,8 @@ def _make_plan(
         if name == "two-level" and quick and not promising(task):
             continue
         task.progress(f"planning: {name}")
-        proposals = list(PROPOSERS[name](task))
+        propose = QUICK.get(name, PROPOSERS[name]) if quick else PROPOSERS[name]
+        proposals = list(propose(task))
         if proposals:
             best[name] = min(proposals, key=lambda p: p.key)
     if not best:
@@ -192,6 +199,7 @@ def _make_plan(
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
         gap=chosen.gap,
+        bound_s=task.bound_s,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(

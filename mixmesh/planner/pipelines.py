@@ -4,6 +4,9 @@ A stage is a device, the equal devices of a machine or a whole machine. For ever
 set of the faster ones and every number of micro-steps, the borders between stages are those whose slowest
 stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
 of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
+
+``hopeful`` is the part of this that ``auto`` has the time for: where the best plan is far from computing all
+the time, chains are estimated, and those that are faster than it are simulated.
 """
 
 from __future__ import annotations
@@ -26,7 +29,12 @@ from .task import HEADROOM, Proposal, Task
 GROUPS = 96  # of operators, between which borders may be
 MOST_MICRO_STEPS = 96
 ORDERS = 40  # of machines
+MOST_STAGES = 16
 JUDGED = 4  # of each kind of stages, by the simulator
+HOPEFUL = 2  # of all kinds, by the simulator, where there is little time
+MOST_NODES = 1500  # of a graph for which there is
+MOST_DEVICES = 16
+WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
 APART = 1.3  # by at least so much their numbers of micro-steps differ
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that the estimate may fill; less where the simulator refuses
 
@@ -52,7 +60,7 @@ class Chain:
         )
 
 
-def pipelines(task: Task) -> Iterator[Proposal]:
+def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
     """The best by estimate of every kind of stages, as the simulator sees them. None for a model that cannot
     run in micro-steps."""
     with task.timed("groups"):
@@ -65,7 +73,7 @@ def pipelines(task: Task) -> Iterator[Proposal]:
             chains = list(proposed(task, space, part))
         for chain in chains:
             try:
-                made = judged(task, space, chain)
+                made = judged(task, space, chain, planner)
             except PlanError:
                 refused = True
                 continue
@@ -75,7 +83,28 @@ def pipelines(task: Task) -> Iterator[Proposal]:
             return
 
 
-def judged(task: Task, space: Space, chain: Chain) -> Proposal:
+def hopeful(task: Task) -> Iterator[Proposal]:
+    """The chains that are faster by estimate than the best plan so far, if there is something to gain and not
+    too much to plan."""
+    small = len(task.graph.nodes) <= MOST_NODES and task.world_size <= MOST_DEVICES
+    if not small or not WORTH * task.bound_s < task.best_s < float("inf"):
+        return
+    try:
+        samples_of(task.data_parallel(task.proportional))
+    except PlanError:
+        return  # no micro-steps
+    with task.timed("pipelines"):
+        grouping = make_grouping(task.graph, task.costs, GROUPS)
+        space = Space(task.data_parallel(task.proportional), task.costs, grouping)
+        chains = sorted(proposed(task, space, below_s=task.best_s), key=lambda chain: chain.step_s)
+    for chain in spaced(chains)[:HOPEFUL]:
+        try:
+            yield judged(task, space, chain)
+        except PlanError:
+            return
+
+
+def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") -> Proposal:
     """Raises PlanError if the program cannot run in micro-steps."""
     with task.timed("lower"):
         program = space.lower(chain.strategy())
@@ -83,19 +112,20 @@ def judged(task: Task, space: Space, chain: Chain) -> Proposal:
     rows = (n // chain.micro_steps for n in counts)
     micro_batches = tuple(MicroBatch(n, chain.micro_steps, n) if n else MicroBatch(0, 0, 0) for n in rows)
     simulation = task.simulation(program, accumulating=True)
-    return task.best_buckets("model-parallel", program, simulation, micro_batches)
+    return task.best_buckets(planner, program, simulation, micro_batches)
 
 
-def proposed(task: Task, space: Space, part: float = 1.0) -> Iterator[Chain]:
-    """Of every kind of stages some chains with the shortest estimates."""
+def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float("inf")) -> Iterator[Chain]:
+    """Of every kind of stages some chains with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space):
         found = []
+        every = list(arrangements(space, kind))
         for micro_steps in range(2, MOST_MICRO_STEPS + 1):
             if space.batch % micro_steps or space.batch // micro_steps < max(map(len, kind)):
                 continue
-            chains = (estimate.best(units, micro_steps) for units in arrangements(space, kind))
-            found += sorted((c for c in chains if c is not None), key=lambda chain: chain.step_s)[:1]
+            best = estimate.fastest(every, micro_steps, below_s)
+            found += [] if best is None else [best]
         yield from spaced(sorted(found, key=lambda chain: chain.step_s))
 
 
@@ -126,14 +156,15 @@ def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, 
     """Orders of stages in which those of a machine are together: of all of them and of the fastest."""
     speed = {ranks: sum(space.proportional[r] for r in ranks) for ranks in units}
     fastest = sorted(units, key=lambda ranks: -speed[ranks])
-    for count in range(len(units), 1, -1):
+    kind_of = {ranks: _kind(space, ranks) for ranks in units}
+    for count in range(min(len(units), MOST_STAGES), 1, -1):
         chosen = fastest[:count]
         machines: dict[int, list[Ranks]] = {}
         for ranks in sorted(chosen):
             machines.setdefault(space.costs.cluster.machine_index_of(ranks[0]), []).append(ranks)
         seen: set[tuple] = set()
         for order in islice(permutations(machines.values()), 50 * ORDERS):
-            alike = tuple(tuple(_kind(space, ranks) for ranks in machine) for machine in order)
+            alike = tuple(tuple(kind_of[ranks] for ranks in machine) for machine in order)
             if alike not in seen and len(seen) < ORDERS:
                 seen.add(alike)
                 yield tuple(ranks for machine in order for ranks in machine)
@@ -164,6 +195,8 @@ class _Estimate:
         self.kept = _between([g.kept_bytes for g in groups])
         self.passing = _largest([g.passing_bytes for g in groups])
         self._links: dict[tuple, tuple[float, float]] = {}
+        self._shares: dict[tuple[Ranks, int], tuple[int, ...]] = {}
+        self._stages: dict[tuple[Ranks, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     @cached_property
     def crossing(self) -> np.ndarray:
@@ -173,23 +206,56 @@ class _Estimate:
             out[value.source + 1 : max(value.targets) + 1] += value.size_bytes
         return out
 
+    def shares(self, ranks: Ranks, size: int) -> tuple[int, ...]:
+        """Samples of a micro-batch per rank, where the stage is ``ranks``."""
+        key = ranks, size
+        if key not in self._shares:
+            self._shares[key] = shard_sizes(size, self.space.shares(ranks))
+        return self._shares[key]
+
+    def stage(self, ranks: Ranks, size: int, flying: int) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds of a micro-batch on ``ranks``, and whether they have the memory for so many under way."""
+        key = ranks, size, flying
+        if key not in self._stages:
+            count, counts = len(self.space.groups), self.shares(ranks, size)
+            stage_s = np.zeros((count + 1, count + 1))
+            fits = np.tri(count + 1, k=-1, dtype=bool).T  # at least one group
+            for r in ranks:
+                c, share = self.costs.class_of[r], counts[r] / self.space.batch
+                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share)
+                held = self.constant[r] + self.stored + (flying * self.kept + self.passing) * share
+                fits &= held <= self.usable[r]
+            self._stages[key] = stage_s, fits
+        return self._stages[key]
+
+    def floor_s(self, units: Sequence[Ranks], micro_steps: int) -> float:
+        """About what no borders between these stages get below: all of them equally long."""
+        size = self.space.batch // micro_steps
+        whole_s = [self.stage(ranks, size, 1)[0][0, -1] for ranks in units]
+        return (micro_steps - 1) / sum(1 / max(s, 1e-12) for s in whole_s) + min(whole_s)
+
+    def fastest(self, every: Sequence[tuple[Ranks, ...]], micro_steps: int, below_s: float) -> Chain | None:
+        """The chain with the shortest estimate, if that is ``below_s``; None if nothing fits."""
+        best = None
+        floors = [self.floor_s(units, micro_steps) for units in every]
+        for n in sorted(range(len(every)), key=lambda n: floors[n]):
+            if floors[n] >= below_s:
+                break
+            chain = self.best(every[n], micro_steps)
+            if chain is not None and chain.step_s < below_s:
+                best, below_s = chain, chain.step_s
+        return best
+
     def best(self, units: Sequence[Ranks], micro_steps: int) -> Chain | None:
         """The borders with the least of the slowest stage or transfer; None if nothing fits."""
         count, batch = len(self.space.groups), self.space.batch
         size = batch // micro_steps
-        shares = [shard_sizes(size, self.space.shares(ranks)) for ranks in units]
+        shares = [self.shares(ranks, size) for ranks in units]
         if any(not counts[r] for ranks, counts in zip(units, shares) for r in ranks):
             return None
         seconds, costs = [], []
         for n, (ranks, counts) in enumerate(zip(units, shares)):
-            stage_s = np.zeros((count + 1, count + 1))
-            fits = np.tri(count + 1, k=-1, dtype=bool).T  # at least one group
-            flying = min(len(units) - n, micro_steps)
-            for r in ranks:
-                c, share = self.costs.class_of[r], counts[r] / batch
-                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share)
-                held = self.constant[r] + self.stored + (flying * self.kept + self.passing) * share
-                fits &= held <= self.usable[r]
+            stage_s, fits = self.stage(ranks, size, min(len(units) - n, micro_steps))
             # what comes in crosses the border before the first group
             arrives = np.zeros(count + 1)
             if n:

@@ -40,7 +40,7 @@ def model_parallel(task: Task) -> Iterator[Proposal]:
     space = space_of(task)
     for strategy in dict.fromkeys(cuts(space, task)):
         yield judged(task, "model-parallel", space, strategy)
-    yield from pipelines(task)
+    yield from pipelines(task, "model-parallel")
 
 
 def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:

@@ -19,6 +19,7 @@ from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
 from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
+from .ideal import ideal_s
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
@@ -92,6 +93,11 @@ class Task:
         return proportional_ratio(self.graph, self.costs, self.choices)
 
     @cached_property
+    def bound_s(self) -> float:
+        """Seconds of a step that no plan is faster than."""
+        return ideal_s(self.choices)
+
+    @cached_property
     def batch(self) -> int:
         """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
@@ -130,7 +136,8 @@ class Task:
         return self._agreeing[key][1]
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
-        """No plan on these devices is faster: all of the work at their summed speed."""
+        """About what no step is shorter than in which all of these devices take part in everything: the work
+        at their summed speed, and what is fixed on each (``bound_s`` holds of all plans, and is lower)."""
         seconds = device_seconds(self.graph, self.costs, 1 / len(ranks), self.choices)
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 

@@ -139,7 +139,8 @@ class _Steps:
                 (leaves[name].op, leaves[name].kwargs) if name in leaves else None for name in inputs
             )
             flows = tuple(name in graph.requires_grad for name in (*inputs, *s.results))
-            kind = (s.plain, types, s.types, loaded, flows)
+            plain = s.op if s.op == "update" else s.plain  # whatever the buffer's name
+            kind = (plain, types, s.types, loaded, flows)
             self.kinds.append(number.setdefault(kind, len(number)))
             self.before.append(tuple(last.get(name) if name in leaves else None for name in inputs))
             last.update((name, n) for name in inputs if name in leaves)

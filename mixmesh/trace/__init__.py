@@ -30,6 +30,7 @@ from .simplify import (
     one_factory,
     one_spelling,
     static_shapes,
+    updates_at_once,
 )
 
 __all__ = [
@@ -73,6 +74,7 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     drop_useless_detach,
     drop_dead,
     leaves_at_first_use,
+    updates_at_once,
 )
 
 

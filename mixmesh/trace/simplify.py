@@ -182,3 +182,17 @@ def leaves_at_first_use(graph: Graph) -> Graph:
         out += [waiting.pop(name) for name in dict.fromkeys(node.inputs) if name in waiting]
         out.append(node)
     return replace(graph, nodes=(*out, *waiting.values()))
+
+
+def updates_at_once(graph: Graph) -> Graph:
+    """Each update of a buffer directly behind what makes its new value: then it is part of its layer, and
+    layers that are alike are so with their updates."""
+    waiting: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op == "update":
+            waiting.setdefault(node.inputs[0], []).append(node)
+    out: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "update":
+            out += [node, *(update for r in node.results if r is not None for update in waiting.get(r, ()))]
+    return replace(graph, nodes=tuple(out))

@@ -45,7 +45,7 @@ def papers(
 
 def shown(rows: list[Row]) -> str:
     header = ("model", "gpus", "links", "DP-EV", "paper", "ratio", "DP-CP", "paper", "ratio",
-              "ours", "HAP", "ratio", "speed-up", "HAP's", "by", "plan")  # fmt: skip
+              "ours", "HAP", "ratio", "speed-up", "HAP's", "bound", "most", "by", "plan")  # fmt: skip
     lines = [
         table(
             header,
@@ -56,13 +56,15 @@ def shown(rows: list[Row]) -> str:
                     _s(r.ddp_proportional_s), _s(r.published_ddp_proportional_s),
                     _mark(r, "ddp-proportional", r.ddp_proportional_ratio),
                     _s(r.best_s), _s(r.published_hap_s), _s(r.best_ratio),
-                    _s(r.speedup), _s(r.published_speedup), r.best_planner or "-", f"{r.planning_s:.1f} s",
+                    _s(r.speedup), _s(r.published_speedup), _s(r.bound_s), _s(r.most),
+                    r.best_planner or "-", f"{r.planning_s:.1f} s",
                 )
                 for r in rows
             ],
         ),
         "",
         "Seconds per iteration, simulated from datasheets; speed-up over the better of DP-EV and DP-CP.",
+        "bound: no plan is faster, as all devices compute all the time; most: the speed-up of such a one.",
         "links wire: collectives at the published 10.4 Gbit/s; measured: at what its authors measured.",
     ]  # fmt: skip
     for links in sorted({r.links for r in rows}, reverse=True):

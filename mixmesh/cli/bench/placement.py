@@ -49,18 +49,19 @@ def placement(
 
 
 def shown(rows: list[Row]) -> str:
-    header = ("model", "batch", "cluster", "links", "best DP", "baseline", "by", "step", "over DP",
-              "over baseline", "better after", "as uniform after", "cpu")  # fmt: skip
+    header = ("model", "batch", "cluster", "links", "best DP", "baseline", "bound", "most", "by", "step",
+              "over DP", "over baseline", "better after", "as uniform after", "cpu")  # fmt: skip
     lines = [
         (
             r.workload, str(r.global_batch), r.cluster, r.links, _s(r.data_parallel_s, 4),
-            _s(r.baseline_s, 4), r.method, _s(r.step_s, 4), _s(r.speedup), _s(r.over_baseline),
-            _n(r.better_after), _n(r.level_after), f"{r.cpu_s:.1f} s",
+            _s(r.baseline_s, 4), _s(r.bound_s, 4), _s(r.most), r.method, _s(r.step_s, 4), _s(r.speedup),
+            _s(r.over_baseline), _n(r.better_after), _n(r.level_after), f"{r.cpu_s:.1f} s",
         )
         for r in rows
     ]  # fmt: skip
     return table(header, lines) + (
-        "\n\nSeconds per step, simulated; - in memory: does not fit. Calls of the estimate until it was 1 %"
+        "\n\nSeconds per step, simulated; bound: no plan is faster; most: its speed-up over DP; -: does not"
+        "\nfit in memory. Calls of the estimate until it was 1 %"
         "\nfaster than the best seed, and until it was as good as all that the uniform search found."
     )
 

@@ -1,0 +1,112 @@
+"""What no plan is faster than: all devices compute all the time, and nothing else takes any.
+
+Operator k would take device class c ``t_kc`` seconds in whole, at the best efficiency that any share of it
+has there. Communication is free, nothing is computed twice, memory is no limit, and every operator is divided
+between the ``n_c`` devices of the classes as is best for the step:
+
+    minimise    T
+    subject to  sum_k t_kc x_kc <= n_c T    for every class c
+                sum_c x_kc = 1              for every operator k
+                x_kc >= 0
+
+What the optimizer steps over is one more k. A program computes every operator at least once, in shares that
+sum to 1 or more, a share x takes ``t_kc x`` at least, and no step is shorter than its busiest device works:
+this holds of any placement, pipeline or stage of ZeRO. The duals of the rows of classes are prices of a
+second, ``y_c`` with ``sum_c n_c y_c = 1``, and by weak duality ``sum_k min_c y_c t_kc`` is no more than T
+whatever the prices: what is returned is that sum, and rests on no tolerance of a solver.
+
+Of a device that rests (a measured ``rested_s``) this is about steps that follow each other: one alone may be
+shorter by what the device was ahead before it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import highspy
+import numpy as np
+
+from ..cost import CostModel
+from ..rules import call_of
+from ..synthesis import Choices
+
+DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
+
+
+def ideal_s(choices: Choices, ranks: Sequence[int] | None = None) -> float:
+    """Seconds of a step that no plan for the graph of ``choices`` is faster than, on these or all devices."""
+    costs = choices.costs
+    ranks = range(costs.cluster.world_size) if ranks is None else ranks
+    counts = Counter(costs.class_of[r] for r in ranks)
+    classes = sorted(counts)
+    table = np.array([*operator_s(choices, classes), optimizer_s(choices, classes)])
+    return bound_s(table, np.array([counts[c] for c in classes]))
+
+
+def operator_s(choices: Choices, classes: Sequence[int]) -> list[list[float]]:
+    """Per kind of operator the seconds of all that are of it, by class of devices."""
+    costs, graph = choices.costs, choices.graph
+    parts = has_parts(costs)
+    weights: dict[int, float] = {}
+    firsts = {}
+    for node, times, weight in zip(choices.steps, choices.times, choices.fold.weights):
+        if times:  # of an update there are none
+            weights[id(times)] = weights.get(id(times), 0.0) + weight
+            firsts.setdefault(id(times), node)
+    out = []
+    for key, node in firsts.items():
+        call = call_of(node, graph.types)
+        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
+        out.append([weights[key] * costs.least_op_s(call, grads, c, parts=parts) for c in classes])
+    return out
+
+
+def has_parts(costs: CostModel) -> bool:
+    """Whether a plan may give each machine a program for its part of the batch (``two_level``)."""
+    machines = costs.cluster.machines
+    return len(machines) > 1 and any(len(m.devices) > 1 for m in machines)
+
+
+def optimizer_s(choices: Choices, classes: Sequence[int]) -> list[float]:
+    """Seconds of the optimizer's step over all parameters, by class of devices."""
+    costs, graph = choices.costs, choices.fold.whole
+    params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
+    size_bytes = sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
+    return [costs.optimizer_s(costs.class_of.index(c), size_bytes) for c in classes]
+
+
+def bound_s(seconds: np.ndarray, counts: np.ndarray) -> float:
+    """The linear program's optimum or a little less; ``seconds`` of (operator, class), ``counts`` of
+    classes."""
+    seconds = seconds[seconds.any(axis=1)]
+    if not len(seconds):
+        return 0.0
+    prices = np.ones(len(counts)) if len(counts) == 1 else prices_of(seconds, counts)
+    prices = np.maximum(prices, 0.0)
+    return float((seconds * prices / (counts @ prices)).min(axis=1).sum())
+
+
+def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Of a second of each class: duals of the rows of classes."""
+    alike: dict[bytes, np.ndarray] = {}
+    for row in seconds:
+        key = np.round(row / row.sum(), DIGITS).tobytes()
+        alike[key] = alike.get(key, 0.0) + row
+    table = np.array(list(alike.values()))
+    table /= table.sum() / len(counts)  # T is about 1, and what the solver tolerates little of it
+    rows, classes = table.shape
+    h = highspy.Highs()
+    h.setOptionValue("output_flag", False)
+    inf = highspy.kHighsInf
+    h.addVars(1 + rows * classes, np.zeros(1 + rows * classes), np.full(1 + rows * classes, inf))
+    h.changeColCost(0, 1.0)
+    for c in range(classes):
+        columns = np.arange(1 + c, 1 + rows * classes, classes)
+        index = np.array([0, *columns], dtype=np.int32)
+        h.addRow(0.0, inf, len(index), index, np.array([counts[c], *-table[:, c]], dtype=float))
+    for k in range(rows):
+        index = np.arange(1 + k * classes, 1 + (k + 1) * classes, dtype=np.int32)
+        h.addRow(1.0, 1.0, classes, index, np.ones(classes))
+    h.run()
+    return np.array(h.getSolution().row_dual[:classes])

@@ -1,0 +1,163 @@
+"""What no plan is faster than: true of all that planners propose, and the best such figure of its kind."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import GOOD, write_job
+from small_graphs import GRAPHS, THREE, cluster, graph
+from test_auto import graph_of, random_cluster
+
+from mixmesh.__main__ import execute
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel, Profile
+from mixmesh.cost.curve import Curve, affine_curve
+from mixmesh.cost.profile import DeviceProfile, OpMeasurement, cut_inputs, device_key, op_key
+from mixmesh.ir import Graph, Shard
+from mixmesh.plan_file import Plan
+from mixmesh.planner import make_plan
+from mixmesh.planner.ideal import bound_s, ideal_s
+from mixmesh.planner.make import LEARNED, PROPOSERS
+from mixmesh.planner.task import Task
+from mixmesh.rules import call_of
+from mixmesh.synthesis import Choices
+
+SAME = 1 - 1e-9
+
+
+def assert_no_plan_is_faster(model: Graph, costs: CostModel) -> None:
+    task = Task(model, costs, 2, lambda _: None, search_s=0.2)
+    found = 0
+    for name, propose in PROPOSERS.items():
+        if name in LEARNED:
+            continue
+        for proposal in propose(task):
+            assert proposal.timeline.step_s >= SAME * task.bound_s, name
+            found += 1
+    assert found >= 6 and task.bound_s > 0
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", ["gpt", "moe", "cnn", "mlp"])
+def test_no_plan_is_faster(name, seed):
+    assert_no_plan_is_faster(graph_of(name), CostModel(random_cluster(seed)))
+
+
+def measured(model: Graph, where: Cluster, seed: int) -> Profile:
+    """Of all operators but a few, curves of any shape, products cut in other ways too, and devices that
+    are ahead of their pace after a rest."""
+    draw = random.Random(seed)
+
+    def curve(scale: float) -> Curve:
+        seconds = sorted(scale * draw.uniform(0.1, 1) for _ in range(4))
+        return Curve(tuple(zip((0.05, 0.2, 0.5, 1.0), seconds)))
+
+    devices = {}
+    for device in dict.fromkeys(where.devices):
+        ops, slow = {}, 1e12 / device.flop_per_s
+        for node in model.nodes:
+            if node.is_leaf or node.op == "update" or draw.random() < 0.1:
+                continue
+            scale = 1e-3 * slow * draw.uniform(0.5, 2)
+            call = call_of(node, model.types)
+            cuts = {
+                cut_inputs([Shard(0)] * len(node.inputs)): (curve(scale), curve(scale)),
+                "0" * len(node.inputs): (curve(scale), curve(scale)),
+            }
+            ops[op_key(call)] = OpMeasurement(curve(scale), curve(2 * scale), 10**6, 10**5, cuts)
+        rest = {"rested_s": draw.choice([0.0, 0.004]), "rested_speed": 1.8}
+        devices[device_key(device)] = DeviceProfile(ops, 1e-11 * slow, 2**20, 1.2, **rest)
+    return Profile(devices, ())
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+def test_nor_where_costs_were_measured(name, seed):
+    model, where = graph_of(name), random_cluster(seed)
+    assert_no_plan_is_faster(model, CostModel(where, measured(model, where, seed)))
+
+
+def test_the_best_share_counts():
+    curve = Curve(((0.1, 0.5), (0.5, 0.6), (1.0, 2.0)))
+    assert curve.least_s == pytest.approx(0.6 / 0.5)
+    assert affine_curve(0.25, 1.0).least_s == pytest.approx(1.25)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 1), st.floats(0, 5)), min_size=1, max_size=5),
+    st.floats(1e-3, 1),
+)
+def test_no_share_costs_less(steps, share):
+    points, shares, seconds = [], 0.0, 0.0
+    for width, rise in steps:
+        shares, seconds = shares + width, seconds + rise
+        points.append((shares, seconds))
+    points = [(s / shares, t) for s, t in points]
+    curve = Curve(tuple(points))
+    assert curve.at(share) / share >= curve.least_s * SAME
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.floats(1e-4, 1), st.floats(1e-4, 1)), min_size=1, max_size=30),
+    st.integers(1, 5),
+    st.integers(1, 5),
+)
+def test_it_is_the_optimum_of_two_classes(pairs, first, second):
+    """Two classes share operators in the order of how much faster the first is, one of them in parts."""
+    ordered = sorted(pairs, key=lambda p: p[0] / p[1])
+    best, done, left = np.inf, 0.0, sum(b for _, b in ordered)
+    for a, b in ordered:  # in this one both end together, or at its ends
+        left -= b
+        part = (left / second + b / second - done / first) / (a / first + b / second)
+        part = min(max(part, 0.0), 1.0)
+        best = min(best, max((done + part * a) / first, (left + (1 - part) * b) / second))
+        done += a
+    found = bound_s(np.array(pairs), np.array([first, second]))
+    assert 0.999 * best <= found <= best / SAME
+
+
+def test_equal_devices_share_all_of_it():
+    text = '[[machine]]\ndevices = ["V100-16GB", "V100-16GB", "V100-16GB"]\nlink_gbit_per_s = 100\n'
+    model = graph(GRAPHS["mlp"], 64)
+    three, one = (
+        CostModel(Cluster.parse('name = "equal"\n' + text.replace(', "V100-16GB"', "", less)))
+        for less in (0, 2)
+    )
+    assert ideal_s(Choices(model, three)) == pytest.approx(ideal_s(Choices(model, one)) / 3)
+    assert ideal_s(Choices(model, three), (0,)) == pytest.approx(ideal_s(Choices(model, one)))
+    # of one device it is the step
+    assert make_plan(model, one.cluster).predicted_step_s == pytest.approx(ideal_s(Choices(model, one)))
+
+
+def test_repeated_blocks_count_as_often_as_they_are():
+    model = graph_of("gpt")
+    costs = CostModel(random_cluster(1))
+    folded, whole = Choices(model, costs), Choices(model, costs, folded=False)
+    assert ideal_s(folded) == pytest.approx(ideal_s(whole))
+
+
+def test_a_plan_says_it(tmp_path, capsys):
+    plan = make_plan(graph(GRAPHS["mlp"], 64), cluster(THREE))
+    assert 0 < plan.bound_s <= plan.predicted_step_s
+    assert Plan.parse(str(plan)) == plan
+    plan.save(tmp_path / "x.plan")
+    assert execute(["show", str(tmp_path / "x.plan")]) == 0
+    assert "no plan can be faster than" in capsys.readouterr().out
+    old = "\n".join(line for line in str(plan).split("\n") if not line.startswith("bound_s"))
+    assert Plan.parse(old).bound_s is None
+
+
+def test_the_command_says_it(tmp_path, capsys):
+    write_job(tmp_path, GOOD)
+    (tmp_path / "c.toml").write_text(THREE.replace("LINK", "10"))
+    command = ["plan", str(tmp_path / "job.py"), "--cluster", str(tmp_path / "c.toml"), "--json"]
+    assert execute(command) == 0
+    shown = json.loads(capsys.readouterr().out.strip().split("\n")[-1])
+    assert 0 < shown["bound_s"] <= min(c["predicted_step_s"] for c in shown["candidates"])
