@@ -32,15 +32,17 @@ def plan(
 
     ``profile`` holds measured costs; without one they are estimated from the cluster file.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
-    ``optimizer`` decides how many tensors of state a parameter has. ``search_s`` is how long the planners
-    heterog, tag and placed may search; ``auto`` asks them only where it is given. ``progress`` is told what
-    is being done. Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
+    ``optimizer`` decides how many tensors of state a parameter has, and whether parameters may be cut.
+    ``search_s`` is how long the planners heterog, tag and placed may search; ``auto`` asks them only where
+    it is given. ``progress`` is told what is being done. Raises TraceError if the model cannot be exported,
+    Infeasible if no plan fits in memory.
     """
-    from .job import optimizer_states
-    from .planner import check_planner
+    from .job import needs_whole_parameters, optimizer_states
+    from .planner import check_limit, check_planner
     from .trace import trace
 
     check_planner(planner)  # before the model is traced, not after
+    check_limit(exact_s)
     if progress:
         progress("tracing the model")
     states = optimizer_states(optimizer)
@@ -50,6 +52,7 @@ def plan(
         planner=planner,
         profile=profile,
         optimizer_states=states,
+        whole_parameters=needs_whole_parameters(optimizer),
         search_s=search_s,
         exact_s=exact_s,
         progress=progress,

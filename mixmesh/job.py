@@ -292,6 +292,32 @@ def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> int:
         return 2
 
 
+# optimizers of which each element of the update depends on the same element of gradient and state only
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer may step a part of a parameter by itself."""
+    import torch
+
+    return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
+
+
+def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
+    """Whether a job's optimizer looks at whole parameters (LAMB, Adafactor). False if that cannot be found
+    out."""
+    import torch
+
+    if optimizer is None:
+        return False
+    try:
+        return not is_elementwise(optimizer([torch.nn.Parameter(torch.zeros(4, 4))]))
+    except Exception:  # the user's own function, on parameters that are not the model's
+        return False
+
+
 def _describe(x: Any) -> str:
     import torch
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .check import check_plan, check_program
 from .ir import REPLICATE, DType, Graph, Instruction, Program, TensorType, ValueType
+from .ir.samples import draws_numbers
 from .plan_file import MicroBatch, Plan
 from .rules import RULES
 from .runtime.interpret_micro_steps import interpret_step
@@ -32,13 +33,6 @@ FLOOR = 1e-3  # of the largest gradient entry: below it, a tensor is compared on
 BUFFER_FLOOR = 1e-2  # of the largest buffer entry: the running mean of centred activations is rounding
 MAX_ROUNDING = 1e-2
 ROUNDING = 10.0  # times the single device's own rounding error is not told from it (ill-conditioned models)
-RANDOM_OPS = frozenset(
-    f"aten.{op}"
-    for op in (
-        "native_dropout dropout bernoulli bernoulli.p rand randn rand_like randn_like randint multinomial "
-        "normal_functional uniform exponential rrelu_with_noise"
-    ).split()
-)
 WIDER = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -99,7 +93,7 @@ def verify(
     flat = Batch.of(batch)
     inputs = dict(zip(flat.tensor_names, flat.tensors()))
     whole = single_device(traced.graph)
-    random = any(node.op in RANDOM_OPS for node in traced.graph.nodes)
+    random = any(draws_numbers(node.op) for node in traced.graph.nodes)
     say("running in the model's own precision")
     if random:
         reference = _run_program(whole, tensors, inputs, optimizer, steps)
@@ -202,7 +196,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _run_module(model: nn.Module, batch: Batch, optimizer: OptimizerOf, steps: int) -> _Outcome:
-    model = copy.deepcopy(model)
+    model = _copied(model)
     params = dict(model.named_parameters())
     model.zero_grad(set_to_none=True)
     stepper = optimizer(list(params.values())) if steps > 1 else None
@@ -220,6 +214,13 @@ def _run_module(model: nn.Module, batch: Batch, optimizer: OptimizerOf, steps: i
             stepper.step()
             stepper.zero_grad(set_to_none=True)
     return _Outcome(tuple(losses), *first)
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a module, also of one that keeps results of its parameters as attributes, which PyTorch does
+    not copy: torch.nn.utils.weight_norm leaves such a weight, and makes it anew in every forward pass."""
+    kept = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept})
 
 
 def _run_program(

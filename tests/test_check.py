@@ -98,9 +98,9 @@ def test_programs_that_never_were_text():
 
 
 def test_an_operator_without_a_rule_is_whole():
-    text = MLP.replace("aten.relu(", "aten.special_i0(")
+    text = MLP.replace("aten.relu(", "aten.special_i1(")
     check_program(parse_program(text))
-    sharded = text.replace("aten.special_i0(%h.r) : f32[20, 6] R", "aten.special_i0(%h) : f32[20, 6] S(0)@r0")
+    sharded = text.replace("aten.special_i1(%h.r) : f32[20, 6] R", "aten.special_i1(%h) : f32[20, 6] S(0)@r0")
     with pytest.raises(VerificationError) as caught:
         check_program(parse_program(sharded))
     assert "no sharding rule" in caught.value.message and "%h S(0)@r0" in caught.value.got

@@ -196,3 +196,13 @@ def test_torchrun(folder):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(last(done.stdout)["losses"]) == 2
+
+
+def test_a_plan_whose_edit_names_another_parameter(folder, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    text = (folder / "ddp-even.plan").read_text()
+    (folder / "edited.plan").write_text(text.replace('param("up.weight")', 'param("up.wait")'))
+    assert execute(["verify", "job.py", "--plan", "edited.plan"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith('PlanError: the plan loads param("up.wait"), which this job does not have')
+    assert "expected up.weight" in err and "edited.plan:" in err

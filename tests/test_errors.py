@@ -13,8 +13,9 @@ from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
 from mixmesh.errors import JobError, MixmeshError
-from mixmesh.ir import parse_program
-from mixmesh.job import batch_size, load_job, optimizer_states
+from mixmesh.ir import REPLICATE, parse_program
+from mixmesh.job import batch_size, load_job, needs_whole_parameters, optimizer_states
+from mixmesh.plan_file import Plan
 
 
 @pytest.fixture
@@ -146,6 +147,14 @@ def test_optimizer_states():
     assert optimizer_states(lambda p: 1 / 0) == 2
 
 
+def test_optimizers_that_look_at_whole_parameters():
+    import torch
+
+    assert needs_whole_parameters(torch.optim.Adafactor)
+    assert not needs_whole_parameters(torch.optim.AdamW) and not needs_whole_parameters(None)
+    assert not needs_whole_parameters(lambda p: 1 / 0)
+
+
 # --- commands ----------------------------------------------------------------------------------------------
 
 
@@ -197,6 +206,7 @@ def test_a_cluster_that_cannot_hold_the_model(run, tmp_path):
     arguments = ("plan", write_job(tmp_path), "--cluster", str(tmp_path / "small.toml"), "--out", str(out))
     status, text, err = run(*arguments, "--json")
     assert status == 1 and err.startswith("Infeasible: no plan fits in memory") and not out.exists()
+    assert "try      a cluster file without rank" in err and "smaller global batch" not in err
     assert json.loads(text.splitlines()[-1])["error"]["type"] == "Infeasible"
 
 
@@ -212,6 +222,26 @@ def test_cluster_files(run, tmp_path):
 def test_an_unknown_planner(run, tmp_path, two):
     status, _, err = run("plan", write_job(tmp_path), "--cluster", two, "--planner", "ddp-evn")
     assert status == 2 and "unknown planner 'ddp-evn'" in err and "--planner ddp-even" in err
+
+
+def test_an_optimizer_that_needs_whole_parameters(run, tmp_path, two):
+    """Is planned around, and refused where a planner cuts parameters."""
+    job = write_job(tmp_path, returning("mixmesh.Job(MLP(), batch(), optimizer=torch.optim.Adafactor)"))
+    status, out, err = run("plan", job, "--cluster", two, "--planner", "fsdp-even")
+    assert status == 1 and "cuts parameters, and the job's optimizer steps whole ones only" in err
+    assert "--planner auto" in err and "AdamW" in err
+    path = tmp_path / "x.plan"
+    status, out, err = run("plan", job, "--cluster", two, "--out", str(path), "--json")
+    fits = {c["planner"]: c["feasible"] for c in json.loads(out.splitlines()[-1])["candidates"]}
+    assert status == 0 and not fits["fsdp-even"] and fits["ddp-even"] and fits["hap"]
+    assert all(i.type.placement == REPLICATE for i in Plan.load(path).program.params)
+
+
+def test_an_exact_search_without_time(run, tmp_path, two):
+    """Is refused before the job is read."""
+    for seconds in ("0", "nan", "-1"):
+        status, _, err = run("plan", str(tmp_path / "no.py"), "--cluster", two, "--exact", seconds)
+        assert status == 2 and "the exact search has no time" in err and f"got      {float(seconds)}" in err
 
 
 def test_a_profile_that_is_none(run, tmp_path, two):

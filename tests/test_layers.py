@@ -19,7 +19,8 @@ ROOT = Path(mixmesh.__file__).parent
 LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"errors"}, {"units"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
-    ({"plan_file"}, {"rules"}, {"trace"}, {"job", "workloads"}),
+    ({"rules"},),
+    ({"plan_file"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),
     (
         {"buckets"},

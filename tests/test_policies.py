@@ -284,6 +284,21 @@ def row(method: str, step_s: float, level_after: int | None, **others) -> Row:
     return Row(**{**known, **others}, method=method, step_s=step_s, level_after=level_after)
 
 
+@pytest.mark.parametrize("planner", ["tag", "heterog"])
+def test_one_device_leaves_nothing_to_place(planner):
+    traced = trace(nn.Sequential(nn.Linear(4, 4), Summed()), (torch.randn(8, 4),))
+    alone = cluster(FAST)
+    with pytest.raises(InputError, match="has no plan for this job") as caught:
+        make_plan(traced, alone, planner=planner, search_s=1)
+    assert "several devices" in caught.value.expected
+    assert make_plan(traced, alone, search_s=1).planner
+
+
+class Summed(nn.Module):
+    def forward(self, x):
+        return x.sum()
+
+
 def test_the_summary_takes_the_best_placement_of_every_case():
     rows = [row("uniform", 1.0, 80), row("tag", 0.5, 40), row("hap", 0.1, None),
             row("uniform", 2.0, 10, workload="v"), row("tag", 4.0, None, workload="v")]  # fmt: skip

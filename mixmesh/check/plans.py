@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 
 from ..cluster import Cluster
@@ -42,6 +43,7 @@ def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
 
 def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
     if plan.graph_fingerprint and plan.graph_fingerprint == graph.fingerprint:
+        _check_leaves(plan, graph, where)  # the program may have been edited
         return
     differences = list(_differences(plan.program.graph, graph))
     if not differences:
@@ -54,6 +56,20 @@ def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
         where=where,
         hint="plan again with this job: mixmesh plan JOB --cluster C.toml --out X.plan",
     )
+
+
+def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
+    known = {op: [n.args[0] for n in graph.nodes if n.op == op] for op in ("param", "buffer", "input")}
+    for i in plan.program.instructions:
+        if i.op in known and i.args[0] not in known[i.op]:
+            near = difflib.get_close_matches(str(i.args[0]), known[i.op], 2)
+            raise PlanError(
+                f'the plan loads {i.op}("{i.args[0]}"), which this job does not have',
+                expected=" or ".join(near) or f"one of {len(known[i.op])} names of the job",
+                got=str(i.args[0]),
+                where=f"{where}:{i.line}" if where and i.line else where,
+                hint="undo the edit, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan",
+            )
 
 
 def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:

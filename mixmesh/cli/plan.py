@@ -82,12 +82,13 @@ def plan_job(
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import load_profile, plan_traced
-    from ..planner import check_planner
+    from ..planner import check_limit, check_planner
 
     check_planner(planner)
+    check_limit(exact_s)
     costs = load_profile(profile)
     with working("loading the job") as say:
-        from ..job import load_job, optimizer_states
+        from ..job import load_job, needs_whole_parameters, optimizer_states
         from ..trace import trace
 
         loaded = load_job(job, weights=weights)
@@ -100,6 +101,7 @@ def plan_job(
             planner=planner,
             profile=costs,
             optimizer_states=states,
+            whole_parameters=needs_whole_parameters(loaded.optimizer),
             search_s=search_s,
             exact_s=exact_s,
             progress=say,

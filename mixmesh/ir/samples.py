@@ -27,21 +27,20 @@ from .stages import Ranks, stages_of, transfers_of
 
 LOCAL = ("local_slice", "as_partial", "pad_partial")
 RANDOM = (
-    "dropout",
-    "bernoulli",
-    "rand",
-    "multinomial",
-    "normal",
-    "uniform",
-    "exponential",
-    "rrelu_with_noise",
-)
+    "dropout", "bernoulli", "rand", "multinomial", "normal", "uniform", "exponential", "rrelu",
+    "aten.poisson.", "aten.binomial", "cauchy", "geometric", "_standard_gamma", "_sample_dirichlet",
+)  # fmt: skip
 # of these, those whose numbers are a function of the step and of their own number among the draws: they can
 # be drawn again, and in parts
 DRAWS = (
     "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",
 )  # fmt: skip
+
+
+def draws_numbers(op: str) -> bool:
+    """Whether an operator draws random numbers."""
+    return op.startswith("aten.") and any(word in f"{op}." for word in RANDOM)
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ def _decided_by_inputs(program: Program) -> frozenset[str]:
     """Values that neither a parameter nor a random number has part in."""
     open_: set[str] = set()
     for i in program.instructions:
-        random = i.op.startswith("aten.") and any(word in i.op for word in RANDOM)
-        if i.op == "param" or random or any(name in open_ for name in i.inputs):
+        if i.op == "param" or draws_numbers(i.op) or any(name in open_ for name in i.inputs):
             open_.update(r for r in i.results if r is not None)
     return frozenset(program.types) - open_
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..cost.memory.repeats import repeats
 from ..cost.placed import Exchange, Sheet, synchronised
 from ..ir import Instruction, Program, cell_bytes, cells, owned_type
-from ..ir.samples import RANDOM
+from ..ir.samples import draws_numbers
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
 
@@ -117,7 +117,7 @@ def _users(sheet: Sheet) -> list[list[int]]:
     drawn: int | None = None
     for n, i in enumerate(program.instructions):
         out.append(sorted({m for r in i.results if r is not None for m in sheet.uses.get(r, ())}))
-        if any(word in i.op for word in RANDOM):
+        if draws_numbers(i.op):
             if drawn is not None:
                 out[drawn].append(n)
             drawn = n

@@ -27,7 +27,7 @@ from ..ir import (
     shard_offsets,
     shard_sizes,
 )
-from ..ir.samples import DRAWS
+from ..ir.samples import DRAWS, draws_numbers
 from ..rules import RULES, LocalCall, call_of, mean_share
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
@@ -92,6 +92,8 @@ class _Cutting:
             elif i.op == "update":
                 self.keep(i, (), i.args, i.kwargs)
             else:
+                if draws_numbers(i.op) and i.op not in DRAWS:
+                    raise NotDivisible(f"{i.op} draws the same numbers on all devices  {i.location}")
                 self.operator(i)
                 if i.op in DRAWS:
                     self.drawn.update((r, draws) for r in i.results if r is not None)

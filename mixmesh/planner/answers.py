@@ -8,6 +8,7 @@ from ..cost.calls import is_computation
 from ..cost.placed import Sheet, exchange_of
 from ..errors import Infeasible
 from ..ir import Graph, Program, local_bytes, local_shape
+from ..job import ELEMENTWISE
 from ..ratios import usable_bytes
 from ..rules import RULES
 from ..units import size_text
@@ -28,6 +29,13 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     over, rank = excess(closest)
     device = task.costs.cluster.devices[rank]
     peak = closest.timeline.peak_memory_bytes[rank]
+    if over <= 0 and task.cuts_what_is_whole(closest.program):
+        return Infeasible(
+            f"the {closest.planner} plan cuts parameters, and the job's optimizer steps whole ones only",
+            expected="a plan that keeps parameters whole, or an optimizer that works element by element: "
+            + ", ".join(ELEMENTWISE),
+            hint=("--planner auto", "--planner ddp-proportional"),
+        )
     if over <= 0:
         return Infeasible(
             f"the {closest.planner} plan sends values between ranks that compute them in different dtypes",
@@ -35,18 +43,20 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
             got=", ".join(f"{name} as {' '.join(row)}" for name, row in task.dtypes),
             hint="--planner auto",
         )
+    constant = task.costs.memory_constant_bytes(rank)
+    hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
+    if task.costs.memory_constant_bytes(rank, idle=True) > usable_bytes(task.costs, rank, HEADROOM):
+        # no share is small enough, not even none
+        hint = (f"a cluster file without rank {rank}, which is too small for a process that holds nothing",)
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
         "no plan fits in memory",
         expected=f"at most {size_text(usable_bytes(task.costs, rank, HEADROOM))} usable on rank {rank} "
         f"({device.name})",
         got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
-        f"{size_text(task.costs.memory_constant_bytes(rank))} of it are the process itself; largest tensor "
+        f"{size_text(constant)} of it are the process itself; largest tensor "
         f"%{name}, {size_text(size)}",
-        hint=(
-            "a smaller global batch in the job",
-            f"a device with at least {size_text(over)} more memory",
-        ),
+        hint=hint,
     )
 
 

@@ -20,6 +20,8 @@ MAX_CALLS = 20_000  # of the estimate: more seconds are of no use on a small mod
 def tag(task: Task) -> Iterator[Proposal]:
     """TAG: tree search, its choices weighed by a network that was trained on other models and clusters."""
     need_torch_geometric("tag")
+    if task.world_size == 1:
+        return  # there is one way to place anything
     from ..policies.features import Facts
     from ..policies.mcts import Tree
     from ..policies.seeds import judged_seeds
@@ -36,6 +38,8 @@ def tag(task: Task) -> Iterator[Proposal]:
 def heterog(task: Task) -> Iterator[Proposal]:
     """HeteroG: a network that is trained for this model on this cluster."""
     need_torch_geometric("heterog")
+    if task.world_size == 1:
+        return
     from ..policies.features import Facts
     from ..policies.heterog import Training
 

@@ -94,11 +94,13 @@ def make_plan(
     planner: str = "auto",
     profile: Profile | None = None,
     optimizer_states: int = 2,
+    whole_parameters: bool = False,
     search_s: float | None = None,
     exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2);
+    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2), and
+    ``whole_parameters`` says that the optimizer steps no parts of them (LAMB);
     ``search_s`` is how long planners may search that have no end of their own (heterog, tag, placed: each
     ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only where it is given, within it.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
@@ -109,7 +111,8 @@ def make_plan(
     check_planner(planner)
     check_limit(exact_s)
     with untouched():
-        return _make_plan(traced, cluster, planner, profile, optimizer_states, search_s, exact_s, progress)
+        optimizer = optimizer_states, whole_parameters
+        return _make_plan(traced, cluster, planner, profile, optimizer, search_s, exact_s, progress)
 
 
 @contextmanager
@@ -134,7 +137,7 @@ def _make_plan(
     cluster: Cluster,
     planner: str,
     profile: Profile | None,
-    optimizer_states: int,
+    optimizer: tuple[int, bool],
     search_s: float | None,
     exact_s: float | None,
     progress: Callable[[str], None] | None,
@@ -150,7 +153,8 @@ def _make_plan(
         searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
         names, search_s = (*AUTO, *SLOW, *searching), search_s / len(searching)
     each_s = SEARCH_S if search_s is None else search_s
-    task = Task(graph, costs, optimizer_states, progress or (lambda _: None), each_s)
+    states, whole_parameters = optimizer
+    task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_batch(graph, cluster)
     best: dict[str, Proposal] = {}
     for name in (*names, *last):

@@ -13,7 +13,7 @@ from ..buckets import bucketings, numbered
 from ..cost import CostModel
 from ..cost.placed import supports
 from ..errors import Infeasible
-from ..ir import Graph, Program, Ratio, make_ratio, support
+from ..ir import Graph, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
@@ -53,9 +53,11 @@ class Task:
         optimizer_states: int,
         progress,
         search_s: float = SEARCH_S,
+        whole_parameters: bool = False,
     ) -> None:
         self.graph, self.costs, self.optimizer_states = graph, costs, optimizer_states
         self.progress, self.search_s = progress, search_s
+        self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
         self.timings_s: dict[str, float] = {}
         self._inner_s: list[float] = []
         with self.timed("search"):
@@ -135,6 +137,15 @@ class Task:
             self._agreeing[key] = (program, next(conflicts, None) is None)
         return self._agreeing[key][1]
 
+    def cuts_what_is_whole(self, program: Program) -> bool:
+        """Whether a rank would step a part of a parameter, which the optimizer cannot do."""
+        stored = (
+            owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad
+        )
+        return self.whole_parameters and any(
+            isinstance(t.placement, Shard) and len(program.participants(t)) > 1 for t in stored
+        )
+
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """About what no step is shorter than in which all of these devices take part in everything: the work
         at their summed speed, and what is fixed on each (``bound_s`` holds of all plans, and is lower)."""
@@ -173,7 +184,7 @@ class Task:
             peak <= usable_bytes(self.costs, rank, HEADROOM)
             for rank, peak in enumerate(timeline.peak_memory_bytes)
         )
-        fits = fits and self.agrees(program)
+        fits = fits and self.agrees(program) and not self.cuts_what_is_whole(program)
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)

@@ -143,7 +143,13 @@ class TwoLevel:
     def inner(self, key: tuple, part: Part) -> Task:
         if key not in self._tasks:
             task = self.task
-            self._tasks[key] = Task(part.graph, task.costs, task.optimizer_states, task.progress)
+            self._tasks[key] = Task(
+                part.graph,
+                task.costs,
+                task.optimizer_states,
+                task.progress,
+                whole_parameters=task.whole_parameters,
+            )
         return self._tasks[key]
 
     def best(self, inner: Task, ranks: tuple[int, ...], price: float) -> Program | None:

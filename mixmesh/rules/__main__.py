@@ -39,6 +39,8 @@ def results(op: str, sample: Sample) -> tuple[ValueType, ...]:
 
     def value(arg):
         if isinstance(arg, Spec):
+            if arg.kind == "definite":
+                return torch.eye(arg.shape[-1], dtype=dtypes[arg.dtype]).expand(arg.shape)
             return torch.full(arg.shape, arg.low, dtype=dtypes[arg.dtype])
         if isinstance(arg, tuple):
             return [value(a) for a in arg]

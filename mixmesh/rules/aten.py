@@ -43,7 +43,7 @@ UNARY = """
     hardswish hardsigmoid hardshrink softshrink softplus mish relu6 celu selu logit lgamma digamma floor
     ceil round round.decimals trunc frac isnan isinf isfinite logical_not bitwise_not clamp clamp_min
     clamp_max square log_sigmoid nan_to_num threshold signbit sinc isposinf isneginf
-    special_expit angle
+    special_expit angle polygamma special_i0
     eq.Scalar ne.Scalar lt.Scalar le.Scalar gt.Scalar ge.Scalar
     add.Scalar sub.Scalar rsub.Scalar pow.Tensor_Scalar pow.Scalar fmod.Scalar remainder.Scalar
     bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar __and__.Scalar __or__.Scalar
@@ -74,6 +74,7 @@ RESAMPLERS = """
     upsample_nearest1d.vec upsample_nearest2d.vec upsample_nearest3d.vec upsample_linear1d
     upsample_linear1d.vec upsample_bilinear2d upsample_bilinear2d.vec upsample_bicubic2d
     upsample_bicubic2d.vec upsample_trilinear3d upsample_trilinear3d.vec _upsample_bilinear2d_aa
+    _upsample_nearest_exact1d.vec _upsample_nearest_exact2d.vec _upsample_nearest_exact3d.vec
     _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa _upsample_bicubic2d_aa.vec
     reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d
 """.split()
@@ -84,7 +85,7 @@ WHOLE_DIMS = {
     "prod": ALL, "prod.dim_int": 1, "var": ALL, "var.dim": 1, "var.correction": 1, "std": ALL,
     "std.dim": 1, "std.correction": 1, "var_mean.correction": 1, "std_mean.correction": 1,
     "norm.Scalar": ALL, "norm.ScalarOpt_dim": 2, "median": ALL, "median.dim": 1,
-    "mode": 1, "kthvalue": 2,
+    "mode": 1, "kthvalue": 2, "nanmedian.dim": 1,
 }  # fmt: skip
 ALONG_DIM = {
     "softmax.int": 1, "log_softmax.int": 1, "_softmax": 1, "_log_softmax": 1, "_safe_softmax": 1,
@@ -93,6 +94,10 @@ ALONG_DIM = {
     "cummax": 1, "cummin": 1, "sort": 1, "sort.stable": 2, "argsort": 1,
     "argsort.stable": 2,
 }  # fmt: skip
+OF_MATRICES = """
+    matrix_exp matrix_power linalg_det linalg_slogdet logdet linalg_inv linalg_cholesky linalg_qr
+    linalg_eigvalsh linalg_eigh linalg_svdvals linalg_pinv.atol_rtol_tensor
+""".split()
 _CONV = Rule(p.convolution(), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 y0 y1 y2")
 _CONV_TRANSPOSED = Rule(
     p.convolution(True), linear=((0,), (1,)), local=p.local_groups, flops="n g i o a0 a1 a2 h0 h1 h2"
@@ -117,6 +122,9 @@ RULES: dict[str, Rule] = {
     "aten.mv": Rule("m k, k -> m", linear="separately", flops="m k"),
     "aten.addmv": Rule(p.with_addend("m k, k -> m"), linear=((1,), (2,)), flops="m k"),
     "aten.dot": Rule("k, k ->", linear="separately", flops="k"),
+    "aten.vdot": Rule("k, k ->", linear="separately", flops="k"),
+    "aten.cdist": Rule(p.cdist, flops="... p r m"),
+    **{f"aten.{op}": Rule(s.matrices) for op in OF_MATRICES},
     "aten.outer": Rule("m, n -> m n", linear="separately"),
     "aten.bilinear": Rule(
         "... i, ... j, o i j, +o -> ... o", linear=((0,), (1,), (2,)), flops="... o i j"
@@ -136,6 +144,8 @@ RULES: dict[str, Rule] = {
     "aten.mul.Tensor": Rule(s.same, linear="separately"),
     "aten.div.Tensor": Rule(s.same, linear="first"),
     "aten.true_divide.Tensor": Rule(s.same, linear="first"),
+    "aten.ldexp.Tensor": Rule(s.same, linear="first"),
+    "aten.complex": Rule(s.same, linear="jointly"),
     "aten.addcmul": Rule(s.same, linear=((0, 1), (0, 2))),
     "aten.addcdiv": Rule(s.same, linear=((0, 1),)),
     "aten.lerp.Scalar": Rule(s.same, linear="jointly"),
@@ -152,10 +162,12 @@ RULES: dict[str, Rule] = {
     # reductions
     "aten.sum": Rule(s.reduce_dims(ALL, contract=True), linear="first"),
     "aten.sum.dim_IntList": Rule(s.reduce_dims(1, contract=True), linear="first"),
+    "aten.nansum": Rule(s.reduce_dims(1, contract=True)),
     "aten.mean": Rule(s.reduce_dims(ALL, contract=True), linear="first"),
     "aten.mean.dim": Rule(s.reduce_dims(1, contract=True), linear="first"),
     "aten.count_nonzero": Rule(s.reduce_dims(ALL, contract=True)),
     "aten.count_nonzero.dim_IntList": Rule(s.reduce_dims(1, contract=True)),
+    "aten.aminmax": Rule(s.aminmax),
     "aten.linalg_vector_norm": Rule(s.vector_norm),
     "aten.histc": Rule(s.histogram),
     "aten.cumsum": Rule(s.along(1), linear="first"),
@@ -174,6 +186,7 @@ RULES: dict[str, Rule] = {
     "aten._weight_norm": Rule(n.weight_norm),
     "aten._weight_norm_interface": Rule(n.weight_norm),
     "aten.cosine_similarity": Rule(n.cosine_similarity),
+    "aten.pairwise_distance": Rule(n.pairwise_distance),
     "aten.cross_entropy_loss": Rule(n.cross_entropy),
     "aten.nll_loss": Rule(n.cross_entropy, linear="first"),
     "aten.nll_loss_nd": Rule(n.cross_entropy, linear="first"),
@@ -196,10 +209,14 @@ RULES: dict[str, Rule] = {
     "aten.multi_margin_loss": Rule(n.row_loss(5)),
     "aten.multilabel_margin_loss": Rule(n.row_loss(2)),
     # recurrent layers
-    "aten.lstm.input": Rule(n.recurrent(2)),
-    "aten.gru.input": Rule(n.recurrent(1)),
-    "aten.rnn_tanh.input": Rule(n.recurrent(1)),
-    "aten.rnn_relu.input": Rule(n.recurrent(1)),
+    "aten.lstm.input": Rule(n.recurrent(2), flops=n.recurrent_flops),
+    "aten.gru.input": Rule(n.recurrent(1), flops=n.recurrent_flops),
+    "aten.rnn_tanh.input": Rule(n.recurrent(1), flops=n.recurrent_flops),
+    "aten.rnn_relu.input": Rule(n.recurrent(1), flops=n.recurrent_flops),
+    "aten.lstm_cell": Rule(n.recurrent_cell(2), flops="n g w0 + n g w1"),
+    "aten.gru_cell": Rule(n.recurrent_cell(1), flops="n g w0 + n g w1"),
+    "aten.rnn_tanh_cell": Rule(n.recurrent_cell(1), flops="n g w0 + n g w1"),
+    "aten.rnn_relu_cell": Rule(n.recurrent_cell(1), flops="n g w0 + n g w1"),
     # look-ups
     "aten.embedding": Rule(i.embedding, linear="first"),
     "aten.gather": Rule(i.gather, linear="first"),
@@ -255,6 +272,13 @@ RULES: dict[str, Rule] = {
     "aten.roll": Rule(
         lambda c: s.fixed_dims(c, c.arg(2, "dims", ()) or tuple(range(s.rank_of(c)))), linear="first"
     ),
+    "aten.rot90": Rule(s.rot90, linear="first"),
+    "aten.linalg_cross": Rule(lambda c: s.fixed_dims(c, (dict(c.kwargs).get("dim", -1),)), "separately"),
+    "aten.renorm": Rule(s.renorm),
+    "aten.diag_embed": Rule(s.diag_embed, linear="first"),
+    "aten.max_unpool2d": Rule(s.unpool, linear="first"),
+    "aten.max_unpool3d": Rule(s.unpool, linear="first"),
+    "aten.affine_grid_generator": Rule(s.affine_grid, linear="first", local=s.local_affine_grid),
     "aten.tril": Rule(s.last_whole(2), linear="first"),
     "aten.triu": Rule(s.last_whole(2), linear="first"),
     "aten.diagonal": Rule(s.diagonal, linear="first"),
@@ -269,6 +293,17 @@ RULES: dict[str, Rule] = {
     "aten.meshgrid.indexing": Rule(s.meshgrid, linear="jointly"),
     "aten.fft_fftn": Rule(lambda c: s.fixed_dims(c, c.arg(2, "dim") or range(s.rank_of(c))), "first"),
     "aten.fft_fft": Rule(lambda c: s.fixed_dims(c, (c.arg(2, "dim", -1),)), linear="first"),
+    "aten.stft": Rule(s.stft, linear="separately"),
+    "aten.fft_ifft": Rule(lambda c: s.fixed_dims(c, (c.arg(2, "dim", -1),)), linear="first"),
+    "aten.fft_ifftn": Rule(lambda c: s.fixed_dims(c, c.arg(2, "dim") or range(s.rank_of(c))), "first"),
+    "aten.fft_fft2": Rule(s.transformed((-2, -1)), linear="first"),
+    "aten.fft_ifft2": Rule(s.transformed((-2, -1)), linear="first"),
+    "aten.fft_rfft": Rule(s.resize_dim(2, -1), linear="first"),
+    "aten.fft_irfft": Rule(s.resize_dim(2, -1), linear="first"),
+    "aten.fft_rfft2": Rule(s.transformed((-2, -1)), linear="first"),
+    "aten.fft_irfft2": Rule(s.transformed((-2, -1)), linear="first"),
+    "aten.fft_rfftn": Rule(s.transformed(), linear="first"),
+    "aten.fft_irfftn": Rule(s.transformed(), linear="first"),
     "aten.view_as_real": Rule("... -> ... t!", linear="first"),
     "aten.view_as_complex": Rule("... t! -> ...", linear="first"),
     # factories
@@ -284,7 +319,13 @@ RULES: dict[str, Rule] = {
     "aten.arange.start": Rule("-> d"),
     "aten.arange.start_step": Rule("-> d"),
     "aten.linspace": Rule("-> d!"),
+    "aten.logspace": Rule("-> d!"),
+    "aten.hann_window": Rule("-> d!"),
+    "aten.hann_window.periodic": Rule("-> d!"),
+    "aten.hamming_window": Rule("-> d!"),
     "aten.eye": Rule("-> a! b!"),
+    "aten.tril_indices": Rule("-> a! b!"),
+    "aten.triu_indices": Rule("-> a! b!"),
     "aten.scalar_tensor": Rule("->"),
     # random numbers: the runtime's policy decides what a shard draws
     "aten.native_dropout": LINEAR_ELEMENTWISE,

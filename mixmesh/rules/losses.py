@@ -153,6 +153,32 @@ def cosine_similarity(call: Call) -> str:
     return ", ".join(terms) + " -> " + " ".join(f"d{i}" for i in range(rank) if i != dim)
 
 
+def pairwise_distance(call: Call) -> str:
+    """pairwise_distance(a, b, p, eps, keepdim): a norm over the last dim, where p is 1 a sum."""
+    out = "... 1" if call.arg(4, "keepdim", False) else "..."
+    term = "... d" if call.arg(2, "p", 2) == 1 else "... d!"
+    return f"{term}, {term} -> {out}"
+
+
+def recurrent_flops(call: Call) -> str:
+    """Every step and sample times every matrix."""
+    matrices = [k for k, t in enumerate(call.inputs[1:]) if len(t.shape) == 2]
+    return " + ".join(f"t n p{k}_0 p{k}_1" for k in matrices)
+
+
+def recurrent_cell(states: int):
+    """lstm_cell, gru_cell, rnn_tanh_cell(input, state, weights, biases): only the batch is free."""
+
+    def rule(call: Call) -> str:
+        hidden = [f"n h{i}!" for i in range(states)]
+        weights = call.inputs[1 + states :]
+        terms = [" ".join(["g!", f"w{k}!"][: len(t.shape)]) for k, t in enumerate(weights)]
+        outs = [f"n h{i}!" for i in range(len(call.outputs))]
+        return ", ".join(["n i!", *hidden, *terms]) + " -> " + ", ".join(outs)
+
+    return rule
+
+
 def recurrent(states: int):
     """lstm, gru, rnn(input, state, params, ..., batch_first): only the batch is free."""
 

@@ -16,6 +16,12 @@ def matmul(call: Call) -> str:
     return f"{left}, {right} -> {out}" if a > 1 or b > 1 else "k, k ->"
 
 
+def cdist(call: Call) -> str:
+    """Distances of all rows to all rows: a sum of magnitudes adds up, other norms do not."""
+    m = "m" if call.arg(2, "p", 2) == 1 else "m!"
+    return f"... p {m}, ... r {m} -> ... p r"
+
+
 def with_addend(product: str):
     """addmm, baddbmm, addmv: a term of fewer or shorter dims is added to a product."""
     out = product.split("->")[1].split()

@@ -87,6 +87,7 @@ _LOSS = (
     call(F(3, 4, 5), F(3, 4, 5)),
 )
 _NORM = (call(F(4, 5, 6), (6,), F(6), F(6)), call(F(4, 5, 6), (5, 6), F(5, 6)), call(F(7, 6), (6,)))
+_POSITIVE_DEFINITE = Spec("f64", (4, 3, 3), "definite")
 _ALONG = (call(F(5, 4), -1), call(F(5, 4, 3), 1), call(F(6), 0))
 _PAIR_OF_STATES = (F(1, 4, 5), F(1, 4, 5))
 _LSTM_PARAMS = (F(20, 3), F(20, 5), F(20), F(20))
@@ -120,7 +121,21 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.mv": (call(F(5, 6), F(6)),),
     "aten.addmv": (call(F(5), F(5, 6), F(6)), call(F(1), F(5, 6), F(6))),
     "aten.dot": (call(F(6), F(6)),),
+    "aten.vdot": (call(F(6), F(6)),),
     "aten.outer": (call(F(5), F(4)),),
+    "aten.cdist": (call(F(5, 3), F(4, 3)), call(F(3, 5, 4), F(5, 4), 1.0), call(F(3, 5, 4), F(3, 1, 4))),
+    "aten.matrix_exp": (call(F(4, 3, 3)), call(F(3, 3))),
+    "aten.matrix_power": (call(F(4, 3, 3), 3),),
+    "aten.linalg_det": (call(F(4, 3, 3)),),
+    "aten.linalg_slogdet": (call(F(4, 3, 3)),),
+    "aten.logdet": (call(_POSITIVE_DEFINITE),),
+    "aten.linalg_inv": (call(_POSITIVE_DEFINITE),),
+    "aten.linalg_cholesky": (call(_POSITIVE_DEFINITE),),
+    "aten.linalg_qr": (call(F(4, 5, 3)),),
+    "aten.linalg_eigvalsh": (call(F(4, 3, 3)),),
+    "aten.linalg_eigh": (call(no_grad(F(4, 3, 3))),),
+    "aten.linalg_svdvals": (call(F(4, 5, 3)),),
+    "aten.linalg_pinv.atol_rtol_tensor": (call(F(4, 3, 3)),),
     "aten.bilinear": (call(F(5, 3), F(5, 4), F(6, 3, 4), F(6)), call(F(2, 5, 3), F(2, 5, 4), F(6, 3, 4))),
     "aten.einsum": (
         call("bik,bkj->bij", (F(4, 5, 6), F(4, 6, 3))),
@@ -206,6 +221,9 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.clamp": (call(F(5, 4), -0.5, 0.5), call(F(5, 4), None, 0.5)),
     "aten.round.decimals": (call(F(5, 4), decimals=1),),
     "aten.leaky_relu": (call(F(5, 4), 0.2),),
+    "aten.ldexp.Tensor": (call(F(5, 4), F(5, 4)), call(F(5, 4), F(4))),
+    "aten.polygamma": (call(1, P(5, 4)),),
+    "aten.complex": (call(F(5, 4), F(5, 4)), call(F(5, 4), F(4))),
     "aten.real": (call(C(5, 4)),),
     "aten.imag": (call(C(5, 4)),),
     "aten.conj": (call(C(5, 4)),),
@@ -229,6 +247,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.count_nonzero": (call(B(5, 4)),),
     "aten.count_nonzero.dim_IntList": (call(B(5, 4), (1,)),),
     "aten.histc": (call(F(7), 4, -1, 1), call(F(7), 4)),
+    "aten.nansum": (call(F(5, 4)), call(F(3, 4, 5), (-2,), True)),
+    "aten.aminmax": (call(F(5, 4), dim=1), call(F(3, 4, 5), dim=0, keepdim=True), call(F(5, 4))),
     "aten.prod.dim_int": _REDUCE_DIM,
     "aten.argmax": (*_REDUCE_DIM, call(F(5, 4))),
     "aten.argmin": (*_REDUCE_DIM, call(F(5, 4))),
@@ -243,6 +263,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.var_mean.correction": (call(F(5, 4), (1,), correction=0), call(F(5, 4), (0,), keepdim=True)),
     "aten.std_mean.correction": (call(F(5, 4), (1,), correction=0),),
     "aten.linalg_vector_norm": (
+        call(F(5, 4)),
         call(F(5, 4), 2.0),
         call(F(5, 4), 2.0, (-1,), True),
         call(F(5, 4, 3), 1, (0, 1)),
@@ -286,6 +307,11 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten._weight_norm": (call(F(5, 4, 3), F(5, 1, 1)), call(F(5, 4, 3), F(1, 1, 3), 2)),
     "aten._weight_norm_interface": (call(F(5, 4, 3), F(5, 1, 1)), call(F(5, 4, 3), F(1, 1, 3), 2)),
     "aten.cosine_similarity": (call(F(5, 4), F(5, 4)), call(F(5, 1, 4), F(3, 4), -1)),
+    "aten.pairwise_distance": (
+        call(F(5, 4), F(5, 4)),
+        call(F(3, 5, 4), F(5, 4), 1.0, 1e-6, True),
+        call(F(6), F(6)),
+    ),
     "aten.cross_entropy_loss": (
         call(F(7, 5), I(5, 7), None, SUM),
         call(F(7, 5), I(5, 7), no_grad(P(5)), SUM, -100, 0.1),
@@ -358,6 +384,13 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.gru.input": (call(F(6, 4, 3), F(1, 4, 5), _GRU_PARAMS, True, 1, 0.0, True, False, False),),
     "aten.rnn_tanh.input": (call(F(6, 4, 3), F(1, 4, 5), _RNN_PARAMS, True, 1, 0.0, True, False, False),),
     "aten.rnn_relu.input": (call(F(4, 6, 3), F(1, 4, 5), _RNN_PARAMS, True, 1, 0.0, True, False, True),),
+    "aten.lstm_cell": (
+        call(F(6, 3), (F(6, 5), F(6, 5)), *_LSTM_PARAMS),
+        call(F(6, 3), (F(6, 5), F(6, 5)), *_LSTM_PARAMS[:2]),
+    ),
+    "aten.gru_cell": (call(F(6, 3), F(6, 5), *_GRU_PARAMS), call(F(6, 3), F(6, 5), *_GRU_PARAMS[:2])),
+    "aten.rnn_tanh_cell": (call(F(6, 3), F(6, 5), *_RNN_PARAMS),),
+    "aten.rnn_relu_cell": (call(F(6, 3), F(6, 5), *_RNN_PARAMS[:2]),),
     # look-ups
     "aten.embedding": (
         call(F(7, 4), I(7, 5, 3)),
@@ -474,6 +507,18 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     ),
     "aten.flip": (call(F(5, 4), (1,)), call(F(5, 4, 3), (0, -1))),
     "aten.roll": (call(F(5, 4), (1,), (1,)), call(F(5, 4, 3), (1, -1), (0, -1)), call(F(5, 4), (3,))),
+    "aten.rot90": (call(F(5, 4)), call(F(3, 5, 4), 3, (1, 2)), call(F(3, 5, 4), 2, (0, 1))),
+    "aten.linalg_cross": (call(F(5, 3), F(5, 3)), call(F(5, 3, 4), F(5, 3, 4), dim=1)),
+    "aten.renorm": (call(F(5, 4), 2, 0, 0.5), call(F(5, 4, 3), 2, 1, 0.5)),
+    "aten.diag_embed": (call(F(5, 4)), call(F(5, 4, 3), 1, 0, 2)),
+    "aten.max_unpool2d": (call(F(3, 4, 1, 4), Spec("i64", (3, 4, 1, 4), "permuted"), (2, 4)),),
+    "aten.max_unpool3d": (
+        call(F(3, 4, 1, 1, 4), Spec("i64", (3, 4, 1, 1, 4), "permuted"), (1, 2, 4), (1, 2, 1), (0, 0, 0)),
+    ),
+    "aten.affine_grid_generator": (
+        call(F(5, 2, 3), (5, 3, 4, 6), False),
+        call(F(5, 3, 4), (5, 2, 3, 2, 4), True),
+    ),
     "aten.tril": (call(F(3, 5, 4)), call(F(5, 5), -1)),
     "aten.triu": (call(F(3, 5, 4)), call(F(5, 5), 1)),
     "aten.diagonal": (call(F(5, 4)), call(F(5, 4, 3), 1, -1, 0)),
@@ -491,6 +536,21 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     ),
     "aten.fft_fftn": (call(F(5, 4, 3), None, (1, 2)), call(C(5, 4))),
     "aten.fft_fft": (call(F(5, 4)), call(C(5, 4), None, 0)),
+    "aten.stft": (
+        call(F(5, 16), 4, 2, 4, no_grad(P(4)), False, True, True),
+        call(F(5, 16), 4, 2, None, None, False, True, False),
+        call(F(16), 4, 2, 4, no_grad(P(4)), False, True, True),
+    ),
+    "aten.fft_ifft": (call(C(5, 4)), call(F(5, 4), None, 0)),
+    "aten.fft_ifftn": (call(C(5, 4, 3), None, (1, 2)), call(C(5, 4))),
+    "aten.fft_fft2": (call(F(5, 4, 3)), call(C(5, 4, 3), None, (0, 1))),
+    "aten.fft_ifft2": (call(C(5, 4, 3)),),
+    "aten.fft_rfft": (call(F(5, 6)), call(F(5, 6, 3), None, 1)),
+    "aten.fft_irfft": (call(C(5, 4)), call(C(5, 4, 3), 7, 1)),
+    "aten.fft_rfft2": (call(F(5, 4, 6)),),
+    "aten.fft_irfft2": (call(C(5, 4, 3)),),
+    "aten.fft_rfftn": (call(F(5, 4, 6), None, (1, 2)), call(F(4, 6))),
+    "aten.fft_irfftn": (call(C(5, 4, 3), (4, 5), (1, 2)), call(C(4, 3))),
     "aten.view_as_real": (call(C(5, 4)),),
     "aten.view_as_complex": (call(F(5, 4, 2)),),
     # factories
@@ -506,7 +566,13 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.arange.start": (call(2, 9, dtype=DType("i64")), call(0, 5, dtype=DType("f64"))),
     "aten.arange.start_step": (call(2, 12, 2, dtype=DType("i64")), call(0, 1, 0.2, dtype=DType("f64"))),
     "aten.linspace": (call(0.0, 1.0, 5, dtype=DType("f64")),),
+    "aten.logspace": (call(0.0, 1.0, 5, dtype=DType("f64")),),
+    "aten.hann_window": (call(5, dtype=DType("f64")),),
+    "aten.hann_window.periodic": (call(5, False, dtype=DType("f64")),),
+    "aten.hamming_window": (call(5, dtype=DType("f64")),),
     "aten.eye": (call(5, dtype=DType("f64")),),
+    "aten.tril_indices": (call(5, 4, -1, dtype=DType("i64")),),
+    "aten.triu_indices": (call(5, 4, 1, dtype=DType("i64")),),
     "aten.scalar_tensor": (call(2.0, dtype=DType("f64")),),
     # random numbers
     "aten.native_dropout": (call(F(5, 4), 0.4, True), call(F(3, 5, 4), 0.0, True)),

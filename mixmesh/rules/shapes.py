@@ -334,9 +334,89 @@ def meshgrid(call: Call) -> str:
     return ", ".join(vectors) + " -> " + ", ".join([" ".join(order)] * len(vectors))
 
 
+def transformed(default: tuple[int, ...] = ()):
+    """fft_rfftn and its kin (self, sizes, dims): what is transformed is whole, its size changes."""
+
+    def rule(call: Call) -> str:
+        rank = rank_of(call)
+        dims = call.arg(2, "dim") or default or tuple(range(rank))
+        whole = {wrap(d, rank) for d in dims}
+        left = " ".join(f"a{i}!" if i in whole else f"d{i}" for i in range(rank))
+        return f"{left} -> {left.replace('a', 'b')}"
+
+    return rule
+
+
+def aminmax(call: Call) -> str:
+    """aminmax(self, *, dim, keepdim): as ``amax`` of one dim or of all."""
+    return reduce_dims(len(call.args), contract=False)(call)
+
+
+def matrices(call: Call) -> str:
+    """Of each matrix a matrix, a vector or a number: the last two dims are whole."""
+    batch = rank_of(call) - 2
+    outs = []
+    for n, t in enumerate(call.outputs):
+        outs.append(" ".join(["...", *(f"b{n}{i}!" for i in range(len(t.shape) - batch))]))
+    return "... x! y! -> " + ", ".join(outs)
+
+
+def rot90(call: Call) -> str:
+    """rot90(self, k, dims): a quarter swaps two dims and turns one of them around."""
+    rank = rank_of(call)
+    k, (a, b) = call.arg(1, "k", 1) % 4, (wrap(d, rank) for d in call.arg(2, "dims", (0, 1)))
+    turned = {0: (), 1: (b,), 2: (a, b), 3: (a,)}[k]
+    left = [f"d{i}!" if i in turned else f"d{i}" for i in range(rank)]
+    right = list(left)
+    if k % 2:
+        right[a], right[b] = left[b], left[a]
+    return f"{' '.join(left)} -> {' '.join(right)}"
+
+
+def unpool(call: Call) -> str:
+    """max_unpool(self, indices, size): every value at its place in the plane, zeros elsewhere."""
+    spatial = _spatial(call)
+    free = " ".join(f"n{i}" for i in range(rank_of(call) - spatial))
+    left = f"{free} {' '.join(f'h{i}' for i in range(spatial))}"
+    return f"{left}, {left} -> {free} {' '.join(f'y{i}!' for i in range(spatial))}"
+
+
+def renorm(call: Call) -> str:
+    """renorm(self, p, dim, maxnorm): every slice along dim by itself."""
+    rank = rank_of(call)
+    dim = wrap(call.args[2], rank)
+    return fixed_dims(call, tuple(i for i in range(rank) if i != dim))
+
+
+def diag_embed(call: Call) -> str:
+    """diag_embed(self, offset, dim1, dim2): the last dim becomes two."""
+    rank = rank_of(call) + 1
+    made = {wrap(call.arg(2, "dim1", -2), rank), wrap(call.arg(3, "dim2", -1), rank)}
+    free = iter(names(rank - 2))
+    right = [f"b{i}!" if i in made else next(free) for i in range(rank)]
+    return " ".join([*names(rank - 2), "a!"]) + " -> " + " ".join(right)
+
+
+def affine_grid(call: Call) -> str:
+    """affine_grid_generator(theta, (n, c, h, w), align_corners): a grid for every sample."""
+    return "n a! b! -> n " + " ".join(f"h{i}!" for i in range(len(call.outputs[0].shape) - 1))
+
+
+def local_affine_grid(local: LocalCall):
+    theta, size, *rest = local.call.args
+    return (theta, (local.out_shapes[0][0], *size[1:]), *rest), local.call.kwargs
+
+
+def stft(call: Call) -> str:
+    """stft(self, n_fft, hop_length, win_length, window): time is whole, to frequencies and frames."""
+    batch = "n " if rank_of(call) > 1 else ""
+    tail = [f"{name}!" for name in ("f", "s", "c")][: len(call.outputs[0].shape) - rank_of(call) + 1]
+    return f"{batch}t!, w! -> {batch}{' '.join(tail)}"
+
+
 def vector_norm(call: Call) -> str:
     """linalg_vector_norm(x, ord, dim): a sum of magnitudes adds up, other norms do not."""
-    return reduce_dims(2, contract=call.args[1] == 1)(call)
+    return reduce_dims(2, contract=call.arg(1, "ord", 2) == 1)(call)
 
 
 def diagonal(call: Call) -> str:

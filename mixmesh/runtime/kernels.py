@@ -6,6 +6,7 @@ will do. A rank with an empty piece never gets here (see ``empty``).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -123,7 +124,7 @@ def bernoulli_kernel(site: Site) -> LocalOp:
 
     def run(x):
         uniform = make(lambda shape, g: torch.rand(shape, generator=g, device=site.device))
-        p = site.instruction.args[1] if site.instruction.op == "aten.bernoulli.p" else x
+        p = site.local.call.arg(1, "p", 0.5) if site.instruction.op == "aten.bernoulli.p" else x
         return ((uniform < p).to(x.dtype),)
 
     return run
@@ -142,6 +143,22 @@ def fill_kernel(draw: Callable):
         return run
 
     return kernel
+
+
+def seeded_kernel(site: Site) -> LocalOp:
+    """What draws in a way of its own and runs whole everywhere: by the process's generator, seeded alike on
+    all ranks. Its number among the draws is made of its name, which every part of a program keeps."""
+    plain, device = site.plain(), site.device
+    operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
+    others = [device] if device.type != "cpu" else []
+
+    def run(*tensors):
+        seed = site.random.generator(operator, 0, torch.device("cpu")).initial_seed()
+        with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
+            torch.manual_seed(seed)
+            return plain(*tensors)
+
+    return run
 
 
 # --- cut dims that are read as a whole -----------------------------------------------------------------

@@ -14,10 +14,11 @@ import torch
 
 from ..errors import UnsupportedOp
 from ..ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
+from ..ir.samples import draws_numbers
 from ..rules import RULES, LocalCall, call_of
 from ..trace.dtypes import TORCH_DTYPE
 from .empty import empty_op, is_empty
-from .kernels import KERNELS, Site
+from .kernels import KERNELS, Site, seeded_kernel
 from .random import RandomPolicy
 from .window import Window
 
@@ -74,7 +75,7 @@ def local_op(
     local = local_call(program, i, rank, window)
     if is_empty(local):
         return empty_op(local, [TORCH_DTYPE[t.dtype] for t in local.call.outputs], device)
-    kernel = KERNELS.get(i.op)
+    kernel = KERNELS.get(i.op) or (seeded_kernel if draws_numbers(i.op) else None)
     site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device), window)
     made = kernel(site) if kernel else None
     return made or plain_op(i, local, device)

@@ -11,14 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from ..errors import InputError
+from ..job import ELEMENTWISE, is_elementwise
 from .comm import Comm
 from .shards import Stored
-
-# each element of the update depends on the same element of gradient and state only
-ELEMENTWISE = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam, optim.Adagrad,
-    optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
 
 
 def check_optimizer(optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
@@ -29,10 +24,10 @@ def check_optimizer(optimizer: optim.Optimizer, stored: Mapping[str, Stored]) ->
             expected="an optimizer whose step() takes no closure, such as AdamW",
         )
     cut = [s.name for s in stored.values() if s.num_pieces]
-    if cut and not isinstance(optimizer, ELEMENTWISE):
+    if cut and not is_elementwise(optimizer):
         raise InputError(
             f"{kind} may mix the elements of a parameter, and the plan cuts {len(cut)} of them",
-            expected=f"an elementwise optimizer: {', '.join(c.__name__ for c in ELEMENTWISE)}",
+            expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}",
             got=f"{kind}; cut parameters: {', '.join(cut[:3])}{' ...' if len(cut) > 3 else ''}",
             hint="choose a plan that keeps parameters whole, such as ddp-proportional",
         )

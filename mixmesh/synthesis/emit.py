@@ -19,6 +19,7 @@ from ..ir import (
     map_refs,
     redistribution,
 )
+from ..ir.samples import draws_numbers
 from .choices import R, code_of
 from .problem import Problem
 from .search import Found
@@ -143,7 +144,7 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
             any(r in graph.requires_grad for r in i.results)
             or i.op in ("param", "buffer")
             or not bound.isdisjoint(i.inputs)
-            or any(word in i.op for word in RANDOM)
+            or draws_numbers(i.op)
         ):
             bound.update(r for r in i.results if r is not None)
         elif i.op in COLLECTIVE_OPS:
@@ -158,8 +159,6 @@ def hidden_first(instructions: list[Instruction], graph: Graph) -> list[Instruct
     return [i for i in instructions if id(i) in first] + [i for i in instructions if id(i) not in first]
 
 
-# operators that draw numbers, which depend on their order
-RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal")
 COLLECTIVE_OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 
 

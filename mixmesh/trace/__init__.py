@@ -11,16 +11,25 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import TraceError
 from ..ir import Graph
+from ..rules import RULES
 from .attention import ATTENTION_RULES
 from .build import Builder, Rule, rewrite
 from .capture import capture
 from .convert import convert, graph_name
+from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
+from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
 from .norms import NORM_RULES
-from .schema import bound, normalise, overload
+from .recurrent import RECURRENT_RULES
+from .schema import bound, normalise, on_meta, overload
 from .simplify import (
+    ALIASES,
+    IDENTITY_RULES,
+    RESHAPES,
+    broadcasts_written_out,
     drop_assertions,
     drop_dead,
     drop_identities,
@@ -35,7 +44,7 @@ from .simplify import (
 
 __all__ = [
     "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "Rule", "Traced",
-    "bound", "normalise", "overload", "rewrite", "trace",
+    "bound", "normalise", "on_meta", "overload", "rewrite", "trace",
 ]  # fmt: skip
 
 
@@ -49,12 +58,27 @@ class Traced:
     warnings: tuple[str, ...] = ()
 
 
+# operators that have a rule, or are written out by a pass
+KNOWN = frozenset().union(
+    RULES, ATTENTION_RULES, DRAW_RULES, LOOKUP_RULES, LOSS_RULES, NORM_RULES, RECURRENT_RULES, ALIASES,
+    IDENTITY_RULES, RESHAPES, ("aten.broadcast_tensors", "aten.expand_copy"),
+)  # fmt: skip
+
+
 def exact_attention(graph: Graph) -> Graph:
     return rewrite(graph, ATTENTION_RULES)
 
 
 def exact_losses(graph: Graph) -> Graph:
     return rewrite(graph, LOSS_RULES)
+
+
+def exact_draws(graph: Graph) -> Graph:
+    return rewrite(graph, DRAW_RULES | RECURRENT_RULES)
+
+
+def plain_lookups(graph: Graph) -> Graph:
+    return rewrite(graph, LOOKUP_RULES)
 
 
 def exact_batch_norms(graph: Graph) -> Graph:
@@ -66,7 +90,10 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     one_spelling,
     normal_arguments,
     static_shapes,
+    broadcasts_written_out,
     one_factory,
+    exact_draws,
+    plain_lookups,
     exact_attention,
     exact_losses,
     exact_batch_norms,
@@ -85,17 +112,31 @@ def trace(model: nn.Module, batch: Mapping[str, Any] | tuple | list, name: str |
     training or not, on fake tensors: nothing is computed and no random number is drawn. Raises TraceError
     if PyTorch cannot export the model, or if it does not return a loss.
     """
-    captured = capture(model, batch)
+    captured = capture(model, batch, KNOWN)
     graph = convert(captured, model, name or graph_name(model))
     for step in PASSES:
         graph = step(graph)
+    check_trainable(graph)
     return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)))
+
+
+def check_trainable(graph: Graph) -> None:
+    """Raises TraceError for a loss without a gradient."""
+    if graph.loss in graph.requires_grad:
+        return
+    made = next(n for n in graph.nodes if graph.loss in n.results)
+    frozen = all(not dict(n.kwargs).get("trainable", True) for n in graph.params)
+    raise TraceError(
+        "the loss depends on no trainable parameter",
+        expected="a loss that gradients flow from to some parameter",
+        got="a model whose parameters are all frozen" if frozen else "a loss computed without gradients",
+        where=f"{made.location}, {made.source}" if made.source else made.location,
+        hint="leave requires_grad of what is to be trained, and no detach() or no_grad() on the way",
+    )
 
 
 def _warnings(graph: Graph):
     flowing = graph.requires_grad
-    if graph.loss not in flowing:
-        yield "the loss depends on no trainable parameter"
     for node in graph.params:
         if node.result not in flowing and dict(node.kwargs).get("trainable", True):
             yield f"parameter {node.args[0]} gets no gradient: the loss does not depend on it"

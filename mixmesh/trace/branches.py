@@ -7,6 +7,7 @@ found by taking both.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping
 from types import CodeType
@@ -18,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from .locate import is_users
 
+_DISTRIBUTIONS = os.path.dirname(torch.distributions.__file__)
 T = TypeVar("T")
 Site = tuple[CodeType, int]  # the function and the line of a branch
 
@@ -58,9 +60,14 @@ class _Paths(TorchFunctionMode):
 
 def _site() -> Site:
     frame = sys._getframe(2)
-    while frame.f_back is not None and not is_users(frame.f_code.co_filename):
+    while frame.f_back is not None and not _may_check(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code, frame.f_lineno
+
+
+def _may_check(file: str) -> bool:
+    """A file whose branches are looked at: the model's, or a distribution's, which checks what it gets."""
+    return is_users(file) or file.startswith(_DISTRIBUTIONS)
 
 
 def past_checks(export: Callable[[], T]) -> T:

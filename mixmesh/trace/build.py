@@ -17,7 +17,7 @@ from ..ir import Arg, DType, Graph, Node, Ref, ValueType, map_refs
 from .convert import Names
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 from .locate import Place
-from .schema import normalise, overload
+from .schema import normalise, on_meta, overload
 
 Rule = Callable[["Builder", Node], "tuple[Ref | None, ...] | None"]
 
@@ -31,16 +31,28 @@ class Builder:
 
     def __call__(self, op: str, *args: Arg, **kwargs: Arg) -> Ref:
         """Append the operator and return its first result. Its type is what PyTorch infers."""
+        return self._append(op, args, kwargs, 1)[0]
+
+    def all(self, op: str, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
+        """Append the operator and return all its results."""
+        return self._append(op, args, kwargs, None)
+
+    def _append(self, op: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], count: int | None):
         value = self._infer(op, args, kwargs)
         values = tuple(value) if isinstance(value, tuple | list) else (value,)
         types = tuple(ValueType(DTYPE_NAME[v.dtype], tuple(v.shape)) for v in values)
         stem = next((r for r in self._near.results if r is not None), "")
-        name = self._names.new(f"{stem}.{op.split('.')[1].strip('_')}")
-        results = (name,) + (None,) * (len(types) - 1)
-        self.types[name] = types[0]
+        base = f"{stem}.{op.split('.')[1].strip('_')}"
+        names = tuple(self._names.new(base) for _ in types[:count])
+        results = names + (None,) * (len(types) - len(names))
+        self.types.update(zip(names, types))
         place = dict(location=self._near.location, source=self._near.source)
         self.nodes.append(normalise(Node(results, types, op, args, tuple(kwargs.items()), **place)))
-        return Ref(name)
+        return tuple(map(Ref, names))
+
+    def made(self, ref: Ref) -> Node:
+        """The node that gives a value."""
+        return next(n for n in reversed(self.nodes) if ref.name in n.results)
 
     def type(self, ref: Ref) -> ValueType:
         return self.types[ref.name]
@@ -60,9 +72,9 @@ class Builder:
                     return [meta(a) for a in arg]
             return arg
 
-        target = overload(op)
+        target = on_meta(op)
         options = {k: meta(v) for k, v in kwargs.items()}
-        if any(a.name == "device" for a in target._schema.arguments) and "device" not in options:
+        if any(a.name == "device" for a in overload(op)._schema.arguments) and "device" not in options:
             options["device"] = "meta"
         with torch.no_grad():
             return target(*map(meta, args), **options)

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
 from .branches import past_checks
+from .composites import with_known_operators
+from .fakes import fixed_shapes
 from .functions import exact_functions
 from .locate import place_of_error, place_of_function, whole_stacks
 from .moves import moves_in_place
@@ -142,21 +144,34 @@ def _describe(x: Any) -> str:
     return type(x).__name__
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list) -> Capture:
-    """The model's forward pass at the batch's shapes, functional, composite operators kept whole.
+def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Container[str]) -> Capture:
+    """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole.
 
     Raises TraceError with PyTorch's own reason and the user's file and line.
     """
     flat = Batch.of(batch)
     wrapper = LossOnly(model, flat)
     try:
-        with _quiet(), exact_functions(), moves_in_place(), whole_stacks(), torch.enable_grad():
+        with (
+            _quiet(),
+            fixed_shapes(),
+            exact_functions(),
+            moves_in_place(),
+            whole_stacks(),
+            torch.enable_grad(),
+        ):
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
-            program = program.run_decompositions({})
+            program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
         raise explain(error) from error
     return Capture(program, flat.tensor_names, wrapper.output_has_loss)
+
+
+@contextmanager
+def _as_it_is_traced() -> Iterator[None]:
+    with fixed_shapes(), exact_functions(), moves_in_place(), whole_stacks():
+        yield
 
 
 @contextmanager
@@ -173,10 +188,13 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+BRANCH_HINT = (
+    "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
+)
 # what PyTorch says -> what to do about it
 HINTS = (
-    ("GuardOnDataDependent", "replace the `if` or loop on a tensor's value by torch.where"),
-    ("data-dependent", "replace the `if` or loop on a tensor's value by torch.where"),
+    ("GuardOnDataDependent", BRANCH_HINT),
+    ("data-dependent", BRANCH_HINT),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
     (".numpy()", "keep the computation in torch: numpy cannot be traced"),
     ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
@@ -188,7 +206,7 @@ HINTS = (
 
 # PyTorch's name of an error -> what it means in the model
 MEANINGS = {
-    "GuardOnDataDependentSymNode": "a branch or a loop that depends on a tensor's values",
+    "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
     "DynamicOutputShapeException": "a result whose shape depends on values",
 }
 

@@ -64,6 +64,22 @@ def counted(b: Builder, target: Ref, weight: Ref | None, ignore_index: int, dtyp
     return b("aten.sum", b("aten.mul.Tensor", looked_up, valid))
 
 
+def ctc(b: Builder, node: Node) -> tuple[Ref] | None:
+    """mean -> every sample's loss by its number of targets, then their mean; sum -> the sum."""
+    arg = bound(node)
+    if arg["reduction"] == NONE or not isinstance(arg["target_lengths"], Ref):
+        return None
+    args, kwargs = changed(node, reduction=NONE)
+    each = b(node.op, *args, **kwargs)
+    if not b.type(each).shape:
+        return None  # one sample without a dim for it
+    if arg["reduction"] == SUM:
+        return (b("aten.sum", each),)
+    count = b("aten.clamp_min", arg["target_lengths"], 1)
+    count = _cast(b, count, b.type(each).dtype)
+    return (b("aten.mean", b("aten.div.Tensor", each, count)),)
+
+
 def _in_f32(b: Builder, x: Ref, weight: Ref | None) -> tuple[Ref, Ref | None, str]:
     """A sum over a batch does not fit a half type, though the mean does."""
     dtype = b.type(x).dtype
@@ -86,5 +102,6 @@ LOSS_RULES: dict[str, Rule] = {
     "aten.cross_entropy_loss": cross_entropy,
     **{f"aten.{name}": nll for name in (
         "nll_loss", "nll_loss2d", "nll_loss_nd", "nll_loss_forward", "nll_loss2d_forward")},
+    "aten.ctc_loss.Tensor": ctc,
     **{f"aten.{name}": pointwise_loss for name in POINTWISE},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -25,6 +26,19 @@ def overload(op: str) -> torch._ops.OpOverload:
         return getattr(getattr(getattr(torch.ops, namespace), name), rest[0] if rest else "default")
     except (AttributeError, IndexError) as error:
         raise UnsupportedOp(f"PyTorch has no operator {op}") from error
+
+
+def ctc_loss_on_meta(log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1, *rest):
+    return log_probs.new_empty(log_probs.shape[1:2] if reduction == 0 else ())
+
+
+# where PyTorch has no kernel for meta tensors
+ON_META = {"aten.ctc_loss.Tensor": ctc_loss_on_meta}
+
+
+def on_meta(op: str) -> Callable[..., Any]:
+    """What infers the types of an operator's results, from meta tensors. Raises UnsupportedOp."""
+    return ON_META.get(op) or overload(op)
 
 
 def op_name(target: torch._ops.OpOverload) -> str:

@@ -52,6 +52,16 @@ def _static_shape(node: Node) -> Node:
     return node
 
 
+def broadcasts_written_out(graph: Graph) -> Graph:
+    """``broadcast_tensors``, which the losses of torch.nn.functional begin with, -> an ``expand`` of each."""
+    return rewrite(graph, {"aten.broadcast_tensors": _broadcast_tensors})
+
+
+def _broadcast_tensors(b: Builder, node: Node) -> tuple[Ref | None, ...]:
+    shape = node.types[0].shape
+    return tuple(x if b.type(x).shape == shape else b("aten.expand", x, shape) for x in node.args[0])
+
+
 def one_factory(graph: Graph) -> Graph:
     """``zeros``, ``ones_like``, ``new_full``, ``empty`` and the like -> ``aten.full``; no memory stays
     without a defined value."""

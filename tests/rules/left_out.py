@@ -6,6 +6,7 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
         "aten.isinf": ("P(sum) -> R",),
         "aten.isfinite": ("P(sum) -> R",),
         "aten.nan_to_num": ("P(sum) -> P(sum)",),
+        "aten.nansum": ("P(sum) -> P(sum)",),
         "aten.isposinf": ("P(sum) -> R",),
         "aten.isneginf": ("P(sum) -> R",),
         "aten.heaviside": (

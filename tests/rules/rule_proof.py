@@ -86,6 +86,9 @@ def draw(spec: Spec) -> Tensor:
             return torch.randn(spec.shape, dtype=dtype).sign()
         case "above_one":
             return 1.1 + torch.rand(spec.shape, dtype=dtype)
+        case "definite":
+            a = torch.randn(spec.shape, dtype=dtype)
+            return a @ a.mT + torch.eye(spec.shape[-1], dtype=dtype)
         case "permuted":  # distinct along the last dim
             return torch.rand(spec.shape).argsort(-1)
         case "ends":

@@ -1,0 +1,36 @@
+"""Composite operators that have no rule of their own, as the operators that they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.export.exported_program import _get_decomp_for_cia
+
+from .schema import op_name
+
+MAX_ROUNDS = 4  # of composites made of composites
+
+
+def with_known_operators(program: ExportedProgram, known: Container[str]) -> ExportedProgram:
+    """The program with composites written out that are not ``known`` and would run whole on every device.
+    What cannot be traced so (a check of values inside) stays as it is."""
+    refused: set[OpOverload] = set()
+    for _ in range(MAX_ROUNDS):
+        found = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused
+        table = {
+            op: _get_decomp_for_cia(op) for op in found if _is_composite(op) and op_name(op) not in known
+        }
+        if not table:
+            break
+        for op, written in table.items():
+            try:
+                program = program.run_decompositions({op: written})
+            except Exception:
+                refused.add(op)
+    return program
+
+
+def _is_composite(op: object) -> bool:
+    return isinstance(op, OpOverload) and op.namespace == "aten" and op._can_decompose()

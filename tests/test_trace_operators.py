@@ -1,0 +1,307 @@
+"""Operators that are written out or given a shape while a model is traced: each model has a rule for all of
+them, runs on shards, and equals the module on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mixmesh.api import plan_traced
+from mixmesh.cluster import Cluster
+from mixmesh.errors import TraceError
+from mixmesh.ir import Graph, Node, Ref, ValueType
+from mixmesh.ir.samples import draws_numbers
+from mixmesh.runtime.interpret import interpret
+from mixmesh.runtime.random import RandomPolicy
+from mixmesh.trace import rewrite, trace
+from mixmesh.trace.draws import DRAW_RULES
+from mixmesh.verification import single_device, unsupported_ops, verify
+
+SAMPLES = 10
+X = torch.randn(SAMPLES, 6, 8, generator=torch.Generator().manual_seed(0))
+ROWS = X[:, 0].clone()
+IDS = torch.randint(0, 20, (SAMPLES, 6), generator=torch.Generator().manual_seed(1))
+LABELS = torch.arange(SAMPLES) % 4
+# slow devices on a fast network, so that small models are cut
+CLUSTER = Cluster.parse("""
+name = "three"
+[network]
+bandwidth_gbit_per_s = 40
+latency_us = 1
+[[machine]]
+link_gbit_per_s = 100
+link_latency_us = 1
+devices = [
+  { name = "big", tflop_per_s = 0.002, memory_gib = 8, memory_gbyte_per_s = 2 },
+  { name = "middle", tflop_per_s = 0.001, memory_gib = 4, memory_gbyte_per_s = 1 },
+]
+[[machine]]
+devices = [{ name = "small", tflop_per_s = 0.0005, memory_gib = 2, memory_gbyte_per_s = 0.5 }]
+""")
+
+
+class Model(nn.Module):
+    """``loss(self, *batch)``, over some modules."""
+
+    def __init__(self, loss, **modules: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *batch):
+        return self.loss(self, *batch)
+
+
+def classified(module, h, labels):
+    return F.cross_entropy(module.head(h), labels)
+
+
+def cells(m, x, labels):
+    h, a, c = x.new_zeros(SAMPLES, 12), x.new_zeros(SAMPLES, 5), x.new_zeros(SAMPLES, 5)
+    for t in range(3):
+        h = m.gru(x[:, t], h)
+        a, c = m.lstm(h, (a, c))
+    return classified(m, m.rnn(a), labels)
+
+
+def bags(m, ids, labels):
+    weights = torch.softmax(m.scores(ids).squeeze(-1), 1)
+    weighted = F.embedding_bag(ids, m.table.weight, per_sample_weights=weights, mode="sum")
+    return classified(m, torch.cat([m.mean(ids), m.largest(ids), m.padded(ids), weighted], 1), labels)
+
+
+def ctc(reduction):
+    def loss(m, x, targets, times, lengths):
+        scores = m.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(scores, targets, times, lengths, reduction=reduction, zero_infinity=True) / 7
+
+    times, lengths = torch.full((SAMPLES,), 6), 3 - torch.arange(SAMPLES) % 2
+    targets = torch.randint(1, 5, (SAMPLES, 3), generator=torch.Generator().manual_seed(3))
+    return Model(loss, head=nn.Linear(8, 5)), (X, targets, times, lengths)
+
+
+def spectrum(m, x, labels):
+    f = torch.fft.rfft(m.mix(x), dim=1) * torch.view_as_complex(m.filter.weight.view(4, 8, 2))
+    s = torch.stft(x.flatten(1), 8, 4, window=torch.hann_window(8), return_complex=True).abs()
+    return classified(m, torch.fft.irfft(f, n=6, dim=1).mean(1), labels) + m.audio(s.mean(-1)).pow(2).mean()
+
+
+def geometry(m, x, labels):
+    distances = torch.cdist(m.mix(x), m.points.weight)
+    pairs = distances[:, torch.tril_indices(6, 6)[0], torch.tril_indices(6, 6)[1]]
+    return classified(m, torch.exp(-pairs), labels) + F.pairwise_distance(x[:, 0], m.mix(x)[:, 1]).mean()
+
+
+def composites(m, x, labels):
+    """Operators of PyTorch that are made of others."""
+    h = m.mix(x)
+    h = torch.linalg.norm(h, dim=-1) + torch.tensordot(h, torch.ones(8), 1) + torch.nanmean(h, -1)
+    h = torch.take_along_dim(h, h.argsort(-1), -1).tile(1, 2) + torch.msort(h.T).T.repeat(1, 2)
+    return classified(m, h.unflatten(1, (2, 6)).flatten(1), labels)
+
+
+def checked(m, x, labels):
+    """PyTorch's own checks of values are no branches."""
+    mean, log_var = m.mix(x[:, 0]).chunk(2, -1)
+    posterior = torch.distributions.Normal(mean, log_var.exp())
+    prior = torch.distributions.Normal(torch.zeros_like(mean), torch.ones_like(mean))
+    kl = torch.distributions.kl_divergence(posterior, prior).sum(-1).mean()
+    policy = torch.distributions.Categorical(logits=m.head(mean))
+    return kl - policy.log_prob(labels).mean()
+
+
+def dense(*sizes: int) -> nn.Linear:
+    return nn.Linear(*sizes)
+
+
+MODELS = {
+    "cells": lambda: (
+        Model(
+            cells,
+            gru=nn.GRUCell(8, 12),
+            lstm=nn.LSTMCell(12, 5),
+            rnn=nn.RNNCell(5, 7, nonlinearity="relu"),
+            head=dense(7, 4),
+        ),
+        (X, LABELS),
+    ),
+    "embedding bags": lambda: (
+        Model(
+            bags,
+            table=nn.Embedding(20, 6),
+            scores=nn.Embedding(20, 1),
+            mean=nn.EmbeddingBag(20, 6, mode="mean"),
+            largest=nn.EmbeddingBag(20, 6, mode="max"),
+            padded=nn.EmbeddingBag(20, 6, mode="mean", padding_idx=3),
+            head=dense(24, 4),
+        ),
+        (IDS, LABELS),
+    ),
+    "CTC, mean": lambda: ctc("mean"),
+    "CTC, sum": lambda: ctc("sum"),
+    "a loss that broadcasts": lambda: (
+        Model(
+            lambda m, x, y: F.mse_loss(m.head(x), y) + F.l1_loss(m.head(x)[:, 0], y[:, 0]), head=dense(8, 4)
+        ),
+        (ROWS, ROWS[:, :1].clone()),
+    ),
+    "spectra": lambda: (
+        Model(
+            spectrum, mix=dense(8, 8), filter=nn.Embedding(4, 16), head=dense(8, 4), audio=dense(5, 3)
+        ),
+        (X, LABELS),
+    ),
+    "distances": lambda: (
+        Model(geometry, mix=dense(8, 8), points=nn.Embedding(6, 8), head=dense(21, 4)),
+        (X, LABELS),
+    ),
+    "composite operators": lambda: (Model(composites, mix=dense(8, 8), head=dense(12, 4)), (X, LABELS)),
+    "checks of values": lambda: (Model(checked, mix=dense(8, 8), head=dense(4, 4)), (X, LABELS)),
+    "norms without arguments": lambda: (
+        Model(lambda m, x: torch.linalg.vector_norm(m.head(x)) + m.head(x).norm(), head=dense(8, 4)),
+        (ROWS,),
+    ),
+    "a weight made anew in every pass": lambda: (
+        Model(classified, head=nn.utils.weight_norm(nn.Linear(8, 4))),
+        (ROWS, LABELS),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_equals_one_device(name):
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    traced = trace(model, batch)
+    for planner in ("hap", "ddp-proportional"):
+        plan = plan_traced(traced, CLUSTER, planner=planner)
+        assert unsupported_ops(plan.program) == ()
+        report = verify(model, batch, plan, traced=traced)
+        assert report.ok, f"{planner}: {report}"
+
+
+def noisy(m, x, labels):
+    t = torch.randint(2, 9, (SAMPLES,))
+    x = (x + torch.normal(0.0, 0.1, x.shape)) * torch.empty(SAMPLES, 1).uniform_(0.9, 1.1) / t[:, None]
+    h = F.rrelu(m.mix(x[torch.randperm(SAMPLES)]), training=True)
+    codes = F.gumbel_softmax(h) + F.one_hot(torch.multinomial(h.softmax(-1), 2), 8).sum(1)
+    return classified(m, codes, labels)
+
+
+def recurrent(m, x, labels):
+    h, _ = m.lstm(x)
+    h, last = m.gru(h)
+    return classified(m, h[:, -1], labels) + last.pow(2).mean()
+
+
+RANDOM = {
+    "noise": lambda: (Model(noisy, mix=dense(8, 8), head=dense(8, 4)), (ROWS, LABELS)),
+    "dropout between layers": lambda: (
+        Model(
+            recurrent,
+            lstm=nn.LSTM(8, 5, 3, dropout=0.3, bidirectional=True, batch_first=True),
+            gru=nn.GRU(10, 7, 2, dropout=0.2, batch_first=True),
+            head=dense(7, 4),
+        ),
+        (X, LABELS),
+    ),
+    "a draw without a rule": lambda: (
+        Model(
+            lambda m, x, y: classified(m, m.mix(x) * torch.poisson(torch.full((8,), 3.0)), y),
+            mix=dense(8, 8),
+            head=dense(8, 4),
+        ),
+        (ROWS, LABELS),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_numbers_are_those_of_one_device(name):
+    torch.manual_seed(0)
+    model, batch = RANDOM[name]()
+    traced = trace(model, batch)
+    for planner in ("hap", "ddp-proportional"):
+        report = verify(model, batch, plan_traced(traced, CLUSTER, planner=planner), traced=traced)
+        assert report.ok, f"{planner}: {report}"
+        assert report.reference == "graph"
+
+
+def test_layers_without_dropout_stay_one_operator_and_equal_those_with():
+    """In evaluation nothing is drawn; in training the layers written out are the module's."""
+    module = nn.LSTM(8, 5, 3, dropout=1e-9, bidirectional=True, batch_first=True)
+    model = Model(lambda m, x: sum(t.pow(2).mean() for t in (m.lstm(x)[0], *m.lstm(x)[1])), lstm=module)
+    written = trace(model, (X,)).graph
+    assert sum(n.op == "aten.lstm.input" for n in written.nodes) == 6
+    tensors = {n: t.detach() for n, t in model.named_parameters()}
+    out = interpret(single_device(written), tensors, {"0": X}, random=RandomPolicy())
+    torch.testing.assert_close(out.loss, model(X).detach(), rtol=1e-5, atol=0)
+    kept = trace(model.eval(), (X,)).graph
+    assert [n.op for n in kept.nodes if n.op.startswith("aten.lstm")] == ["aten.lstm.input"] * 2
+
+
+def numbers(op: str, *args, kind: ValueType, **leaves: tuple[float, ...]) -> torch.Tensor:
+    """What a random operator gives on one device, as it is traced."""
+    nodes = [Node((n,), (ValueType("f32", (len(v),)),), "const", (v,)) for n, v in leaves.items()]
+    graph = Graph("draw", (*nodes, Node(("x",), (kind,), op, args)), "x")
+    written = rewrite(graph, DRAW_RULES)
+    assert all(n.op != op for n in written.nodes)
+    return interpret(single_device(written), {}, {}, random=RandomPolicy()).loss
+
+
+MANY = 20_000
+
+
+def test_numbers_that_are_written_out_have_their_distribution():
+    many = (MANY,)
+    whole = numbers("aten.randint.low", -2, 5, many, kind=ValueType("i64", many))
+    assert whole.unique().tolist() == [-2, -1, 0, 1, 2, 3, 4]
+    assert whole.double().mean().item() == pytest.approx(1, abs=0.06)
+    normal = numbers("aten.normal.float_float", 2.0, 3.0, many, kind=ValueType("f32", many))
+    assert (normal.mean().item(), normal.std().item()) == (
+        pytest.approx(2, abs=0.1),
+        pytest.approx(3, abs=0.1),
+    )
+    ones = (1.0,) * MANY
+    uniform = numbers("aten.uniform", Ref("p"), 1.0, 3.0, kind=ValueType("f32", many), p=ones)
+    assert 1 <= uniform.min() < 1.01 and 2.99 < uniform.max() <= 3
+    waits = numbers("aten.exponential", Ref("p"), 4.0, kind=ValueType("f32", many), p=ones)
+    assert waits.min() > 0 and waits.mean().item() == pytest.approx(1 / 4, rel=0.05)
+    order = numbers("aten.randperm", MANY, kind=ValueType("i64", many))
+    assert order.sort().values.tolist() == list(range(MANY)) and order[:3].tolist() != [0, 1, 2]
+    weights = (1.0, 0.0, 3.0, 4.0)
+    found = numbers("aten.multinomial", Ref("p"), MANY, True, kind=ValueType("i64", many), p=weights)
+    share = [found.eq(c).double().mean().item() for c in range(4)]
+    assert share == [pytest.approx(w / 8, abs=0.02) for w in weights] and share[1] == 0
+    three = numbers("aten.multinomial", Ref("p"), 3, kind=ValueType("i64", (3,)), p=weights)
+    assert sorted(three.tolist()) == [0, 2, 3]
+
+
+def test_every_functional_draw_of_pytorch_is_known():
+    """By the tag that PyTorch gives to what draws numbers; attention and recurrent layers are written out."""
+    written_out = ("attention", "rnn", "lstm", "gru")
+    unknown = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        for overload in getattr(packet, "overloads", lambda: ())():
+            op = getattr(packet, overload)
+            draws = torch.Tag.nondeterministic_seeded in op.tags and not op._schema.is_mutable
+            if draws and not any(word in name for word in written_out) and not draws_numbers(f"aten.{name}"):
+                unknown.append(f"{name}.{overload}")
+    assert unknown == []
+    assert not draws_numbers("aten.poisson_nll_loss") and not draws_numbers("aten.lgamma")
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    head = nn.Linear(8, 4)
+    with pytest.raises(TraceError, match="no trainable parameter") as caught:
+        trace(Model(lambda m, x, y: F.cross_entropy(m.head(x).detach(), y), head=head), (ROWS, LABELS))
+    assert "without gradients" in caught.value.got and "test_trace_operators" in caught.value.where
+    frozen = Model(classified, head=head.requires_grad_(False))
+    with pytest.raises(TraceError) as caught:
+        trace(frozen, (ROWS, LABELS))
+    assert "frozen" in caught.value.got
