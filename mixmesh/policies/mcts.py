@@ -24,7 +24,8 @@ Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choi
 # given how many groups are decided, a strategy, and what the judge says of it; None: nothing new to say
 Priors = Callable[[int, Actions, Outcome], Advice | None]
 OUT_OF_MEMORY = -1.0
-EXPLORE = 0.25
+EXPLORE = 0.1
+EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
 EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
@@ -132,7 +133,8 @@ class Tree:
         """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
         tried, total = node.visits, node.visits.sum()
         mean = np.where(tried > 0, node.totals / np.maximum(tried, 1), self._untried(node))
-        c = EXPLORE * np.sqrt(len(node.choices) / 10)
+        explore = EXPLORE if self.priors is None else EXPLORE_ADVISED
+        c = explore * np.sqrt(len(node.choices) / 10)
         return int(np.argmax(mean + c * node.prior * np.sqrt(total + 1) / (1 + tried)))
 
     def _untried(self, node: Node) -> float:
