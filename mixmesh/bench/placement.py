@@ -2,7 +2,8 @@
 after how many tries.
 
 Every search has the same budget of strategies, asks the same estimate of groups, and begins with the same
-seeds; the simulator judges the best that each found. TAG's policy was trained on random models and clusters
+seeds; the simulator judges the best that each found. Tree searches run with several seeds of chance, and the
+simulator judges those of the first. TAG's policy was trained on random models and clusters
 (``policies.problems``): every model and cluster here is held out.
 """
 
@@ -15,36 +16,31 @@ from dataclasses import asdict, dataclass
 
 from ..cost import CostModel
 from ..errors import InputError
-from ..planner.learned import best_of, evaluator
 from ..planner.make import PROPOSERS
-from ..planner.pipelines import pipelines
-from ..planner.placed import cuts, local_search
-from ..planner.task import HEADROOM, Proposal, Task
-from ..policies.evaluate import Evaluator
-from ..policies.features import Facts
-from ..policies.heterog import Training
-from ..policies.mcts import Tree
-from ..policies.seeds import judged_seeds
-from ..policies.tag import TagPriors, load
+from ..planner.placed import judged, space_of
+from ..planner.task import Proposal, Task
+from ..policies.seeds import data_parallel
 from ..trace import trace
 from ..workloads import make
+from .placement_calls import better_after, level_after, level_of, median, race
 from .placement_cases import CASES, Case
+from .placement_methods import METHODS, MOST_S, Budget
 
 ADAM_STATES = 2
 CALLS = 1000  # strategies that each search may ask for
-MOST_S = 120.0  # of one search
-JUDGED = 2  # by the simulator, of each search
+SEEDS = 5  # of a tree search's chance
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
 BASELINES = (*DATA_PARALLEL, "single")
-BETTER = 1.01  # times as fast as the best seed: found something
 CLAIM = 1.30  # HeteroG over the best of its data parallel baselines, geometric mean
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method on one case. ``step_s`` None: nothing fits. ``calls`` are strategies asked for;
-    ``better_after`` so many of them the estimate was ``BETTER`` than the best seed's, ``level_after`` it was
-    as good as all that the uniform search found; None if never."""
+    """One method on one case. ``step_s`` None: nothing fits. ``weakest_s`` is of the slowest data parallel
+    scheme that fits: even or proportional, by AllReduce or parameter servers. ``calls`` are strategies asked
+    for; ``better_calls``, by seed, so many of them until the estimate was 1 % better than the best
+    seed's, ``level_calls`` until it was as good as what uniform search ends with in the median; None if
+    never, and empty where nothing is compared. ``better_after`` and ``level_after`` are their medians."""
 
     workload: str
     cluster: str
@@ -55,9 +51,10 @@ class Row:
     step_s: float | None
     data_parallel_s: float | None
     baseline_s: float | None
+    weakest_s: float | None
     calls: int
-    better_after: int | None
-    level_after: int | None
+    better_calls: tuple[int | None, ...]
+    level_calls: tuple[int | None, ...]
     cpu_s: float
     bound_s: float | None = None  # that no plan is faster than
 
@@ -65,6 +62,14 @@ class Row:
     def most(self) -> float | None:
         """The largest speed-up that any plan could have."""
         return self.data_parallel_s / self.bound_s if self.data_parallel_s and self.bound_s else None
+
+    @property
+    def better_after(self) -> int | None:
+        return median(self.better_calls, self.calls)
+
+    @property
+    def level_after(self) -> int | None:
+        return median(self.level_calls, self.calls)
 
     @property
     def speedup(self) -> float | None:
@@ -79,9 +84,12 @@ class Row:
     def over_baseline(self) -> float | None:
         return self.baseline_s / self.step_s if self.baseline_s and self.step_s else None
 
+    @property
+    def over_weakest(self) -> float | None:
+        return self.weakest_s / self.step_s if self.weakest_s and self.step_s else None
+
 
 Progress = Callable[[str], None]
-Trace = list[tuple[int, float]]  # (calls, estimated seconds of the best that fits)
 
 
 def cases(names: Sequence[str] = (), quick: bool = False) -> tuple[Case, ...]:
@@ -108,8 +116,9 @@ def run(
     progress: Progress = lambda _: None,
     calls: int = CALLS,
     methods: Sequence[str] = (),
+    seeds: int = SEEDS,
 ) -> Iterator[Row]:
-    """A row per case and method, all of them without names."""
+    """A row per case and method, all of them without names; tree searches with so many seeds."""
     graphs: dict[tuple[str, int], object] = {}
     for case in chosen:
         key = (case.workload, case.global_batch)
@@ -119,23 +128,25 @@ def run(
             graphs[key] = trace(job.model, job.batch).graph
         costs = CostModel(case.devices())
         task = Task(graphs[key], costs, ADAM_STATES, lambda _: None, MOST_S)
-        yield from run_case(case, task, calls, progress, methods_of(methods))
+        yield from run_case(case, task, Budget(calls, seeds), progress, methods_of(methods))
 
 
-def run_case(case: Case, task: Task, calls: int, progress: Progress, methods: Sequence[str]) -> Iterator[Row]:
+def run_case(
+    case: Case, task: Task, budget: Budget, progress: Progress, methods: Sequence[str]
+) -> Iterator[Row]:
     progress(f"{case.name}: baselines")
     steps = {name: _fastest(PROPOSERS[name](task)) for name in BASELINES}
-    data_parallel = min((s for n, s in steps.items() if n in DATA_PARALLEL and s), default=None)
+    best_dp = min((s for n, s in steps.items() if n in DATA_PARALLEL and s), default=None)
     baseline = min((s for s in steps.values() if s), default=None)
+    weakest = max(_schemes(task), default=None)
     level: float | None = None
     for method in methods:
-        search = METHODS[method]
         progress(f"{case.name}: {method}")
         started = time.process_time()
-        proposals, found, base_s = search(task, calls)
-        step_s = _fastest(proposals)
+        found = METHODS[method](task, budget)
+        step_s = _fastest(found.proposals)
         if method == "uniform":
-            level = found[-1][1] if found else None
+            level = level_of(found.traces, found.base_s)
         yield Row(
             workload=case.workload,
             cluster=case.cluster,
@@ -144,93 +155,29 @@ def run_case(case: Case, task: Task, calls: int, progress: Progress, methods: Se
             role=case.role,
             method=method,
             step_s=step_s,
-            data_parallel_s=data_parallel,
+            data_parallel_s=best_dp,
             baseline_s=baseline,
-            calls=calls if found else 0,
-            better_after=_after(found, base_s / BETTER),
-            level_after=None if level is None else _after(found, level * 1.0001),
+            weakest_s=weakest,
+            calls=budget.calls if found.traces else 0,
+            better_calls=better_after(found.traces, found.base_s),
+            level_calls=level_after(found.traces, level),
             cpu_s=time.process_time() - started,
             bound_s=task.bound_s,
         )
 
 
+def _schemes(task: Task) -> Iterator[float]:
+    """Steps of data parallelism that fits: even or proportional, by AllReduce or parameter servers."""
+    space = space_of(task)
+    for strategy in data_parallel(space):
+        if not any(a.placed.sync == "sharded" for a in strategy):
+            made = judged(task, "data-parallel", space, strategy)
+            if made.feasible:
+                yield made.timeline.step_s
+
+
 def _fastest(proposals: Iterator[Proposal] | Sequence[Proposal]) -> float | None:
     return min((p.timeline.step_s for p in proposals if p.feasible), default=None)
-
-
-def _after(found: Trace, step_s: float) -> int | None:
-    return next((calls for calls, seconds in found if seconds <= step_s), None)
-
-
-# --- the methods: proposals, what was found when, and what it is measured by --------------------------------
-
-Found = tuple[Sequence[Proposal], Trace, float]
-
-
-def uniform(task: Task, calls: int) -> Found:
-    return _tree(task, calls, with_policy=False)
-
-
-def tag(task: Task, calls: int) -> Found:
-    return _tree(task, calls, with_policy=True)
-
-
-def _tree(task: Task, calls: int, with_policy: bool) -> Found:
-    evaluate = evaluator(task, "partition")
-    _, base_s = judged_seeds(evaluate, cuts(evaluate.space, task))
-    seeded = evaluate.calls
-    evaluate.max_calls = seeded + calls
-    priors = None
-    if with_policy:
-        priors = TagPriors(load(), Facts(evaluate.space, task.optimizer_states, HEADROOM))
-    Tree(evaluate, base_s, priors).run()
-    return _judged(task, evaluate, seeded, base_s)
-
-
-def heterog(task: Task, calls: int) -> Found:
-    evaluate = evaluator(task, "centres")
-    training = Training(
-        evaluate, Facts(evaluate.space, task.optimizer_states, HEADROOM), cuts(evaluate.space, task)
-    )
-    seeded = evaluate.calls
-    evaluate.max_calls = seeded + calls
-    training.run()
-    return _judged(task, evaluate, seeded, training.base_s)
-
-
-def local(task: Task, calls: int) -> Found:
-    evaluate = evaluator(task, "partition")
-    _, base_s = judged_seeds(evaluate, cuts(evaluate.space, task))
-    seeded = evaluate.calls
-    found = local_search(task, evaluate.space, max_evaluations=seeded + calls, max_s=MOST_S)
-    for strategy in found.seen:  # in the order in which they were tried
-        evaluate(strategy)
-    return _judged(task, evaluate, seeded, base_s)
-
-
-def synthesis(task: Task, calls: int) -> Found:
-    """HAP's: no placements, and no calls that compare."""
-    return list(PROPOSERS["hap"](task)), [], math.inf
-
-
-def pipeline(task: Task, calls: int) -> Found:
-    """Chains of stages in micro-steps; none for models with statistics of the whole batch."""
-    return list(pipelines(task)), [], math.inf
-
-
-METHODS: dict[str, Callable[[Task, int], Found]] = {
-    "uniform": uniform,
-    "tag": tag,
-    "heterog": heterog,
-    "local": local,
-    "hap": synthesis,
-    "pipeline": pipeline,
-}
-
-
-def _judged(task: Task, evaluate: Evaluator, seeded: int, base_s: float) -> Found:
-    found = [(max(calls - seeded, 0), o.step_s) for calls, o in evaluate.improved if o.fits]
-    return list(best_of(task, "placement", evaluate, JUDGED)), found, base_s
 
 
 def summary(rows: Sequence[Row]) -> dict:
@@ -257,17 +204,23 @@ def summary(rows: Sequence[Row]) -> dict:
     by_case: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         by_case.setdefault((r.workload, r.cluster, r.links, r.global_batch), {})[r.method] = r
-    pairs = [
-        (m["tag"].level_after, m["uniform"].level_after)
-        for m in by_case.values()
-        if {"tag", "uniform"} <= {*m} and m["uniform"].better_after is not None
-    ]
-    fewer = [(a, b) for a, b in pairs if a is not None and b and a <= b / 2]
+    pairs = [(m["tag"], m["uniform"]) for m in by_case.values() if {"tag", "uniform"} <= {*m}]
+    races = {
+        "better": race([(t.better_after, u.better_after, u.calls) for t, u in pairs]),
+        "level": race([(t.level_after, u.level_after, u.calls) for t, u in pairs]),
+    }
+    over = [r for r in rows if r.method == "tag" and r.over_weakest and r.over_baseline]
+    most = max(over, key=lambda r: r.over_weakest, default=None)
     return {
         "heterog_speedup": by_links,
         "claim": CLAIM,
-        "cases_where_uniform_found_something": len(pairs),
-        "of_these_tag_as_good_within_half_the_calls": len(fewer),
+        "tag_calls_over_uniform": {name: asdict(found) for name, found in races.items()},
+        "tag_best_case": most
+        and {
+            "case": f"{most.workload}@{most.cluster}, links {most.links}",
+            "over_weakest": most.over_weakest,
+            "over_baseline": most.over_baseline,
+        },
     }
 
 
@@ -289,9 +242,11 @@ def report(rows: Sequence[Row], command: str) -> dict:
     return {
         "bench": "placement",
         "command": command,
-        "rows": [
-            {**asdict(r), "speedup": r.speedup, "most": r.most, "over_baseline": r.over_baseline}
-            for r in rows
-        ],
+        "rows": [{**asdict(r), **_derived(r)} for r in rows],
         **summary(rows),
     }
+
+
+def _derived(row: Row) -> dict:
+    names = ("speedup", "most", "over_baseline", "over_weakest", "better_after", "level_after")
+    return {name: getattr(row, name) for name in names}

@@ -1,32 +1,41 @@
-"""A strategy, half made, on a cluster as numbers without units, for any number of groups and devices.
+"""A strategy on a cluster as numbers without units, for any number of groups, devices and choices.
 
 As TAG has it, seconds are over the length of the vector of the groups' seconds, rates over the fastest
 link's, and bytes over both: a size is the time that it needs on the best link, against the time of computing.
 So nothing changes with the units of time or size. Of TAG's released code two things differ: edges between
 groups have their sizes (there they were always zero), and every size is in bytes. Memory is a part of that
 of the device.
+
+Beside what TAG has, a pair of group and choice has what the choice would change, over the step as it is: the
+seconds of computing, of summing gradients, of what comes and goes, and memory. A network need not learn what
+a table of costs says.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
+from .choices import Tables
 from .evaluate import Outcome
 
 PARTS = (1.0, 0.5, 0.25, 0.125)  # of the batch, at which times are looked at
 # widths of the rows of ``Features``
 GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
-CHOICE, HELD = len(SYNCS) + 2, 3
+CHOICE, HELD, PAIR = len(SYNCS) + 4, 2, 12
+MOST_MEMORY = 4.0  # of what is usable: more is as bad
 
 
 @dataclass(frozen=True)
 class Features:
     """One row per group, device group, edge between groups, ordered pair of device groups, pair of group and
-    device group, choice, and pair of choice and device group. Pairs are in the order of a matrix."""
+    device group, kind of choice, pair of kind and device group, and pair of group and kind that it may be.
+    Pairs are in the order of a matrix."""
 
     groups: np.ndarray  # [N, GROUP]
     devices: np.ndarray  # [T, DEVICE]
@@ -34,18 +43,19 @@ class Features:
     edge_sizes: np.ndarray  # [E, EDGE]
     links: np.ndarray  # [T, T, LINK]
     serves: np.ndarray  # [N, T, SERVE]
-    asked: int  # the group whose choices these are
     choices: np.ndarray  # [A, CHOICE]
     held: np.ndarray  # [A, T, HELD]
+    may: np.ndarray  # [2, P]: group, kind
+    pairs: np.ndarray  # [P, PAIR]
 
 
 def compressed(x):
-    """Sizes of many orders of magnitude, made alike."""
-    return np.log1p(32 * x)
+    """Sizes of many orders of magnitude, made alike; differences keep their sign."""
+    return np.sign(x) * np.log1p(32 * np.abs(x))
 
 
 class Facts:
-    """What does not change while a strategy is made: a space as numbers."""
+    """What does not change with the strategy: a space as numbers."""
 
     def __init__(self, space: Space, optimizer_states: int, headroom: float) -> None:
         self.space, self.ranks = space, space.device_groups
@@ -85,7 +95,33 @@ class Facts:
         self.edges = np.array([(e.source, e.target) for e in edges], int).reshape(-1, 2).T
         both_ways = np.array([[e.size_bytes * (1 + e.gradient)] for e in edges], float).reshape(-1, 1)
         self.edge_sizes = compressed(both_ways / scale_bytes)
-        self._held: dict[Action, np.ndarray] = {}
+        self._tables_of = lambda: Tables(space, optimizer_states, headroom)
+
+    @cached_property
+    def tables(self) -> Tables:
+        return self._tables_of()
+
+    @cached_property
+    def held(self) -> np.ndarray:
+        """Per kind and device group the part of the batch, and the most of one device: [A, T, HELD]."""
+        shares = np.array([a.placed.ratio for a in self.tables.kinds])
+        parts = [shares[:, list(ranks)] for ranks in self.ranks]
+        return np.stack([np.stack([p.sum(1), p.max(1)], 1) for p in parts], 1)
+
+    @cached_property
+    def choices(self) -> np.ndarray:
+        """Per kind: how gradients are summed, and how many devices of what speed: [A, CHOICE]."""
+        kinds, speed = self.tables.kinds, np.array(self.space.proportional)
+        shares = np.array([a.placed.ratio for a in kinds])
+        sync = [[a.placed.sync == s for s in SYNCS] + [a.shares == "single"] for a in kinds]
+        used = shares > 0
+        return np.column_stack([np.array(sync, float), shares.max(1), used.mean(1), used @ speed])
+
+    @cached_property
+    def may(self) -> np.ndarray:
+        """Pairs of group and kind: [2, P]."""
+        groups = [np.full(len(mine), k) for k, mine in enumerate(self.tables.kinds_of)]
+        return np.stack([np.concatenate(groups), np.concatenate(self.tables.kinds_of)])
 
     def _link(self, i: int, j: int) -> tuple[float, float]:
         """Rate and latency between two device groups, given by a rank of each, or within one."""
@@ -94,46 +130,60 @@ class Facts:
         latency = 32 * cluster.latency_between(i, j) / self.scale_s
         return float(compressed(min(rate / self.fastest, 1.0))), min(latency, 1.0)
 
-    def held(self, action: Action) -> np.ndarray:
-        """Per device group: the part of the batch, that of one device, and whether the parameter server is
-        there."""
-        if action not in self._held:
-            ratio, root = np.array(action.placed.ratio), action.placed.root
-            parts = [ratio[list(ranks)] for ranks in self.ranks]
-            self._held[action] = np.array(
-                [(p.sum(), p.max(), root in ranks) for p, ranks in zip(parts, self.ranks)], float
-            )
-        return self._held[action]
-
-    def at(self, chosen: dict[int, Action], asked: int, rest: Action, outcome: Outcome) -> Features:
-        """The state in which group ``asked`` is to be placed: ``chosen`` by number of the group, ``rest`` for
-        the others. ``outcome`` is what the simulator says of it."""
-        count = len(self.space.groups)
-        current = [chosen.get(k, rest) for k in range(count)]
-        now = np.stack([self.held(a) for a in current])  # [N, T, HELD]
-        flags = np.array([(k in chosen, k == asked) for k in range(count)], float)
+    def at(
+        self, decided: Collection[int], current: Sequence[Action], first: int, outcome: Outcome
+    ) -> Features:
+        """A strategy: ``current`` by group, of which the groups ``decided`` are not asked for; ``first`` is
+        the group whose choice others copy. ``outcome`` is what the simulator says of it."""
+        tables = self.tables
+        kinds = tables.numbers(current)
+        flags = np.array([(k in decided, k == first) for k in range(len(current))], float)
         sync = np.array([[a.placed.sync == s for s in SYNCS] for a in current], float)
-        share = np.array([[max(a.placed.ratio)] for a in current])
         memory = [max(outcome.memory[r] for r in ranks) for ranks in self.ranks]
         busy = [float(np.mean([outcome.busy[r] for r in ranks])) for ranks in self.ranks]
-        choices = self.space.actions(asked)
+        now = self.held[kinds]  # [N, T, HELD]
         return Features(
-            np.concatenate([self.groups, sync, share, flags], 1),
-            np.concatenate([self.devices, np.stack([np.minimum(memory, 4.0), busy], 1)], 1),
+            np.concatenate([self.groups, sync, self.choices[kinds][:, -3:-2], flags], 1),
+            np.concatenate([self.devices, np.stack([np.minimum(memory, MOST_MEMORY), busy], 1)], 1),
             self.edges,
             self.edge_sizes,
             self.links,
             np.concatenate([self.serves, now[:, :, :1]], 2),
-            asked,
-            np.array(
-                [
-                    (*(a.placed.sync == s for s in SYNCS), a.shares == "single", max(a.placed.ratio))
-                    for a in choices
-                ],
-                float,
-            ),
-            np.stack([self.held(a) for a in choices]),
+            self.choices,
+            self.held,
+            self.may,
+            self._pairs(kinds, first, outcome),
         )
+
+    def _pairs(self, kinds: np.ndarray, first: int, outcome: Outcome) -> np.ndarray:
+        """What each choice is, and what it would change, for each group that may have it, over the step."""
+        tables, (k, kind), each = self.tables, self.may, np.arange(len(kinds))
+        ratio, here = tables.ratio_of, tables.ratio_of[kinds]
+        compute, memory = tables.compute_s, tables.memory
+        load = compute[each, here].sum(0)  # [R]
+        loads = (load - compute[each, here][:, None] + compute).max(2)  # [N, D]: of the busiest rank
+        held = np.array(outcome.memory)
+        peaks = (held - memory[each, kinds][:, None] + memory).max(2)  # [N, A]
+        slowest, move = compute.max(2), tables.move_s(kinds)
+        at, step_s = ratio[kind], outcome.step_s
+        seconds = np.stack(
+            [
+                slowest[k, at],
+                slowest[k, at] - slowest[each, here][k],
+                loads[k, at],
+                loads[k, at] - load.max(),
+                tables.sync_s[k, kind],
+                tables.sync_s[k, kind] - tables.sync_s[each, kinds][k],
+                move[k, at],
+                move[k, at] - move[each, here][k],
+            ],
+            1,
+        )
+        peak = np.minimum(peaks[k, kind], MOST_MEMORY)
+        others = np.stack(
+            [peak, compressed(peak - min(held.max(), MOST_MEMORY)), kind == kinds[k], at == here[first]], 1
+        )
+        return np.concatenate([compressed(seconds / step_s), others], 1)
 
 
 def _seconds(group: Group, device_class: int) -> np.ndarray:

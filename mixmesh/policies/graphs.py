@@ -17,8 +17,8 @@ RELATIONS = (
 
 
 def hetero_data(f: Features) -> HeteroData:
-    """Groups, device groups and choices as nodes. A choice has an edge from every device group, and knows the
-    group that it is for."""
+    """Groups, device groups and kinds of choice as nodes. A kind has an edge from every device group, and one
+    from every group that it may be chosen for."""
     n, t, a = len(f.groups), len(f.devices), len(f.choices)
     data = HeteroData()
     data["group"].x = _float(f.groups)
@@ -36,7 +36,8 @@ def hetero_data(f: Features) -> HeteroData:
         data[relation].edge_attr = _float(f.serves).flatten(0, 1)
     data["device", "held", "choice"].edge_index = _pairs(a, t).flip(0)
     data["device", "held", "choice"].edge_attr = _float(f.held).flatten(0, 1)
-    data["group", "asked", "choice"].edge_index = torch.stack([torch.full((a,), f.asked), torch.arange(a)])
+    data["group", "may", "choice"].edge_index = torch.as_tensor(f.may)
+    data["group", "may", "choice"].edge_attr = _float(f.pairs)
     return data
 
 

@@ -1,10 +1,12 @@
 """Monte Carlo tree search over strategies (TAG, TPDS'23; PUCT: Silver et al., 2017).
 
 A node holds choices for the first groups in order of cost; the others copy the first one's, so that every
-node is a whole strategy, which the simulator judges: there are no rollouts. Three things differ from TAG's
+node is a whole strategy, which the simulator judges: there are no rollouts. Four things differ from TAG's
 search as released. An untried choice is worth what its parent is, not nothing, or bad parents would be
-searched as widely as good ones. The search explores less, as rewards here are smaller. And the order after
-the first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute.
+searched as widely as good ones. The search explores less, as rewards here are smaller. The order after the
+first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute. And
+a policy that is asked of a group says what all others are to be as well: the strategy that follows it in all
+is judged, and where it is better than copies of the first choice, it is what groups not decided are like.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ from ..placement import Action, Space
 from .evaluate import Actions, Evaluator, Outcome
 from .seeds import data_parallel, everywhere
 
-# given the choices made and what the judge says of them: the probability of each choice for the next group
-Priors = Callable[[tuple[Action, ...], Outcome], np.ndarray]
+Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choices
+# given how many groups are decided, a strategy, and what the judge says of it; None: nothing new to say
+Priors = Callable[[int, Actions, Outcome], Advice | None]
 OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
+EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
+EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
 
@@ -44,17 +49,19 @@ def reward(outcome: Outcome, base_s: float) -> float:
     return gain if gain <= 1 else gain**0.25
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     decided: tuple[Action, ...]
     value: float
-    outcome: Outcome  # before any choice, that of data parallelism
+    outcome: Outcome
+    strategy: Actions  # what was judged; before any choice, data parallelism
     choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
     mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
     prior: np.ndarray = field(default_factory=lambda: np.empty(0))
     visits: np.ndarray = field(default_factory=lambda: np.empty(0))
     totals: np.ndarray = field(default_factory=lambda: np.empty(0))
     children: dict[int, Node] = field(default_factory=dict)
+    advice: Advice | None = None
 
 
 class Tree:
@@ -66,9 +73,10 @@ class Tree:
         self.evaluate, self.base_s, self.priors = evaluate, base_s, priors
         self.space = evaluate.space
         self.order = order_of_groups(self.space)
-        self._copies: dict[Action, Actions] = {}
+        self._rests: dict[Action, tuple[Outcome, Actions]] = {}  # by the first choice
         self.rng = np.random.default_rng(seed)
-        self.root = Node((), 0.0, evaluate(next(data_parallel(self.space))))
+        start = next(data_parallel(self.space))
+        self.root = Node((), 0.0, evaluate(start), start)
         self._expand(self.root)
 
     def run(self, max_playouts: int | None = None) -> None:
@@ -105,19 +113,28 @@ class Tree:
         self.root = node
 
     def completed(self, decided: tuple[Action, ...]) -> Actions:
-        """A choice for every group, in the order of the groups: those not decided copy the first."""
-        if decided[0] not in self._copies:
-            self._copies[decided[0]] = everywhere(self.space, decided[0])
-        chosen = list(self._copies[decided[0]])
+        """A choice for every group, in the order of the groups: those not decided copy the first, or are as
+        advised where that proved better."""
+        return self._with(decided, self._rest(decided[0])[1])
+
+    def _with(self, decided: tuple[Action, ...], rest: Actions) -> Actions:
+        chosen = list(rest)
         for k, action in zip(self.order, decided):
             chosen[k] = action
         return tuple(chosen)
+
+    def _rest(self, first: Action) -> tuple[Outcome, Actions]:
+        if first not in self._rests:
+            copies = everywhere(self.space, first)
+            self._rests[first] = self.evaluate(copies), copies
+        return self._rests[first]
 
     def _select(self, node: Node) -> int:
         """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
         tried, total = node.visits, node.visits.sum()
         mean = np.where(tried > 0, node.totals / np.maximum(tried, 1), self._untried(node))
-        c = EXPLORE * np.sqrt(len(node.choices) / 10)
+        explore = EXPLORE if self.priors is None else EXPLORE_ADVISED
+        c = explore * np.sqrt(len(node.choices) / 10)
         return int(np.argmax(mean + c * node.prior * np.sqrt(total + 1) / (1 + tried)))
 
     def _untried(self, node: Node) -> float:
@@ -125,18 +142,37 @@ class Tree:
 
     def _leaf(self, parent: Node, action: Action) -> Node:
         decided = (*parent.decided, action)
-        outcome = self.evaluate(self.completed(decided))
-        return Node(decided, reward(outcome, self.base_s), outcome)
+        strategy = self.completed(decided)
+        outcome = self.evaluate(strategy)
+        advice = parent.advice if parent.decided else None
+        return Node(decided, reward(outcome, self.base_s), outcome, strategy, advice=advice)
 
     def _expand(self, node: Node) -> None:
         """Choices with their probabilities, in an order of chance, so that ties are broken so; none where all
         groups are decided."""
         if len(node.decided) == len(self.order):
             return
-        choices = self.space.actions(self.order[len(node.decided)])
+        self._advise(node)
+        k = self.order[len(node.decided)]
+        choices = self.space.actions(k)
         prior = np.full(len(choices), 1 / len(choices))
-        if self.priors is not None:
-            prior = self.priors(node.decided, node.outcome)
+        if node.advice is not None:
+            prior = (1 - EVEN) * node.advice[k] + EVEN * prior
         mixed = node.mixed = self.rng.permutation(len(choices))
         node.choices, node.prior = tuple(choices[n] for n in mixed), prior[mixed]
         node.visits, node.totals = np.zeros(len(choices)), np.zeros(len(choices))
+
+    def _advise(self, node: Node) -> None:
+        """Asks for advice, and judges the strategy that follows it wherever nothing is decided."""
+        if self.priors is None:
+            return
+        advice = self.priors(len(node.decided), node.strategy, node.outcome)
+        if advice is None:
+            return
+        node.advice = advice
+        if node.decided:
+            best = tuple(self.space.actions(k)[int(p.argmax())] for k, p in enumerate(advice))
+            strategy = self._with(node.decided, best)
+            outcome = self.evaluate(strategy)
+            if outcome.key < self._rest(node.decided[0])[0].key:
+                self._rests[node.decided[0]] = outcome, strategy

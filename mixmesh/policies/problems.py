@@ -1,4 +1,4 @@
-"""Random small models on random clusters, to train on. None is of ``workloads``, nor a preset."""
+"""Random models on random clusters, to train on and to measure by. None is of ``workloads``, nor a preset."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from ..cost import CostModel
 from ..ir import Graph, even_ratio
 from ..job import Job
 from ..placement import Space, make_grouping
+from ..placement.groups import NUM_GROUPS
 from ..trace import trace
 from ..units import GBIT, GIB, MICRO
 from ..workloads.images import Classifier
@@ -23,7 +24,7 @@ from ..workloads.layers import Layer
 
 STATES = 2  # of Adam
 CONTEXT_BYTES = 2**30  # of every device, beside what a model needs
-MAX_DEVICES = 13  # one is left for a fourth machine after three of four
+MAX_DEVICES = 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Model:
 def random_model(rng: random.Random) -> Model:
     """A dense network, convolutions under a dense head, or a transformer."""
     with torch.device("meta"):
-        job = rng.choice((dense, convolutional, language))(rng)
+        job = rng.choice((dense, convolutional, convolutional, language, language))(rng)
     graph = trace(job.model, job.batch).graph
     params = sum(p.numel() * 4 for p in job.model.parameters())
     kept = sum(t.size_bytes for name, t in graph.types.items() if name in graph.requires_grad)
@@ -43,7 +44,7 @@ def random_model(rng: random.Random) -> Model:
 
 
 def dense(rng: random.Random) -> Job:
-    widths = [rng.choice((256, 512, 1024, 2048, 4096, 8192)) for _ in range(rng.randint(4, 8))]
+    widths = [rng.choice((256, 512, 1024, 2048, 4096, 8192)) for _ in range(rng.randint(4, 14))]
     layers: list[nn.Module] = []
     for a, b in zip(widths, widths[1:]):
         layers += [nn.Linear(a, b), nn.ReLU()]
@@ -52,31 +53,47 @@ def dense(rng: random.Random) -> Job:
 
 
 def convolutional(rng: random.Random) -> Job:
-    pixels, channels, width = rng.choice((16, 32, 64)), 3, rng.choice((16, 32, 64))
+    """Stages of convolutions, each half as wide and high as the one before, under one to three dense layers.
+    Some have batch norm; in some, every second convolution is one per channel."""
+    pixels, channels = rng.choice((16, 32, 64, 96, 160)), 3
+    width = rng.choice((16, 32, 48, 64))
+    stages = rng.randint(2, 5 if pixels > 32 else 4)
+    each, norm, by_channel = rng.randint(1, 5), rng.random() < 0.3, rng.random() < 0.2
     side = pixels
     layers: list[nn.Module] = []
-    for _ in range(rng.randint(2, 4)):
-        for _ in range(rng.randint(1, 2)):
-            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
-            channels = width
+    for _ in range(stages):
+        for n in range(rng.randint(1, each)):
+            if by_channel and n % 2:
+                layers.append(nn.Conv2d(channels, channels, 3, padding=1, groups=channels))
+            else:
+                layers.append(nn.Conv2d(channels, width, 3, padding=1))
+                channels = width
+            layers += [nn.BatchNorm2d(channels)] * norm + [nn.ReLU()]
         layers.append(nn.MaxPool2d(2))
-        side, width = side // 2, 2 * width
-    hidden = rng.choice((128, 512, 2048, 8192))
-    head = nn.Sequential(
-        nn.Flatten(), nn.Linear(channels * side * side, hidden), nn.ReLU(), nn.Linear(hidden, 16)
-    )
-    return _classified(nn.Sequential(*layers), head, (2 ** rng.randint(5, 9), 3, pixels, pixels))
+        side, width = side // 2, min(2 * width, 640)
+    inputs = channels * side * side
+    if rng.random() < 0.3:
+        layers.append(nn.AdaptiveAvgPool2d(1))
+        inputs = channels
+    head: list[nn.Module] = [nn.Flatten()]
+    for _ in range(rng.randint(0, 2)):
+        hidden = rng.choice((128, 512, 1024, 2048, 3072, 6144, 8192))
+        head += [nn.Linear(inputs, hidden), nn.ReLU()]
+        inputs = hidden
+    head.append(nn.Linear(inputs, rng.choice((16, 200, 2000))))
+    images = 2 ** rng.randint(5, 9) if pixels <= 64 else rng.choice((32, 96, 256))
+    return _classified(nn.Sequential(*layers), nn.Sequential(*head), (images, 3, pixels, pixels))
 
 
 def language(rng: random.Random) -> Job:
     width, seq, words = (
-        rng.choice((128, 256, 512, 1024)),
-        rng.choice((16, 64, 256)),
-        rng.choice((512, 8192, 40_000)),
+        rng.choice((128, 256, 384, 640, 896, 1280)),
+        rng.choice((8, 16, 64, 192, 384)),
+        rng.choice((512, 8192, 24_000, 60_000)),
     )
-    layers = [Layer(width, 4, rng.choice((2, 4)) * width) for _ in range(rng.randint(1, 6))]
+    layers = [Layer(width, 4, rng.choice((2, 4)) * width) for _ in range(rng.randint(1, 14))]
     model = LanguageModel(layers, words=words, seq=seq, width=width, tied=rng.random() < 0.3)
-    tokens = torch.zeros(2, 2 ** rng.randint(4, 8), seq, dtype=torch.long)
+    tokens = torch.zeros(2, rng.choice((16, 32, 64, 128, 256, 512)), seq, dtype=torch.long)
     return Job(model, {"tokens": tokens[0], "targets": tokens[1]})
 
 
@@ -86,19 +103,24 @@ def _classified(features: nn.Module, head: nn.Module, shape: tuple[int, ...]) ->
 
 
 def random_cluster(rng: random.Random, need_bytes: float) -> Cluster:
-    """Two to four machines of one to four devices of one or two types. On every second cluster memory is
-    tight: from too little for a whole model on one device to a little more than that."""
-    tight = rng.random() < 0.5
-    bandwidth = rng.choice((5, 10, 25, 50, 100)) * GBIT
-    machines, devices = [], 0
-    for n in range(rng.randint(2, 4)):
-        count = min(rng.choice((1, 2, 2, 4)), MAX_DEVICES - devices)
-        row = rng.choice(list(CATALOGUE.values()))
+    """Two to eight machines of one to eight devices, of up to three types. On every third cluster memory is
+    tight: from too little for a whole model on one device to a little more than that. Links between machines
+    are from thin to wide."""
+    tight = rng.random() < 1 / 3
+    bandwidth = rng.choice((1, 2.5, 5, 8, 10, 25, 50, 100)) * GBIT
+    rows = rng.sample(list(CATALOGUE.values()), rng.randint(1, 3))
+    machines: list[Machine] = []
+    devices = 0
+    for n in range(rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 8))):
+        count = min(rng.choice((1, 1, 2, 2, 4, 8)), MAX_DEVICES - devices)
+        if not count:
+            break
+        row = rng.choice(rows)
         memory = row.memory_gib * GIB
         if tight:
             memory = min(memory, CONTEXT_BYTES + need_bytes * rng.uniform(0.3, 1.3))
         device = Device(f"{row.name}-{n}", row.tflop_per_s * 1e12, int(memory), row.memory_gbyte_per_s * 1e9)
-        link = rng.choice((24, 64, 100, 400)) * GBIT
+        link = rng.choice((24, 64, 100, 400, 1200)) * GBIT
         nic = min(bandwidth, rng.choice((10, 25, 50, 100)) * GBIT)
         machines.append(Machine(f"m{n}", (device,) * count, float(link), float(10 * MICRO), float(nic)))
         devices += count
@@ -106,6 +128,8 @@ def random_cluster(rng: random.Random, need_bytes: float) -> Cluster:
 
 
 def random_space(rng: random.Random, model: Model) -> Space:
+    """Half of them with as many groups as planning has, the others with fewer or a few more."""
     costs = CostModel(random_cluster(rng, model.need_bytes))
     program = data_parallel(model.graph, costs, even_ratio(costs.cluster.world_size))
-    return Space(program, costs, make_grouping(model.graph, costs, rng.randint(8, 30)))
+    count = rng.choice((NUM_GROUPS, rng.randint(8, 46)))
+    return Space(program, costs, make_grouping(model.graph, costs, count))

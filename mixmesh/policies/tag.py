@@ -4,10 +4,10 @@ It knows no number of groups, devices or choices, so that weights that were trai
 any cluster. Encoder: attention over five relations (next and previous group, device groups to each other,
 groups and device groups to each other), their mean, residuals. Decoder: for every choice, what it gives to
 each device group beside what that group is, meaned over the device groups; with the op group that it is for,
-one score. TAG has widths of 256, four layers and batch norm; less, with layer norm, is fast on a CPU.
+and what the choice would change there, one score. TAG has widths of 256, four layers and batch norm; less,
+with layer norm, is fast on a CPU. And where TAG scores the choices of one group, this scores those of all.
 
-The weights of the package come from ``train``. A probability is mixed with an even one: what the network
-never saw must not keep a search from looking.
+The weights of the package come from ``train``.
 """
 
 from __future__ import annotations
@@ -22,24 +22,21 @@ from torch_geometric.nn import GATv2Conv, HeteroConv
 from torch_geometric.utils import scatter, softmax
 
 from ..errors import InputError
-from ..placement import Action
 from . import features as sizes
-from .evaluate import Outcome
+from .evaluate import Actions, Outcome
 from .features import Facts
 from .graphs import RELATIONS, hetero_data
-from .mcts import order_of_groups
-from .seeds import data_parallel
+from .mcts import Advice, order_of_groups
 
 WEIGHTS = Path(__file__).with_name("tag.pt")
 WIDTH, HEADS, LAYERS = 48, 4, 2
-EVEN = 0.25  # of the probability is spread evenly
-MOST_ASKED = 80  # states for which the network is asked; later ones take its last answer for the same group
+MOST_ASKED = 80  # states for which the network is asked; later ones take the last answer above them
 EDGE_WIDTHS = (sizes.EDGE, sizes.EDGE, sizes.LINK, sizes.SERVE, sizes.SERVE)
 
 
 class Policy(nn.Module):
     """Scores of choices: ``forward`` takes a graph of ``hetero_data``, or a batch of them, and returns one
-    logit per choice."""
+    logit per pair of group and kind that it may have."""
 
     def __init__(self, width: int = WIDTH, heads: int = HEADS, layers: int = LAYERS) -> None:
         super().__init__()
@@ -65,7 +62,10 @@ class Policy(nn.Module):
         self.on_device = nn.Sequential(
             nn.Linear(width + sizes.HELD, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()
         )
-        self.score = nn.Sequential(nn.Linear(2 * width + sizes.CHOICE, width), nn.Tanh(), nn.Linear(width, 1))
+        self.of_group = nn.Linear(width, width)
+        self.of_choice = nn.Linear(width + sizes.CHOICE, width, bias=False)
+        self.of_pair = nn.Linear(sizes.PAIR, width, bias=False)
+        self.score = nn.Sequential(nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
 
     def forward(self, data) -> torch.Tensor:
         x = {kind: torch.tanh(enter(data[kind].x)) for kind, enter in self.enter.items()}
@@ -77,10 +77,12 @@ class Policy(nn.Module):
         held = data["device", "held", "choice"]
         device, choice = held.edge_index
         given = self.on_device(torch.cat([x["device"][device], held.edge_attr], 1))
-        count = data["choice"].x.shape[0]
-        given = scatter(given, choice, 0, count, "mean")
-        asked = data["group", "asked", "choice"].edge_index[0]
-        return self.score(torch.cat([given, x["group"][asked], data["choice"].x], 1)).squeeze(1)
+        given = scatter(given, choice, 0, data["choice"].x.shape[0], "mean")
+        may = data["group", "may", "choice"]
+        group, choice = may.edge_index
+        of_choice = self.of_choice(torch.cat([given, data["choice"].x], 1))
+        pairs = self.of_group(x["group"])[group] + of_choice[choice] + self.of_pair(may.edge_attr)
+        return self.score(pairs).squeeze(1)
 
 
 def load(path: Path = WEIGHTS) -> Policy:
@@ -104,21 +106,20 @@ class TagPriors:
     def __init__(self, policy: Policy, facts: Facts) -> None:
         self.policy, self.facts = policy, facts
         self.order = order_of_groups(facts.space)
-        self.rest = next(data_parallel(facts.space))[self.order[0]]
         self.asked = 0
-        self.last: dict[int, np.ndarray] = {}  # by number of choices made
 
-    def data(self, decided: tuple[Action, ...], outcome: Outcome):
-        """The graph of the state in which the next group is to be placed."""
-        asked = self.order[len(decided)]
-        chosen = dict(zip(self.order, decided))
-        return hetero_data(self.facts.at(chosen, asked, decided[0] if decided else self.rest, outcome))
+    def data(self, decided: int, current: Actions, outcome: Outcome):
+        """The graph of a strategy of which so many groups are decided, in the order of the search."""
+        groups = frozenset(self.order[:decided])
+        return hetero_data(self.facts.at(groups, current, self.order[0], outcome))
 
-    def __call__(self, decided: tuple[Action, ...], outcome: Outcome) -> np.ndarray:
-        if self.asked < MOST_ASKED or len(decided) not in self.last:
-            self.asked += 1
-            with torch.inference_mode():
-                scores = self.policy(self.data(decided, outcome))
-                p = softmax(scores, torch.zeros(len(scores), dtype=torch.long)).numpy()
-            self.last[len(decided)] = (1 - EVEN) * p + EVEN / len(p)
-        return self.last[len(decided)]
+    def __call__(self, decided: int, current: Actions, outcome: Outcome) -> Advice | None:
+        """None where the network was asked often enough."""
+        if self.asked >= MOST_ASKED:
+            return None
+        self.asked += 1
+        data = self.data(decided, current, outcome)
+        with torch.inference_mode():
+            p = softmax(self.policy(data), data["group", "may", "choice"].edge_index[0]).numpy()
+        ends = np.cumsum([len(mine) for mine in self.facts.tables.kinds_of])[:-1]
+        return tuple(np.split(p, ends))

@@ -1,0 +1,63 @@
+"""How many strategies a search has to ask for: medians over seeds, and one search against another.
+
+One seed says little: where one choice in twenty is better than all seeds, an uninformed search is often lucky
+at once. A search that never gets there counts as its whole budget.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BETTER = 1.01  # times as fast as the best seed: found something
+EQUAL = 1.0001  # times as slow: as good
+
+Trace = tuple[tuple[int, float], ...]  # (calls, estimated seconds of the best that fits), where that improved
+
+
+def calls_until(trace: Trace, step_s: float) -> int | None:
+    return next((calls for calls, seconds in trace if seconds <= step_s), None)
+
+
+def better_after(traces: Sequence[Trace], base_s: float) -> tuple[int | None, ...]:
+    """By seed, the calls until a step was ``BETTER`` than ``base_s``; None if never."""
+    return tuple(calls_until(trace, base_s / BETTER) for trace in traces)
+
+
+def level_after(traces: Sequence[Trace], level_s: float | None) -> tuple[int | None, ...]:
+    """By seed, the calls until a step was as good as ``level_s``; none without one."""
+    return () if level_s is None else tuple(calls_until(trace, level_s * EQUAL) for trace in traces)
+
+
+def level_of(traces: Sequence[Trace], base_s: float) -> float | None:
+    """The median over seeds of what a search ends with; None if that is not ``BETTER`` than ``base_s``."""
+    level_s = statistics.median([trace[-1][1] if trace else base_s for trace in traces])
+    return level_s if level_s <= base_s / BETTER else None
+
+
+def median(calls: Sequence[int | None], budget: int) -> int | None:
+    """Half of the seeds need no more; None if half of them or more never get there."""
+    if not calls:
+        return None
+    middle = statistics.median([math.inf if n is None else n for n in calls])
+    return None if math.isinf(middle) else max(1, min(round(middle), budget))
+
+
+@dataclass(frozen=True)
+class Race:
+    """One search against another over cases: ``ratio`` is the geometric mean of median calls over median
+    calls, ``halved`` in how many cases it was at most a half."""
+
+    cases: int
+    ratio: float | None
+    halved: int
+
+
+def race(pairs: Sequence[tuple[int | None, int | None, int]]) -> Race:
+    """Of median calls of the one and of the other with the budget of both, by case. Where neither gets there
+    nothing is compared."""
+    ratios = [(a or budget) / (b or budget) for a, b, budget in pairs if a or b]
+    mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    return Race(len(ratios), mean, sum(r <= 0.5 for r in ratios))
