@@ -395,7 +395,7 @@ def test_a_plan_equals_the_single_device(planner):
 def row(method: str, step_s: float, level_after: int | None, **others) -> Row:
     known = dict(workload="w", cluster="c", links="preset", global_batch=8, role="heterog",
                  data_parallel_s=2.0, baseline_s=1.5, weakest_s=3.0, calls=100, better_calls=(5,),
-                 cpu_s=0.0)  # fmt: skip
+                 cpu_s=0.0, bound_s=0.05)  # fmt: skip
     return Row(**{**known, **others}, method=method, step_s=step_s, level_calls=(level_after,))
 
 
@@ -420,6 +420,7 @@ def test_the_summary_takes_the_best_placement_of_every_case():
     made = summary(rows)
     assert made["heterog_speedup"]["preset"]["best placement"] == pytest.approx(2.0)  # of 4 and 1
     assert made["heterog_speedup"]["preset"]["hap"] == pytest.approx(20.0)
+    assert made["heterog_speedup"]["preset"]["most possible"] == pytest.approx(40.0)
     calls = made["tag_calls_over_uniform"]["level"]
     assert (calls["cases"], calls["halved"]) == (2, 1)
     assert calls["ratio"] == pytest.approx((40 / 80 * 100 / 10) ** 0.5)  # never: the whole budget

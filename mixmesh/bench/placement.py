@@ -186,7 +186,7 @@ def summary(rows: Sequence[Row]) -> dict:
     by_links = {
         links: {
             "most possible": geometric_mean(
-                [*{r.name: r.most for r in own if r.links == links}.values()],
+                [*{(r.workload, r.cluster): r.most for r in own if r.links == links and r.most}.values()],
             ),
             "best placement or pipeline": geometric_mean(
                 _best([r for r in own if r.links == links and r.method != "hap"])

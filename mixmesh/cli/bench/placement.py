@@ -50,13 +50,16 @@ def placement(
 
 
 def shown(rows: list[Row]) -> str:
-    header = ("model", "batch", "cluster", "links", "best DP", "baseline", "bound", "most", "by", "step",
-              "over DP", "over baseline", "over weakest", "better after", "as uniform after", "cpu")  # fmt: skip
+    header = (
+        "model", "batch", "cluster", "links", "best DP", "baseline", "bound", "most", "by", "step",
+        "over DP", "over baseline", "over weakest", "better after", "as uniform after", "cpu",
+    )  # fmt: skip
     lines = [
         (
             r.workload, str(r.global_batch), r.cluster, r.links, _s(r.data_parallel_s, 4),
-            _s(r.baseline_s, 4), _s(r.bound_s, 4), _s(r.most), r.method, _s(r.step_s, 4), _s(r.speedup),
-            _s(r.over_baseline), _s(r.over_weakest), _n(r.better_after), _n(r.level_after), f"{r.cpu_s:.1f} s",
+            _s(r.baseline_s, 4), _s(r.bound_s, 4), _s(r.most), r.method, _s(r.step_s, 4),
+            _s(r.speedup), _s(r.over_baseline), _s(r.over_weakest), _n(r.better_after),
+            _n(r.level_after), f"{r.cpu_s:.1f} s",
         )
         for r in rows
     ]  # fmt: skip
