@@ -11,6 +11,7 @@ from ..errors import MixmeshError
 # what ``mixmesh run`` imports, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
 PROGRAM = """
+import os
 import typer
 import torch
 import torch.distributed as dist
@@ -39,7 +40,8 @@ for _ in range(2):
     dist.all_reduce(model[0].weight.grad, group=group)
     optimizer.step()
     optimizer.zero_grad()
-print(idle, peak_memory_bytes(torch.device("cpu")))
+print(idle, peak_memory_bytes(torch.device("cpu")), flush=True)
+os._exit(0)  # threads of process groups can end a process that is leaving with an error
 """
 
 
