@@ -11,9 +11,13 @@ group that it depends on if that is later than its own. So edges never go back.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pymetis
@@ -153,18 +157,35 @@ def partition(piece: _Piece, parts: int) -> Sequence[int]:
     starts = [0]
     for neighbours in adjacent:
         starts.append(starts[-1] + len(neighbours))
-    _, labels = pymetis.part_graph(
-        parts,
-        xadj=starts,
-        adjncy=[b for neighbours in adjacent for b in neighbours],
-        vweights=[1 + math.isqrt(round(s * 1e6)) for s in piece.seconds],
-        # METIS adds up edges in 32 bits
-        eweights=[
-            1 + 10_000 * size[a, b] // largest for a, neighbours in enumerate(adjacent) for b in neighbours
-        ],
-        options=pymetis.Options(ufactor=round(1000 * (IMBALANCE - 1)), seed=0),
-    )
+    # METIS adds up edges in 32 bits
+    weights = [1 + 10_000 * size[a, b] // largest for a, near in enumerate(adjacent) for b in near]
+    with silent():
+        _, labels = pymetis.part_graph(
+            parts,
+            xadj=starts,
+            adjncy=[b for neighbours in adjacent for b in neighbours],
+            vweights=[1 + math.isqrt(round(s * 1e6)) for s in piece.seconds],
+            eweights=weights,
+            options=pymetis.Options(ufactor=round(1000 * (IMBALANCE - 1)), seed=0),
+        )
     return labels
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """METIS writes to the process's standard output where one of two halves comes out empty, which is no
+    error: nobody is to find that among what a command prints."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        yield
+        ctypes.CDLL(None).fflush(None)  # what C has written is in its own buffer
+    finally:
+        os.dup2(kept, 1)
+        os.close(nowhere)
+        os.close(kept)
 
 
 def centres(piece: _Piece, parts: int) -> Sequence[int]:
