@@ -31,7 +31,7 @@ MOST_MICRO_STEPS = 96
 ORDERS = 40  # of machines
 MOST_STAGES = 16
 JUDGED = 4  # of each kind of stages, by the simulator
-HOPEFUL = 2  # of all kinds, by the simulator, where there is little time
+HOPEFUL = 2  # of all kinds, by the simulator, where there is little time; of a large graph one
 MOST_NODES = 1000  # of a graph for which there is
 MOST_DEVICES = 16
 WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
@@ -97,7 +97,7 @@ def hopeful(task: Task) -> Iterator[Proposal]:
         grouping = make_grouping(task.graph, task.costs, GROUPS)
         space = Space(task.data_parallel(task.proportional), task.costs, grouping)
         chains = sorted(proposed(task, space, below_s=task.best_s), key=lambda chain: chain.step_s)
-    for chain in spaced(chains)[:HOPEFUL]:
+    for chain in spaced(chains)[: HOPEFUL if 2 * len(task.graph.nodes) <= MOST_NODES else 1]:
         try:
             yield judged(task, space, chain)
         except PlanError:
