@@ -120,7 +120,7 @@ def test_auto_is_the_fastest_of_all_that_fit(name, seed):
     for planner, step_s in (*apart.items(), *shown.items()):
         assert plan.predicted_step_s <= step_s * SAME, planner
     costs = CostModel(where)
-    timeline = simulate(plan.program, costs)
+    timeline = simulate(plan.program, costs, micro_batches=plan.micro_batches)
     assert timeline.step_s == pytest.approx(plan.predicted_step_s)
     for rank, peak in enumerate(timeline.peak_memory_bytes):
         assert peak <= usable_bytes(costs, rank, HEADROOM)
