@@ -14,7 +14,7 @@ from .cost.calls import is_computation
 from .cost.memory.kept import extra_bytes, kept
 from .ir import Program, with_regions
 from .ir.recompute import updated_buffers
-from .ir.samples import DRAWS, draws_numbers
+from .ir.samples import draws_once
 from .rules import call_of
 
 Regions = tuple[tuple[int, ...], ...]
@@ -47,8 +47,7 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
     i = program.instructions[n]
     if not is_computation(i) or (i.attrs and i.attr("sfb", False)):
         return False
-    draws = draws_numbers(i.op) and i.op not in DRAWS
-    return not draws and stale.isdisjoint(i.inputs)
+    return not draws_once(i.op) and stale.isdisjoint(i.inputs)
 
 
 class _Live:

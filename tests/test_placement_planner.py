@@ -18,8 +18,9 @@ from mixmesh.cost import CostModel
 from mixmesh.ir import support
 from mixmesh.placement import Space, make_grouping
 from mixmesh.planner.hap import synthesised
-from mixmesh.planner.placed import LocalSearch, cuts, local_search, space_of, uniform
+from mixmesh.planner.placed import LocalSearch, cuts, local_search, uniform
 from mixmesh.planner.segments import balanced, segments
+from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
 from mixmesh.trace import trace
 from mixmesh.verification import verify

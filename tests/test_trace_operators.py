@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mixmesh.api import plan_traced
+from mixmesh.bench import coverage
 from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.ir import Graph, Node, Ref, ValueType
@@ -24,22 +25,7 @@ X = torch.randn(SAMPLES, 6, 8, generator=torch.Generator().manual_seed(0))
 ROWS = X[:, 0].clone()
 IDS = torch.randint(0, 20, (SAMPLES, 6), generator=torch.Generator().manual_seed(1))
 LABELS = torch.arange(SAMPLES) % 4
-# slow devices on a fast network, so that small models are cut
-CLUSTER = Cluster.parse("""
-name = "three"
-[network]
-bandwidth_gbit_per_s = 40
-latency_us = 1
-[[machine]]
-link_gbit_per_s = 100
-link_latency_us = 1
-devices = [
-  { name = "big", tflop_per_s = 0.002, memory_gib = 8, memory_gbyte_per_s = 2 },
-  { name = "middle", tflop_per_s = 0.001, memory_gib = 4, memory_gbyte_per_s = 1 },
-]
-[[machine]]
-devices = [{ name = "small", tflop_per_s = 0.0005, memory_gib = 2, memory_gbyte_per_s = 0.5 }]
-""")
+CLUSTER = Cluster.parse(coverage.CLUSTER)
 
 
 class Model(nn.Module):

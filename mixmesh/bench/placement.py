@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from ..cost import CostModel
 from ..errors import InputError
 from ..planner.make import PROPOSERS
-from ..planner.placed import judged, space_of
+from ..planner.placed import judged
+from ..planner.spaces import space_of
 from ..planner.task import Proposal, Task
 from ..policies.seeds import data_parallel
 from ..trace import trace

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from ..algorithms import with_algorithms
 from ..cost import CostModel, Profile
-from ..ir import make_ratio
+from ..ir import support
+from ..placement.lower import even_over
 from ..plan_file import Plan
 from ..planner import make_plan
 from ..ratios import with_ratio
@@ -146,7 +147,7 @@ def dealt_evenly(plan: Plan, costs: CostModel) -> Plan:
     """The plan with as much of everything on each rank that takes part."""
     program = plan.program
     for name, ratio in program.ratios:
-        program = with_ratio(program, name, make_ratio([float(share > 0) for share in ratio]))
+        program = with_ratio(program, name, even_over(support(ratio), program.world_size))
     predicted = simulate(program, costs, micro_batches=plan.micro_batches)
     return replace(
         plan,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..ir import Instruction, region_of
-from ..ir.samples import DRAWS, draws_numbers
+from ..ir.samples import draws_once
 
 
 def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
@@ -21,7 +21,7 @@ def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
             "what gathers factors (sfb) in the backward pass is not computed again",
             "one of sfb and recompute",
         )
-    if draws_numbers(i.op) and i.op not in DRAWS:
+    if draws_once(i.op):
         raise fail(f"{i.op} would draw other numbers when it is computed again", "no recompute")
     for name in i.inputs:
         if name in stale:

@@ -43,6 +43,11 @@ def draws_numbers(op: str) -> bool:
     return op.startswith("aten.") and any(word in f"{op}." for word in RANDOM)
 
 
+def draws_once(op: str) -> bool:
+    """Whether an operator draws numbers that cannot be drawn again, nor in parts."""
+    return draws_numbers(op) and op not in DRAWS
+
+
 @dataclass(frozen=True)
 class Samples:
     """``values`` hold samples: shards cut between them, and addends of sums over them. ``given`` are computed

@@ -27,7 +27,7 @@ from ..ir import (
     shard_offsets,
     shard_sizes,
 )
-from ..ir.samples import DRAWS, draws_numbers
+from ..ir.samples import DRAWS, draws_once
 from ..rules import RULES, LocalCall, call_of, mean_share
 
 SQUEEZES = ("aten.squeeze", "aten.squeeze.dim", "aten.squeeze.dims")
@@ -92,7 +92,7 @@ class _Cutting:
             elif i.op == "update":
                 self.keep(i, (), i.args, i.kwargs)
             else:
-                if draws_numbers(i.op) and i.op not in DRAWS:
+                if draws_once(i.op):
                     raise NotDivisible(f"{i.op} draws the same numbers on all devices  {i.location}")
                 self.operator(i)
                 if i.op in DRAWS:

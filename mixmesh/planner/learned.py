@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 from ..errors import InputError
 from ..ratios import with_ratio
-from .placed import JUDGED, cuts, judged, space_of
+from .placed import JUDGED, cuts, judged
 from .polish import polish
+from .spaces import space_of
 from .task import HEADROOM, Proposal, Task
 
 MAX_CALLS = 20_000  # of the estimate: more seconds are of no use on a small model

@@ -21,9 +21,10 @@ import numpy as np
 from ..cost.placed import Exchange, sent_between
 from ..errors import PlanError
 from ..ir import make_ratio, samples_of, shard_sizes
-from ..placement import Placed, Space, make_grouping
+from ..placement import Placed, Space
 from ..plan_file import MicroBatch
 from ..ratios import usable_bytes
+from .spaces import space_of
 from .task import HEADROOM, Proposal, Task
 
 GROUPS = 96  # of operators, between which borders may be
@@ -63,9 +64,7 @@ class Chain:
 def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
     """The best by estimate of every kind of stages, as the simulator sees them. None for a model that cannot
     run in micro-steps."""
-    with task.timed("groups"):
-        grouping = make_grouping(task.graph, task.costs, GROUPS)
-        space = Space(task.data_parallel(task.proportional), task.costs, grouping)
+    space = space_of(task, count=GROUPS)
     refused = False
     for part in FILLED:
         fits = False
@@ -93,9 +92,8 @@ def hopeful(task: Task) -> Iterator[Proposal]:
         samples_of(task.data_parallel(task.proportional))
     except PlanError:
         return  # no micro-steps
+    space = space_of(task, count=GROUPS)
     with task.timed("pipelines"):
-        grouping = make_grouping(task.graph, task.costs, GROUPS)
-        space = Space(task.data_parallel(task.proportional), task.costs, grouping)
         chains = sorted(proposed(task, space, below_s=task.best_s), key=lambda chain: chain.step_s)
     for chain in spaced(chains)[: HOPEFUL if 2 * len(task.graph.nodes) <= MOST_NODES else 1]:
         try:

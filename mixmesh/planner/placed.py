@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..ir import make_ratio, support
-from ..placement import Action, Estimate, Estimator, Placed, Space, make_grouping
+from ..placement import Action, Estimate, Estimator, Placed, Space
 from ..ratios import usable_bytes
 from ..simulator import Timeline, simulate
 from .pipelines import pipelines
 from .polish import whole_counts
+from .spaces import space_of
 from .task import HEADROOM, Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
@@ -25,13 +26,6 @@ JUDGED = 6  # strategies that the simulator judges after a search
 LONGEST = 12  # groups that one move of the search changes together
 
 Strategy = tuple[Placed, ...]
-
-
-def space_of(task: Task, method: str = "partition") -> Space:
-    """The strategies of a task: operators grouped by ``method``, each as data parallelism cuts it."""
-    with task.timed("groups"):
-        grouping = make_grouping(task.graph, task.costs, method=method)
-        return Space(task.data_parallel(task.proportional), task.costs, grouping)
 
 
 def model_parallel(task: Task) -> Iterator[Proposal]:

@@ -24,6 +24,7 @@ from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
 from ..ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support
+from ..placement.lower import even_over
 from ..plan_file import MicroBatch
 from ..ratios import with_ratio
 from ..recomputation import recomputed
@@ -95,7 +96,7 @@ class Staged:
         self.task, self.stage, self.ranks, self.best_s = task, stage, ranks, best_s
         self.again = plain is not None
         plain = plain or task.data_parallel(task.shares(ranks))
-        even = make_ratio([1.0 if r in ranks else 0.0 for r in range(task.world_size)])
+        even = even_over(ranks, task.world_size)
         self.program = with_stage(plain, stage, even)
         (self.owners,) = {name for name, _ in self.program.ratios[len(plain.ratios) :]} or {None}
         self.passes_s: dict[tuple[int, int], float] = {}  # by class of devices and samples

@@ -17,8 +17,9 @@ from ..cost.placed import Exchange, sent_between
 from ..ir import Ratio, make_ratio
 from ..placement import Placed, Space
 from .hap import synthesised
-from .placed import judged, space_of
+from .placed import judged
 from .polish import whole_counts
+from .spaces import space_of
 from .task import Proposal, Task
 
 MAX_SEGMENTS = 4

@@ -1,0 +1,15 @@
+"""Operator groups of a task, and the strategies that they allow."""
+
+from __future__ import annotations
+
+from ..placement import Space, make_grouping
+from ..placement.groups import NUM_GROUPS
+from .task import Task
+
+
+def space_of(task: Task, method: str = "partition", count: int = NUM_GROUPS) -> Space:
+    """The strategies of a task: operators in about ``count`` groups by ``method``, each as data parallelism
+    cuts it."""
+    with task.timed("groups"):
+        grouping = make_grouping(task.graph, task.costs, count, method)
+        return Space(task.data_parallel(task.proportional), task.costs, grouping)
