@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .cost import CostModel
+from .cost import LEVELLED, CostModel
 from .cost.sums import Summed, order_of_sums
 from .ir import Buckets, Program, with_attrs
 
@@ -69,7 +69,7 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
         kinds.setdefault(s.kind, []).append(s.place)
     found: list[tuple[float, list[int]]] = []
     for (_, ranks, owned, _), places in kinds.items():
-        fit = costs.collective("all_reduce" if owned is None else "reduce_scatter", ranks)
+        fit = costs.collective(_way(program, ranks, owned), ranks)
         places.sort(key=lambda place: ready_s[params[place].result])  # stable
         carried_s = [fit.s_per_byte * params[place].type.value.size_bytes for place in places]
         ready = [ready_s[params[place].result] for place in places]
@@ -80,6 +80,13 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
         for place in places:
             buckets[place] = number
     return numbered(program, tuple(buckets))
+
+
+def _way(program: Program, ranks: tuple[int, ...], owned: str | None) -> str:
+    if owned is not None:
+        return "reduce_scatter"
+    levels = program.levels
+    return LEVELLED if levels is not None and levels.parts(ranks, levels.least_bytes) else "all_reduce"
 
 
 def _cuts(ready: list[float], carried_s: list[float], latency_s: float) -> list[tuple[int, int]]:

@@ -73,6 +73,13 @@ PROGRAMS = {
       %w2 = param("fc2.weight") {{bucket=0}} : f64[4, 8] R
       %b2 = param("fc2.bias") {{bucket=0}} : f64[4] R
       {BODY} {TAIL}""",
+    "levels": f"""{UNEVEN} levels = [2, 1] from 100 {BATCH} {stored("R")} {COUNT} {BODY} {TAIL}""",
+    "levels_in_buckets": f"""{UNEVEN} levels = [1, 2] from 0 {BATCH}
+      %w1 = param("fc1.weight") {{bucket=1}} : f64[8, 6] R
+      %b1 = param("fc1.bias") {{bucket=1}} : f64[8] R
+      %w2 = param("fc2.weight") {{bucket=0}} : f64[4, 8] R
+      %b2 = param("fc2.bias") {{bucket=2}} : f64[4] R
+      {BODY} {TAIL}""",
     "zero_share": f"{ZERO} {BATCH} {stored('R@r0')} {COUNT} {BODY} {TAIL}",
     "zero_share_replica": f"{ZERO} {BATCH} {stored('R')} {BODY} {TAIL}",
     "fsdp": f"{UNEVEN} {BATCH} {stored('S(0)@r0', 'R')} {BODY} {TAIL}",
@@ -505,8 +512,20 @@ def fails_in_the_backward_pass(_) -> None:
         loss.backward()
 
 
+def fails_by_levels(_) -> None:
+    model, _ = parallelize(Mlp(), None, program("levels"), device="cpu", timeout_s=2)
+    loss = model(**batch(0))
+    if model.comm.rank == 1:
+        time.sleep(5)
+        return
+    with pytest.raises(CollectiveError, match=f"rank {model.comm.rank}: all_reduce of gradients"):
+        loss.backward()
+
+
 def test_a_rank_that_never_calls_is_an_error_with_a_place():
-    failing = {f.__name__: f for f in (fails_when_a_rank_never_calls, fails_in_the_backward_pass)}
+    failing = {
+        f.__name__: f for f in (fails_when_a_rank_never_calls, fails_in_the_backward_pass, fails_by_levels)
+    }
     for failures in run_world(WORLD, failing).values():
         assert_passed(failures)
 

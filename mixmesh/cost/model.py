@@ -16,7 +16,7 @@ from functools import cached_property
 from ..cluster import Cluster, Device
 from ..ir import Placement
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
-from .collectives import CollectiveFit, ring_fit
+from .collectives import LEVELLED, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, Profile, cut_inputs, device_key, host_key, op_key
@@ -151,7 +151,17 @@ class CostModel:
         estimate = ring_fit(self.cluster, name, ranks)
         if self.profile is None or len(ranks) < 2 or not self.profile.describes_links_of(self.cluster):
             return estimate
-        return measured_collective(self.cluster, self.profile.collectives, name, ranks) or estimate
+        measured = measured_collective(self.cluster, self.profile.collectives, name, ranks)
+        if measured is None and name == LEVELLED:
+            # what links were measured to do flat they do by levels too
+            flat, usual = self.collective("all_reduce", ranks), ring_fit(self.cluster, "all_reduce", ranks)
+            latency_s = estimate.latency_s * _ratio(flat.latency_s, usual.latency_s)
+            return CollectiveFit(latency_s, estimate.s_per_byte * _ratio(flat.s_per_byte, usual.s_per_byte))
+        return measured or estimate
+
+    def sum_s_per_byte(self, ranks: tuple[int, ...]) -> float:
+        """Seconds of a byte of gradients that these ranks sum, flat or by levels."""
+        return min(self.collective(name, ranks).s_per_byte for name in ("all_reduce", LEVELLED))
 
     def optimizer_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of an optimizer step over ``size_bytes`` of parameters on ``rank``."""
@@ -196,6 +206,7 @@ class CostModel:
     def _exchange_s(
         self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
     ) -> float:
+        name = "all_reduce" if name == LEVELLED else name
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
         known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
         if known is None:
@@ -220,6 +231,10 @@ class CostModel:
         if measured is not None:
             return measured.idle_constant_bytes if idle else measured.memory_constant_bytes
         return CPU_PROCESS_BYTES[idle] if device.kind == "cpu" else GPU_CONTEXT_BYTES
+
+
+def _ratio(a: float, b: float) -> float:
+    return a / b if b else 1.0
 
 
 def is_product(call: Call) -> bool:

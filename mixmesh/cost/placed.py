@@ -29,6 +29,7 @@ from ..ir import (
 )
 from ..rules import call_of
 from .calls import kinds_of
+from .collectives import LEVELLED, level_fits
 from .curve import ZERO
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
@@ -60,17 +61,20 @@ def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
 class Exchange:
     """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
     ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
-    scattered it is ``rooted``: a broadcast or a reduce."""
+    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first."""
 
     name: str
     size_bytes: int
     ranks: tuple[int, ...]
     sent: Sent | None = None
     rooted: bool = False
+    levelled: bool = False
 
     @property
     def performed(self) -> str:
         """The collective that is performed."""
+        if self.levelled:
+            return LEVELLED
         return ROOTED[self.name] if self.rooted else self.name
 
     def seconds(self, costs: CostModel) -> float:
@@ -82,6 +86,14 @@ class Exchange:
             usual = max(self.link_s_per_byte(costs.cluster, usual=True).values())
             size_bytes *= max(self.link_s_per_byte(costs.cluster).values()) / usual
         return costs.collective(self.performed, self.ranks).seconds(size_bytes)
+
+    def lag_s(self, costs: CostModel) -> float:
+        """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
+        the longest one is what a sum takes of the next."""
+        if not self.levelled:
+            return 0.0
+        inside, between = (f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.ranks))
+        return self.seconds(costs) * (1 - max(inside, between) / (2 * inside + between))
 
     def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
         """Seconds for which it occupies each link, per byte of the whole tensor."""

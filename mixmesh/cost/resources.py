@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from ..cluster import Cluster
+from .collectives import LEVELLED
 
 Link = tuple[str, int]  # "out", "in" or "inside", and the machine
 
@@ -30,7 +31,12 @@ def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -
     """
     if len(ranks) < 2:
         return {}
-    load = _pairs(cluster, ranks) if collective == "all_to_all" else _hops(cluster, collective, ranks)
+    if collective == "all_to_all":
+        load = _pairs(cluster, ranks)
+    elif collective == LEVELLED:
+        load = _by_levels(cluster, ranks)
+    else:
+        load = _hops(cluster, collective, ranks)
     return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
 
 
@@ -55,6 +61,14 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
             load["out", here] += carried
             load["in", there] += carried
     return load
+
+
+def _by_levels(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:
+    """All bytes to the first rank of each machine, between these, and back."""
+    sizes = Counter(map(cluster.machine_index_of, ranks))
+    load: dict[Link, float] = {("inside", m): 2.0 for m, count in sizes.items() if count > 1}
+    between = 2 * (len(sizes) - 1) / len(sizes)
+    return load | {(way, m): between for m in sizes for way in ("out", "in") if len(sizes) > 1}
 
 
 def _pairs(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:

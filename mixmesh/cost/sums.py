@@ -5,11 +5,23 @@ One answer for the runtime, which sums them, and for the simulator, which says h
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from ..ir import Buckets, Cell, Instruction, Program, cell_bytes, cells, owned_type, stage_of, support
+from ..ir import (
+    Buckets,
+    Cell,
+    Instruction,
+    Levels,
+    Parts,
+    Program,
+    cell_bytes,
+    cells,
+    owned_type,
+    stage_of,
+    support,
+)
 from .placed import Exchange, first_uses, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -31,6 +43,7 @@ class GradientSum:
     rooted: bool = False
     cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
     late: bool = False  # summed when all gradients that redistributions bring are there
+    parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
     @cached_property
     def size_bytes(self) -> int:
@@ -41,7 +54,7 @@ class GradientSum:
     @property
     def exchange(self) -> Exchange:
         name = "all_reduce" if self.owned is None else "reduce_scatter"
-        return Exchange(name, self.size_bytes, self.ranks, rooted=self.rooted)
+        return Exchange(name, self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts))
 
     @property
     def gather(self) -> Exchange:
@@ -134,7 +147,7 @@ def gradient_sums(
         return owned is not None and len(support(program.ratio_of[owned])) == 1
 
     ordered = sorted(groups.items(), key=ready)
-    return tuple(
+    made = (
         GradientSum(
             tuple(params[s.place] for s in members),
             *kind[1:],
@@ -144,3 +157,20 @@ def gradient_sums(
         )
         for (_, kind, late), members in ordered
     )
+    return tuple(made) if program.levels is None else tuple(_levelled(s, program.levels) for s in made)
+
+
+def summed(program: Program, size_bytes: int, ranks: tuple[int, ...]) -> Exchange:
+    """The sum of so many bytes of gradients between some ranks of a program."""
+    levels = program.levels
+    return Exchange(
+        "all_reduce",
+        size_bytes,
+        ranks,
+        levelled=levels is not None and bool(levels.parts(ranks, size_bytes)),
+    )
+
+
+def _levelled(s: GradientSum, levels: Levels) -> GradientSum:
+    parts = () if s.owned is not None else levels.parts(s.ranks, s.size_bytes)
+    return replace(s, parts=parts) if parts else s

@@ -2,6 +2,7 @@
 
 from .copies import Cell, cell_bytes, cells, piece
 from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
+from .levels import Levels, Parts, leaders
 from .ownership import owned_type, stage_of
 from .placement import (
     PARTIAL,
@@ -36,9 +37,11 @@ from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_s
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Node", "Partial", "Placement",
+    "Arg", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial", "Parts",
+    "Placement",
     "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType",
-    "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "local_bytes", "local_kind", "local_shape",
+    "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "leaders",
+    "local_bytes", "local_kind", "local_shape",
     "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
     "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "shard_offsets",

@@ -18,6 +18,9 @@ def print_program(program: Program, notes: Mapping[int, str] | None = None) -> s
     for name, ratio in program.ratios:
         lines.append(f"  ratio {name} = [{', '.join(f'{share:g}' for share in ratio)}]")
     lines += [f"  dtype {name} = [{', '.join(row)}]" for name, row in program.dtypes]
+    if program.levels is not None:
+        sizes = ", ".join(map(str, program.levels.sizes))
+        lines.append(f"  levels = [{sizes}] from {program.levels.least_bytes}")
     body = [(f"  {print_instruction(i)}", _note(i, n, notes)) for n, i in enumerate(program.instructions)]
     column = min(100, max((len(text) for text, note in body if note), default=0))
     for text, note in body:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
+from .levels import Levels
 from .placement import Partial, Placement, Ratio, Replicate, Shard
 from .printing import print_program
 from .types import TensorType, ValueType, local_shape, participants
@@ -112,7 +113,8 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 @dataclass(frozen=True)
 class Program:
     """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
-    says of a dtype in which one each rank computes (see ``dtypes``)."""
+    says of a dtype in which one each rank computes (see ``dtypes``), ``levels`` that gradients are summed
+    within machines first."""
 
     name: str
     world_size: int
@@ -120,6 +122,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     loss: str
     dtypes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    levels: Levels | None = None
 
     def __str__(self) -> str:
         return print_program(self)

@@ -1,8 +1,9 @@
 """Program text: ``printing`` writes it, ``parse_program`` reads it back equal.
 
-    program    = "program" NAME "world" "=" INT "{" ratio* dtype* instruction* "return" VALUE "}"
+    program    = "program" NAME "world" "=" INT "{" ratio* dtype* [levels] instruction* "return" VALUE "}"
     ratio      = "ratio" NAME "=" "[" NUMBER,* "]"
     dtype      = "dtype" DTYPE "=" "[" DTYPE,* "]"     what each rank computes it in
+    levels     = "levels" "=" "[" INT,* "]" "from" INT   ranks per machine, and the least bytes of a sum
     instruction = [result,+ "="] OP "(" argument,* ")" ["{" NAME "=" value,* "}"] [":" type,+]
     result     = VALUE | "_"                     a result that nobody uses is "_"
     argument   = value | NAME "=" value
@@ -21,6 +22,7 @@ from typing import NoReturn
 
 from ..errors import ParseError
 from .graph import Arg, DType, Ref
+from .levels import Levels
 from .placement import REPLICATE, Partial, Placement, Shard, make_ratio
 from .program import Instruction, Program
 from .types import DTYPE_BYTES, TensorType, ValueType
@@ -115,6 +117,7 @@ class _Parser:
         dtypes: dict[str, tuple[str, ...]] = {}
         while self.accept("dtype"):
             self.dtype_row(world_size, dtypes)
+        levels = self.levels(world_size) if self.accept("levels") else None
         instructions: list[Instruction] = []
         known: dict[str, int] = {}
         while not self.sees("return"):
@@ -124,7 +127,7 @@ class _Parser:
         self.take("mark", "}")
         self.take("end", what="nothing after the closing brace")
         made = tuple(ratios.items()), tuple(instructions), loss
-        return Program(name, world_size, *made, dtypes=tuple(dtypes.items()))
+        return Program(name, world_size, *made, dtypes=tuple(dtypes.items()), levels=levels)
 
     def ratio(self, world_size: int, ratios: dict) -> None:
         place = self.token[2]
@@ -154,6 +157,17 @@ class _Parser:
         if len(row) != world_size:
             self._fail(place, f"{len(row)} dtypes for {world_size} ranks", f"{world_size} dtypes")
         dtypes[name] = tuple(row)
+
+    def levels(self, world_size: int) -> Levels:
+        self.take("mark", "=")
+        self.take("mark", "[")
+        place = self.token[2]
+        sizes = tuple(self.separated("]", lambda: self.integer("the ranks of a machine")))
+        if sum(sizes) != world_size or 0 in sizes:
+            expected = f"at least one for each machine, {world_size} together"
+            self._fail(place, f"machines of {', '.join(map(str, sizes)) or 'no'} ranks", expected)
+        self.take("name", "from")
+        return Levels(sizes, self.integer("the least bytes of a sum"))
 
     def dtype_name(self) -> str:
         place = self.token[2]

@@ -165,6 +165,7 @@ class Synthesis:
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[float, float]:
         """What a program's step does not go below with as much memory as it likes, if nothing is summed, and
         whatever the buckets."""
+        program = self.task.levelled("hap", program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
         with self.task.timed("simulate"):

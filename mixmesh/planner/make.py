@@ -29,7 +29,7 @@ from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
 from .synced import synced
-from .task import SEARCH_S, Proposal, Task
+from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import promising, two_level
 
 # one row per planner: what proposes its programs
@@ -49,7 +49,6 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "heterog": heterog,
     "tag": tag,
 }
-BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, "hap", "two-level", "pipeline")
 QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed

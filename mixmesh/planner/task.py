@@ -11,9 +11,10 @@ from functools import cached_property
 from ..baselines import data_parallel, device_seconds, proportional_ratio
 from ..buckets import bucketings, numbered
 from ..cost import CostModel
+from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
-from ..ir import Graph, Program, Ratio, Shard, make_ratio, owned_type, support
+from ..ir import Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
@@ -23,6 +24,7 @@ from .ideal import ideal_s
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
+BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # of planners that search as long as they may
 
 
@@ -98,6 +100,16 @@ class Task:
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than."""
         return ideal_s(self.choices)
+
+    @cached_property
+    def levels(self) -> Levels | None:
+        """By which gradients are summed, where that is faster than flat."""
+        return best_levels(self.costs)
+
+    def levelled(self, planner: str, program: Program) -> Program:
+        """The program with its gradients summed by levels; baselines are what others do, and stay flat."""
+        levels = None if planner in BASELINES else self.levels
+        return program if program.levels == levels else program.changed(levels=levels)
 
     @cached_property
     def batch(self) -> int:
@@ -177,6 +189,7 @@ class Task:
         step: str = "simulate",
         micro_batches: MicroBatches = None,
     ) -> Proposal:
+        program = self.levelled(planner, program)
         simulation = simulation or self.simulation(program)
         with self.timed(step):
             timeline = simulation.run(program, micro_batches)
@@ -196,6 +209,7 @@ class Task:
         simulation: Simulation | None = None,
         micro_batches: MicroBatches = None,
     ) -> Proposal:
+        program = self.levelled(planner, program)
         simulation = simulation or self.simulation(program)
         with self.timed("simulate"):
             made = bucketings(program, BUCKET_BYTES, simulation.summed)

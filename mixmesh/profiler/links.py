@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..cost import LinkMeasurement, default_algorithm, ring_fit
-from ..ir import make_ratio, shard_sizes
+from ..cost import LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ..ir import Levels, Parts, make_ratio, shard_sizes
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
+from ..runtime.layout import level_groups
+from ..runtime.levels import LevelSum
 from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
@@ -101,7 +103,15 @@ def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
 
 def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The process groups that ``measure_links`` needs, for ``Comm.of_sets``."""
-    return tuple(("data", group) for group in link_groups(cluster))
+    parts = level_parts(cluster)
+    groups = tuple(("data", group) for group in link_groups(cluster))
+    return (*groups, *level_groups(parts)) if parts else groups
+
+
+def level_parts(cluster: Cluster) -> Parts:
+    """All ranks by machine; none where there are no two levels."""
+    sizes = tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines)))
+    return Levels(sizes).parts(tuple(range(cluster.world_size)), 0)
 
 
 def link_cases(cluster: Cluster, backend: str) -> list[Case]:
@@ -120,6 +130,8 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
                 cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
                 if everyone and collective in BY_SKEW and len(set(declared)) > 1:
                     cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+        if everyone and level_parts(cluster):
+            cases.append(Case(LEVELLED, "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
             cases.append(Case("send", "", ranks[:2], declared[:2], PAIR if across else MACHINE))
     return cases
@@ -147,7 +159,7 @@ def measure_links(
         affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
         if affordable and size <= largest:
             progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
-            seconds, elapsed, count = measure(comm, chosen.case, size, started)
+            seconds, elapsed, count = measure(comm, chosen.case, size, started, level_parts(cluster))
             chosen.points.append((whole_bytes(size), seconds))
             chosen.runs.append(count)
             if len(chosen.points) < len(chosen.case.sizes_bytes):
@@ -182,15 +194,18 @@ def rows_of(size_bytes: int) -> int:
     return max(1, size_bytes // (WIDTH * 4))
 
 
-def measure(comm: Comm, case: Case, size_bytes: int, started: float) -> tuple[float, float, int]:
-    """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks."""
+def measure(
+    comm: Comm, case: Case, size_bytes: int, started: float, parts: Parts = ()
+) -> tuple[float, float, int]:
+    """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks.
+    ``parts`` are the ranks by machine, for sums by levels."""
     run = None
     if comm.rank in case.ranks:
         group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks
         if case.collective == "send":
             group = next(r for p, r in comm.groups if p == "data" and set(case.ranks) <= set(r))
         channel = comm.channel(group, f"profile of {case.collective}")
-        run = prepared(comm, channel, case, rows_of(size_bytes))
+        run = prepared(comm, channel, case, rows_of(size_bytes), parts)
     (first,) = agreed(comm, [timed(comm, run)])
     often = first < QUICK_S and case.weight <= OTHER
     repeats = 5 if often else 3 if first < LONG_S else 1 if first < SLOW_S else 0
@@ -215,7 +230,7 @@ def agreed(comm: Comm, values: list[float]) -> list[float]:
     return worst.tolist()
 
 
-def prepared(comm: Comm, channel: Channel, case: Case, rows: int) -> Callable[[], object]:
+def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts = ()) -> Callable[[], object]:
     """This rank's part of the collective, on a tensor of so many rows."""
     me, name = case.ranks.index(comm.rank), case.algorithm or None
     sizes = shard_sizes(rows, make_ratio(case.shares))
@@ -223,8 +238,9 @@ def prepared(comm: Comm, channel: Channel, case: Case, rows: int) -> Callable[[]
     whole = torch.zeros(rows, WIDTH, device="cpu" if straight else comm.device)
     piece = whole[: sizes[me]].clone()
     match case.collective:
-        case "all_reduce":
-            return lambda: collectives.all_reduce(channel, whole, in_place=True)
+        case "all_reduce" | "levelled_all_reduce":
+            levels = LevelSum(comm, parts) if case.collective == LEVELLED else None
+            return lambda: collectives.all_reduce(channel, whole, levels=levels, in_place=True)
         case "all_gather":
             return lambda: collectives.all_gather(channel, piece, sizes, algorithm=name)
         case "reduce_scatter":

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
+from .levels import LevelSum
 
 Sizes = Sequence[int]
 
@@ -224,15 +225,22 @@ REDUCE_OPS = {
 
 
 def all_reduce(
-    channel: Channel, x: Tensor, op: str = "sum", *, in_place: bool = False, async_op: bool = False
+    channel: Channel,
+    x: Tensor,
+    op: str = "sum",
+    *,
+    levels: LevelSum | None = None,
+    in_place: bool = False,
+    async_op: bool = False,
 ) -> Tensor | Handle:
-    """The sum (or max, min, prod) over ranks. ``in_place`` may overwrite ``x``, which must be contiguous."""
+    """The sum (or max, min, prod) over ranks; a sum by ``levels``, if they are given. ``in_place`` may
+    overwrite ``x``, which must be contiguous."""
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
     buffer = _summable(channel, _stage(channel, x)).contiguous()
     if not in_place and buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()
-    works = [channel.start(dist.all_reduce, buffer, op=REDUCE_OPS[op])]
+    works = [channel.start(levels or dist.all_reduce, buffer, op=REDUCE_OPS[op])]
 
     def finish() -> Tensor:
         result = _unstage(channel, buffer).to(x.dtype)

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
-from ..ir import Cell, Program
+from ..ir import Cell, Parts, Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
+from .levels import LevelSum
 from .owned import Group, Owned, counts, cut, pack
 from .sfb import summed_by_sfb
 
@@ -44,6 +45,7 @@ class Bucket:
     stage: int = 0
     cells: tuple[Cell | None, ...] = ()  # by name, what is summed of a parameter with copies
     late: bool = False  # summed when all gradients that redistributions bring are there
+    parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
 
 def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple[Bucket, ...]:
@@ -54,7 +56,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
     for param in program.factored:
         summed_by_sfb(program, param)
     return tuple(
-        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells, s.late)
+        Bucket(tuple(p.args[0] for p in s.params), s.ranks, s.owned, s.stage, s.cells, s.late, s.parts)
         for s in gradient_sums(program, cap_bytes)
     )
 
@@ -118,6 +120,7 @@ class GradientReducer:
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
+        self._levels: list[LevelSum | None] = []
         self._own: list[Bucket] = []
         for n, bucket in enumerate(buckets):
             by_param = dict(zip((id(params[n]) for n in bucket.names), bucket.cells))
@@ -133,6 +136,7 @@ class GradientReducer:
             kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
             text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
             self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
+            self._levels.append(LevelSum(comm, bucket.parts) if bucket.parts else None)
             for p in members:
                 cell = by_param.get(id(p))
                 self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
@@ -258,8 +262,12 @@ class GradientReducer:
         for p, piece in zip(members, flat.split([p.numel() for p in members])):
             p.grad = piece.view(p.shape)
             self._summed.add(id(p))
-        handle = all_reduce(self._channels[index], flat, in_place=True, async_op=True)
+        handle = self._sum(index, flat)
         self._progress.handles.append(handle)
+
+    def _sum(self, index: int, flat: Tensor) -> Handle:
+        channel, levels = self._channels[index], self._levels[index]
+        return all_reduce(channel, flat, levels=levels, in_place=True, async_op=True)
 
     def _scatter(self, index: int, grads: list[Tensor]) -> None:
         group, channel, rank = self._groups[index], self._channels[index], self._rank
@@ -284,7 +292,7 @@ class GradientReducer:
             self._summed.add(id(p))
             shared += boxes_of(grad, cell, self._origins[id(p)])
         flat = torch.cat([box.reshape(-1) for box in shared])
-        handle = all_reduce(self._channels[index], flat, in_place=True, async_op=True)
+        handle = self._sum(index, flat)
 
         def deliver(total: Tensor) -> None:
             for box, sums in zip(shared, total.split([box.numel() for box in shared])):

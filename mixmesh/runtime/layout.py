@@ -27,6 +27,7 @@ from ..ir import (
     PARTIAL,
     REPLICATE,
     Partial,
+    Parts,
     Placement,
     Program,
     Replicate,
@@ -34,6 +35,7 @@ from ..ir import (
     TensorType,
     cells,
     dual,
+    leaders,
     shard_offsets,
     shard_sizes,
 )
@@ -144,7 +146,21 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
             found = [("gradient", c.ranks) for c in cells(program, program.copies[i.args[0]][0])]
         elif i.op == "param" and isinstance(i.type.placement, Replicate):
             found = [("gradient", program.participants(i.type))]
+        if i.op == "param" and program.levels is not None and not i.attr("owned"):
+            sums = [program.levels.parts(ranks, program.levels.least_bytes) for _, ranks in found]
+            found += [group for parts in sums if parts for group in level_groups(parts)]
         for purpose, ranks in found:
             if len(ranks) > 1 and (purpose, ranks) not in seen:
                 seen.add((purpose, ranks))
                 yield purpose, ranks
+
+
+UP, BETWEEN, DOWN = "gradient, up", "gradient, between", "gradient, down"  # purposes of groups
+
+
+def level_groups(parts: Parts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The groups of a sum by levels, with their purposes."""
+    for part in parts:
+        if len(part) > 1:
+            yield from ((UP, part), (DOWN, part))
+    yield BETWEEN, leaders(parts)

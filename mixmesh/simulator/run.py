@@ -213,6 +213,7 @@ class Run:
                 break
         end = max(start + call.seconds, carrying)
         self.free[channel], self.carrying[channel] = end, carrying
+        end += call.lag_s
         self.communication += call.seconds
         if self.slowed:
             for k in self.kinds[channel]:

@@ -12,7 +12,7 @@ from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
 from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
-from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums
+from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed
 from ..ir import Buckets, Program, once_program, samples_of
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
@@ -135,7 +135,8 @@ class Simulation:
         for s in self.summed:
             ranks = s.kind.ranks
             sizes[ranks] = sizes.get(ranks, 0) + gradient_bytes(program.params[s.place], s.cell)
-        summed_s = [Exchange("all_reduce", n, ranks).seconds(self.costs) for ranks, n in sizes.items()]
+        sums = [summed(program, n, ranks) for ranks, n in sizes.items()]
+        summed_s = [s.seconds(self.costs) - s.lag_s(self.costs) for s in sums]
         return max(run.clock), max(*run.clock, run.turn_s + max(summed_s, default=0.0))
 
     def _run(
@@ -241,7 +242,8 @@ class Simulation:
         name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
         alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
         # what its seconds hold of the computing threads is counted there, slower
-        seconds = max(exchange.seconds(self.costs) - alone, 0.0)
+        lag_s = exchange.lag_s(self.costs)
+        seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
@@ -259,6 +261,7 @@ class Simulation:
             purpose == "gradient",
             host if any(host) else (),
             beside if any(beside) else (),
+            lag_s,
         )
 
     def channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
@@ -279,7 +282,7 @@ class Simulation:
     def sums(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Sums:
         """The sums of gradients under these buckets, or those of them that every micro-step of ZeRO stage 2
         makes."""
-        key = (scattered, buckets)
+        key = (scattered, buckets, program.levels)
         if key not in self._sums:
             every = gradient_sums(program, order=self.summed, buckets=buckets)
             self._sums[key] = sums_of(self, tuple(s for s in every if s.stage == 2 or not scattered))

@@ -25,6 +25,7 @@ class Call:
     yields: bool  # a gradient sum, which nobody waits for soon
     host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
     beside: tuple[float, ...]  # the same of the threads that communicate, where devices rest
+    lag_s: float = 0.0  # after its end, until what it brings is there
 
 
 class Step(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time

@@ -226,7 +226,7 @@ class Problem:
         if code >= 2:
             return Load(held, optimizer)
         # latency is shared by the parameters of a bucket, so only the bytes count here
-        sync = self.costs.collective("all_reduce", self.ranks).s_per_byte * size
+        sync = self.costs.sum_s_per_byte(self.ranks) * size
         return Load(sync * self.prices.gradient_sync + held, optimizer)
 
     def waits(self, value: int) -> bool:

@@ -1,0 +1,27 @@
+"""Where sums of gradients by levels pay (``ir.levels``)."""
+
+from __future__ import annotations
+
+from ..ir import Levels
+from .model import CostModel
+from .placed import Exchange
+
+SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
+MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
+
+
+def best_levels(costs: CostModel) -> Levels | None:
+    """By the machines of the cluster, from the least size on from which sums between all ranks are faster so;
+    None if even large ones are not."""
+    cluster = costs.cluster
+    everyone = tuple(range(cluster.world_size))
+    levels = Levels(tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines))))
+    if not levels.parts(everyone, 0):
+        return None
+    least = None
+    for size in reversed(SIZES_BYTES):
+        flat, levelled = (Exchange("all_reduce", size, everyone, levelled=by) for by in (False, True))
+        if levelled.seconds(costs) - levelled.lag_s(costs) > flat.seconds(costs) * (1 - MARGIN):
+            break
+        least = size
+    return None if least is None else Levels(levels.sizes, least)
