@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .cost import LEVELLED, CostModel
-from .cost.sums import Summed, order_of_sums
+from .cost.sums import Summed, order_of_sums, parts_of
 from .ir import Buckets, Program, with_attrs
 
 
@@ -83,10 +83,9 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
 
 
 def _way(program: Program, ranks: tuple[int, ...], owned: str | None) -> str:
-    if owned is not None:
-        return "reduce_scatter"
-    levels = program.levels
-    return LEVELLED if levels is not None and levels.parts(ranks, levels.least_bytes) else "all_reduce"
+    name = "all_reduce" if owned is None else "reduce_scatter"
+    large = 0 if program.levels is None else program.levels.least_bytes
+    return LEVELLED[name] if parts_of(program, large, ranks, owned) else name
 
 
 def _cuts(ready: list[float], carried_s: list[float], latency_s: float) -> list[tuple[int, int]]:

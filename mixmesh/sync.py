@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from .cost import CostModel
 from .cost.sums import GradientSum, gradient_sums
-from .ir import Program, Ratio, make_ratio
+from .ir import Program, Ratio, leaders, make_ratio
 from .zero import ownable, with_owners
 
 TRIED = 5000  # instructions of all programs that are tried, which bounds the seconds that it takes
@@ -30,20 +30,12 @@ def best_sync(
 ) -> Program:
     """The program with owners where that makes ``step_s`` less. It has its buckets, and no owners. Unless
     ``mixed``, all buckets meet in one way."""
-    can = {i.result for i in ownable(program)}
-    buckets = [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
+    can, buckets = ownable_buckets(program)
     if not buckets:
         return program
 
     def made(choice: Choice) -> Program:
-        owners = {
-            p.result: shares
-            for s, shares in zip(buckets, choice)
-            if shares is not None
-            for p in s.params
-            if p.result in can
-        }
-        return with_owners(program, owners)
+        return owned_by(program, can, buckets, choice)
 
     best: Choice = (None,) * len(buckets)
     least = step_s(program)
@@ -70,6 +62,55 @@ def best_sync(
     return made(best)
 
 
+def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], float], most: int) -> Program:
+    """The program with owners for a run of its buckets where that makes ``step_s`` less, after ``most``
+    trials or fewer.
+
+    What the backward pass completes first is used last in the next forward pass, so its gathers hide best;
+    the very first one may have the rest of the backward pass for its all_reduce. What is completed last is
+    used first, and nothing hides it in any way. So the best owners are those of a run: without the first
+    bucket or with it, up to where the forward pass has hidden enough.
+    """
+    can, buckets = ownable_buckets(program)
+    if not buckets:
+        return program
+    owners = [list(options(program, costs, s))[1] for s in buckets]
+    known: dict[tuple[int, int], tuple[float, Program]] = {}
+
+    def tried(first: int, last: int) -> float:
+        if (first, last) not in known and len(known) < most:
+            choice = tuple(of if first <= n < last else None for n, of in enumerate(owners))
+            made = owned_by(program, can, buckets, choice)
+            known[first, last] = step_s(made), made
+        return known.get((first, last), (float("inf"),))[0]
+
+    count = len(buckets)
+    for first in (1, 0):
+        stride = max(1, count // 4)
+        lasts = range(first + stride, count + 1, stride)
+        best = min(lasts, key=lambda last: tried(first, last), default=count)
+        while stride > 1:
+            stride //= 2
+            near = (best - stride, best, best + stride)
+            best = min((n for n in near if first < n <= count), key=lambda last: tried(first, last))
+    least = min(known.values(), key=lambda found: found[0])
+    return least[1] if least[0] < step_s(program) else program
+
+
+def ownable_buckets(program: Program) -> tuple[set[str], list[GradientSum]]:
+    """Parameters that can have owners, by result, and the buckets that have some of them."""
+    can = {i.result for i in ownable(program)}
+    return can, [s for s in gradient_sums(program) if any(p.result in can for p in s.params)]
+
+
+def owned_by(program: Program, can: set[str], buckets: list[GradientSum], choice: Choice) -> Program:
+    """The program with these owners of its buckets."""
+    chosen = [(s, shares) for s, shares in zip(buckets, choice) if shares is not None]
+    return with_owners(
+        program, {p.result: shares for s, shares in chosen for p in s.params if p.result in can}
+    )
+
+
 def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Iterator[Choice]:
     """Owners for all buckets, a server for each in turn, one for all."""
     each = [list(options(program, costs, s)) for s in buckets]
@@ -81,8 +122,12 @@ def alike(program: Program, costs: CostModel, buckets: list[GradientSum]) -> Ite
 
 
 def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Ratio | None]:
-    """Owners of a bucket: nobody, all alike, all by their shares of the batch, one of each kind of device."""
+    """Owners of a bucket: nobody, the leaders of machines where sums go by levels, all alike, all by their
+    shares of the batch, one of each kind of device."""
     yield None
+    parts = () if program.levels is None else program.levels.parts(s.ranks, s.size_bytes)
+    if parts:
+        yield make_ratio([1.0 if r in leaders(parts) else 0.0 for r in range(program.world_size)])
     even = make_ratio([1.0 if r in s.ranks else 0.0 for r in range(program.world_size)])
     yield even
     batch = program.ratios[0][1]

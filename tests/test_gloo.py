@@ -80,6 +80,12 @@ PROGRAMS = {
       %w2 = param("fc2.weight") {{bucket=0}} : f64[4, 8] R
       %b2 = param("fc2.bias") {{bucket=2}} : f64[4] R
       {BODY} {TAIL}""",
+    "levels_to_owners": f"""{UNEVEN} ratio z = [0.4, 0, 0.6] levels = [2, 1] from 0 {BATCH}
+      %w1 = param("fc1.weight") {{bucket=1, owned="z", stage=1}} : f64[8, 6] R
+      %b1 = param("fc1.bias") {{bucket=0}} : f64[8] R
+      %w2 = param("fc2.weight") {{bucket=1, owned="z", stage=1}} : f64[4, 8] R
+      %b2 = param("fc2.bias") {{bucket=2, owned="z", stage=1}} : f64[4] R
+      {BODY} {TAIL}""",
     "zero_share": f"{ZERO} {BATCH} {stored('R@r0')} {COUNT} {BODY} {TAIL}",
     "zero_share_replica": f"{ZERO} {BATCH} {stored('R')} {BODY} {TAIL}",
     "fsdp": f"{UNEVEN} {BATCH} {stored('S(0)@r0', 'R')} {BODY} {TAIL}",

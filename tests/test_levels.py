@@ -21,7 +21,7 @@ from mixmesh.planner import make_plan
 from mixmesh.runtime import collectives
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.layout import level_groups, meetings
-from mixmesh.runtime.levels import LevelSum
+from mixmesh.runtime.levels import ByLevels
 from mixmesh.simulator import simulate
 
 TWO_BOXES = """
@@ -102,7 +102,7 @@ def test_what_was_measured_decides():
     sizes = (2.0**12, 2.0**26)
 
     def costs(levelled_s: float | None) -> CostModel:
-        seconds = {"all_reduce": 1.0} | ({LEVELLED: levelled_s} if levelled_s else {})
+        seconds = {"all_reduce": 1.0} | ({LEVELLED["all_reduce"]: levelled_s} if levelled_s else {})
         rows = [
             LinkMeasurement(name, "", (), ((sizes[0], 0.001), (sizes[1], s))) for name, s in seconds.items()
         ]
@@ -110,7 +110,7 @@ def test_what_was_measured_decides():
 
     assert best_levels(costs(1.2)) is None
     assert best_levels(costs(0.6)) is not None
-    estimated = costs(None).collective(LEVELLED, (0, 1, 2, 3, 4)).seconds(sizes[1])
+    estimated = costs(None).collective(LEVELLED["all_reduce"], (0, 1, 2, 3, 4)).seconds(sizes[1])
     assert estimated == pytest.approx(5 / 8, rel=0.05)  # as the links do flat
 
 
@@ -138,7 +138,7 @@ def make_comm() -> Comm:
 
 def check_many_at_a_time(comm: Comm) -> None:
     """Ranks issue in one order, each at its own pace."""
-    pace, levels = random.Random(comm.rank), LevelSum(comm, PARTS)
+    pace, levels = random.Random(comm.rank), ByLevels(comm, PARTS)
     channel = comm.channel(comm.everyone, "sum", purpose="gradient")
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int16):
         handles = []
@@ -152,7 +152,7 @@ def check_many_at_a_time(comm: Comm) -> None:
 
 
 def check_beside_flat_sums(comm: Comm) -> None:
-    levels = LevelSum(comm, PARTS)
+    levels = ByLevels(comm, PARTS)
     channel = comm.channel(comm.everyone, "sum", purpose="gradient")
     handles = [
         collectives.all_reduce(
@@ -164,9 +164,32 @@ def check_beside_flat_sums(comm: Comm) -> None:
         assert handle.wait().tolist() == [10.0] * 1000
 
 
+def check_pieces_of_leaders(comm: Comm) -> None:
+    """Two leaders own 3 and 4 rows: sums come to them, and their rows to all."""
+    levels, sizes = ByLevels(comm, PARTS), (3, 0, 4, 0, 0)
+    channel = comm.channel(comm.everyone, "owned", purpose="gradient")
+    start = {0: 0, 2: 3}.get(comm.rank, 0)
+    for dtype in (torch.float32, torch.int64):
+        x = torch.arange(14, dtype=dtype).view(7, 2)
+        scattered = [
+            collectives.reduce_scatter(channel, x + n, sizes, levels=levels, async_op=True) for n in range(5)
+        ]
+        for n, handle in enumerate(scattered):
+            mine = handle.wait()
+            assert torch.equal(mine, (5 * (x + n)).narrow(0, start, sizes[comm.rank]))
+        gathered = [
+            collectives.all_gather(
+                channel, x.narrow(0, start, sizes[comm.rank]) + n, sizes, levels=levels, async_op=True
+            )
+            for n in range(5)
+        ]
+        for n, handle in enumerate(gathered):
+            assert torch.equal(handle.wait(), x + n)
+
+
 def check_only_sums(comm: Comm) -> None:
     with pytest.raises(ValueError, match="levels sum"):
-        LevelSum(comm, PARTS)(torch.ones(2), dist.ReduceOp.MAX, None, True)
+        ByLevels(comm, PARTS).all_reduce(torch.ones(2), dist.ReduceOp.MAX, None, True)
 
 
 CHECKS = {name[6:]: f for name, f in list(globals().items()) if name.startswith("check_")}

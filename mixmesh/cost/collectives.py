@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 from ..cluster import Cluster
 
-LEVELLED = "levelled_all_reduce"  # of gradients, to a rank of each machine, between these, and back
+# collectives of gradients and parameters to a rank of each machine, between these, and back, by what they do
+LEVELLED = {
+    "all_reduce": "levelled_all_reduce",
+    "reduce_scatter": "levelled_reduce_scatter",  # to owners, each of whom speaks for its machine
+    "all_gather": "levelled_all_gather",
+}
+FLAT = {levelled: name for name, levelled in LEVELLED.items()}
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "broadcast",
-    "reduce",
-    "send",
-    LEVELLED,
-)
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *FLAT,
+)  # fmt: skip
 # What a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed, four ranks
 # in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB. Elsewhere
 # waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
@@ -71,10 +70,9 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
     n = len(ranks)
     if n < 2:
         return CollectiveFit(0.0, 0.0)
-    if collective == LEVELLED:
-        inside, between = level_fits(cluster, ranks)
-        latency_s, s_per_byte = 2 * inside.latency_s + between.latency_s, 2 * inside.s_per_byte
-        return CollectiveFit(latency_s, s_per_byte + between.s_per_byte)
+    if collective in FLAT:
+        stages = level_fits(cluster, FLAT[collective], ranks)
+        return CollectiveFit(sum(f.latency_s for f in stages), sum(f.s_per_byte for f in stages))
     hops = list(zip(ranks, ranks[1:] + ranks[:1]))
     slowest = min(cluster.bandwidth_between(a, b) for a, b in hops)
     latency = max(cluster.latency_between(a, b) + hop_s(cluster, a, b) for a, b in hops)
@@ -99,13 +97,15 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
     raise ValueError(f"unknown collective {collective!r}")
 
 
-def level_fits(cluster: Cluster, ranks: tuple[int, ...]) -> tuple[CollectiveFit, CollectiveFit]:
-    """Of a sum by levels: to one rank of each machine or back from it, and the sum between these."""
+def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
+    """Of a collective by levels its stages: between the leaders of machines, and to them, from them, or
+    both."""
     machines = dict.fromkeys(cluster.machine_index_of(r) for r in ranks)
     parts = [tuple(r for r in ranks if cluster.machine_index_of(r) == m) for m in machines]
     within = [ring_fit(cluster, "reduce", part) for part in parts]
     inside = CollectiveFit(max(f.latency_s for f in within), max(f.s_per_byte for f in within))
-    return inside, ring_fit(cluster, "all_reduce", tuple(part[0] for part in parts))
+    between = ring_fit(cluster, collective, tuple(part[0] for part in parts))
+    return (between, inside, inside) if collective == "all_reduce" else (between, inside)
 
 
 def hop_s(cluster: Cluster, a: int, b: int) -> float:

@@ -88,7 +88,7 @@ def _collectives(program: Program, costs: CostModel) -> Iterator[str]:
     estimated: set[Exchange] = set()
     beyond: list[tuple[float, Exchange, float]] = []
     for exchange in exchanges(program):
-        cost = costs.collective(exchange.performed if exchange.levelled else exchange.name, exchange.ranks)
+        cost = costs.collective(exchange.performed, exchange.ranks)
         if not isinstance(cost, MeasuredCollective):
             estimated.add(exchange)
             continue

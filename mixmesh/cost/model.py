@@ -16,7 +16,7 @@ from functools import cached_property
 from ..cluster import Cluster, Device
 from ..ir import Placement
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
-from .collectives import LEVELLED, CollectiveFit, ring_fit
+from .collectives import FLAT, LEVELLED, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, Profile, cut_inputs, device_key, host_key, op_key
@@ -152,16 +152,16 @@ class CostModel:
         if self.profile is None or len(ranks) < 2 or not self.profile.describes_links_of(self.cluster):
             return estimate
         measured = measured_collective(self.cluster, self.profile.collectives, name, ranks)
-        if measured is None and name == LEVELLED:
+        if measured is None and name in FLAT:
             # what links were measured to do flat they do by levels too
-            flat, usual = self.collective("all_reduce", ranks), ring_fit(self.cluster, "all_reduce", ranks)
+            flat, usual = self.collective(FLAT[name], ranks), ring_fit(self.cluster, FLAT[name], ranks)
             latency_s = estimate.latency_s * _ratio(flat.latency_s, usual.latency_s)
             return CollectiveFit(latency_s, estimate.s_per_byte * _ratio(flat.s_per_byte, usual.s_per_byte))
         return measured or estimate
 
     def sum_s_per_byte(self, ranks: tuple[int, ...]) -> float:
         """Seconds of a byte of gradients that these ranks sum, flat or by levels."""
-        return min(self.collective(name, ranks).s_per_byte for name in ("all_reduce", LEVELLED))
+        return min(self.collective(name, ranks).s_per_byte for name in ("all_reduce", LEVELLED["all_reduce"]))
 
     def optimizer_s(self, rank: int, size_bytes: float) -> float:
         """Seconds of an optimizer step over ``size_bytes`` of parameters on ``rank``."""
@@ -206,7 +206,7 @@ class CostModel:
     def _exchange_s(
         self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
     ) -> float:
-        name = "all_reduce" if name == LEVELLED else name
+        name = FLAT.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
         known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
         if known is None:

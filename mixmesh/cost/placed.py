@@ -29,7 +29,7 @@ from ..ir import (
 )
 from ..rules import call_of
 from .calls import kinds_of
-from .collectives import LEVELLED, level_fits
+from .collectives import LEVELLED, CollectiveFit, level_fits
 from .curve import ZERO
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
@@ -74,7 +74,7 @@ class Exchange:
     def performed(self) -> str:
         """The collective that is performed."""
         if self.levelled:
-            return LEVELLED
+            return LEVELLED[self.name]
         return ROOTED[self.name] if self.rooted else self.name
 
     def seconds(self, costs: CostModel) -> float:
@@ -89,11 +89,12 @@ class Exchange:
 
     def lag_s(self, costs: CostModel) -> float:
         """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
-        the longest one is what a sum takes of the next."""
-        if not self.levelled:
+        the longest one is what a sum takes of the next. Where they were measured nothing is said of that: a
+        processor's time for one is not the other's."""
+        if not self.levelled or not isinstance(costs.collective(self.performed, self.ranks), CollectiveFit):
             return 0.0
-        inside, between = (f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.ranks))
-        return self.seconds(costs) * (1 - max(inside, between) / (2 * inside + between))
+        stages = [f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.name, self.ranks)]
+        return self.seconds(costs) * (1 - max(stages) / sum(stages))
 
     def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
         """Seconds for which it occupies each link, per byte of the whole tensor."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from ..cluster import Cluster
-from .collectives import LEVELLED
+from .collectives import FLAT
 
 Link = tuple[str, int]  # "out", "in" or "inside", and the machine
 
@@ -33,8 +33,8 @@ def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -
         return {}
     if collective == "all_to_all":
         load = _pairs(cluster, ranks)
-    elif collective == LEVELLED:
-        load = _by_levels(cluster, ranks)
+    elif collective in FLAT:
+        load = _by_levels(cluster, FLAT[collective], ranks)
     else:
         load = _hops(cluster, collective, ranks)
     return {link: share / _bytes_per_s(cluster, link) for link, share in load.items()}
@@ -63,11 +63,12 @@ def _hops(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Lin
     return load
 
 
-def _by_levels(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:
-    """All bytes to the first rank of each machine, between these, and back."""
+def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dict[Link, float]:
+    """All bytes to the first rank of each machine, between these, and back; or one way, between owners."""
     sizes = Counter(map(cluster.machine_index_of, ranks))
-    load: dict[Link, float] = {("inside", m): 2.0 for m, count in sizes.items() if count > 1}
-    between = 2 * (len(sizes) - 1) / len(sizes)
+    ways = 2.0 if collective == "all_reduce" else 1.0
+    load: dict[Link, float] = {("inside", m): ways for m, count in sizes.items() if count > 1}
+    between = ways * (len(sizes) - 1) / len(sizes)
     return load | {(way, m): between for m in sizes for way in ("out", "in") if len(sizes) > 1}
 
 

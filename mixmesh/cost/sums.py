@@ -13,11 +13,11 @@ from ..ir import (
     Buckets,
     Cell,
     Instruction,
-    Levels,
     Parts,
     Program,
     cell_bytes,
     cells,
+    leaders,
     owned_type,
     stage_of,
     support,
@@ -59,7 +59,9 @@ class GradientSum:
     @property
     def gather(self) -> Exchange:
         """Of what the owners have stepped."""
-        return Exchange("all_gather", self.size_bytes, self.ranks, rooted=self.rooted)
+        return Exchange(
+            "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
+        )
 
 
 def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
@@ -146,31 +148,31 @@ def gradient_sums(
     def rooted(owned: str | None) -> bool:
         return owned is not None and len(support(program.ratio_of[owned])) == 1
 
-    ordered = sorted(groups.items(), key=ready)
-    made = (
-        GradientSum(
+    def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
+        s = GradientSum(
             tuple(params[s.place] for s in members),
             *kind[1:],
-            rooted(kind[2]),
+            rooted(kind.owned),
             tuple(s.cell for s in members) if any(s.cell for s in members) else (),
             late,
         )
-        for (_, kind, late), members in ordered
-    )
-    return tuple(made) if program.levels is None else tuple(_levelled(s, program.levels) for s in made)
+        parts = parts_of(program, s.size_bytes, s.ranks, s.owned)
+        return replace(s, parts=parts) if parts else s
+
+    ordered = sorted(groups.items(), key=ready)
+    return tuple(made(kind, late, members) for (_, kind, late), members in ordered)
+
+
+def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
+    """The ranks by machine of a sum of so many bytes, if it goes by levels: to owners where these are
+    leaders, several of them."""
+    parts = () if program.levels is None else program.levels.parts(ranks, size_bytes)
+    if not parts or owned is None:
+        return parts
+    owners = support(program.ratio_of[owned])
+    return parts if len(owners) > 1 and {*owners} <= {*leaders(parts)} else ()
 
 
 def summed(program: Program, size_bytes: int, ranks: tuple[int, ...]) -> Exchange:
     """The sum of so many bytes of gradients between some ranks of a program."""
-    levels = program.levels
-    return Exchange(
-        "all_reduce",
-        size_bytes,
-        ranks,
-        levelled=levels is not None and bool(levels.parts(ranks, size_bytes)),
-    )
-
-
-def _levelled(s: GradientSum, levels: Levels) -> GradientSum:
-    parts = () if s.owned is not None else levels.parts(s.ranks, s.size_bytes)
-    return replace(s, parts=parts) if parts else s
+    return Exchange("all_reduce", size_bytes, ranks, levelled=bool(parts_of(program, size_bytes, ranks)))

@@ -28,7 +28,7 @@ from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
-from .synced import synced
+from .synced import flat, synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import promising, two_level
 
@@ -52,6 +52,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, "hap", "two-level", "pipeline")
 QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed
+SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that those who come later have that to beat
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 SEARCHING = ("placed", "heterog", "tag")  # as long as they may
 LEARNED = ("heterog", "tag")
@@ -167,6 +168,8 @@ def _make_plan(
         proposals = list(propose(task))
         if proposals:
             best[name] = min(proposals, key=lambda p: p.key)
+            if name in SUMMED_AT_ONCE and best[name].feasible:
+                best[name] = synced(task, best[name], quick=quick)
     if not best:
         raise InputError(
             f"the planner {planner} has no plan for this job on this cluster",
@@ -181,9 +184,9 @@ def _make_plan(
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES and chosen.micro_batches is None:
-        if not quick:  # a third of a second for 24 layers, which ``auto`` has only in a search
-            chosen = synced(task, chosen)
-        chosen = best[chosen.planner] = ordered(task, chosen)
+        if chosen.planner not in SUMMED_AT_ONCE:
+            chosen = synced(task, chosen, quick=quick)
+        chosen = best[chosen.planner] = flat(task, ordered(task, chosen))
     candidates = sorted(best.values(), key=lambda p: p.key)
     plain = with_algorithms(without_needless_names(chosen.program), task.costs)
     program = replace(plain, dtypes=task.dtypes)

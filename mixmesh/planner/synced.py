@@ -1,6 +1,7 @@
-"""Owners for the gradients of a plan that was found, where the simulator says that they pay.
+"""How the gradients of a plan that was found are summed, where the simulator says that it matters.
 
-All buckets meet in one way: on gloo, mixtures were slower than simulated (``mixmesh bench sync``).
+Where devices are GPUs, owners are tried for a run of the buckets. On CPUs all buckets meet in one way: on
+gloo, mixtures were slower than simulated (``mixmesh bench sync``).
 """
 
 from __future__ import annotations
@@ -9,29 +10,57 @@ from dataclasses import replace
 
 from ..buckets import with_buckets
 from ..ir import Program
-from ..sync import best_sync
+from ..sync import best_run, best_sync
 from ..zero import zero_stage
 from .task import BUCKET_BYTES, Proposal, Task
 
 EXPOSED = 0.05  # of the step that sums of gradients must take, beyond what hides
 MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those that work by element
+QUICK_EXPOSED = 0.1  # the same where there is little time, and
+QUICK_INSTRUCTIONS = 600  # of a program that is small enough
+RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
+TRIED = 12  # runs of buckets of each size
+SEARCHED = 40  # where there is time
 
 
-def synced(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with its gradients summed in the fastest of their ways."""
-    program, simulation = proposal.program, proposal.simulation
+def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+    """The proposal with its gradients summed in the fastest of their ways, to owners or everywhere."""
+    best, program, simulation = proposal, proposal.program, proposal.simulation
     with task.timed("sync"):
         floor_s, _ = simulation.least_s(program)
-    step_s = proposal.timeline.step_s
-    if zero_stage(program) or step_s - floor_s < EXPOSED * step_s:
-        return proposal
+    step_s = best.timeline.step_s
+    exposed = step_s - floor_s
+    on_cpu = any(d.kind == "cpu" for d in task.costs.cluster.devices)
+    small = (
+        len(program.instructions) <= QUICK_INSTRUCTIONS and not on_cpu and exposed > QUICK_EXPOSED * step_s
+    )
+    if zero_stage(program) or exposed < EXPOSED * step_s or (quick and not small):
+        return best
 
     def seconds(p: Program) -> float:
         return task.simulation(p).step_s(p)
 
-    # what is gathered in small pieces is there for the first layers while the others still travel
-    made = best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds, mixed=False)
-    found = task.judge(proposal.planner, made)
-    if not found.feasible or found.timeline.step_s > step_s * (1 - MARGIN):
+    if on_cpu:
+        # what is gathered in small pieces is there for the first layers while the others still travel
+        made = [best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds, mixed=False)]
+    else:
+        most = TRIED if quick else SEARCHED
+        made = [best_run(with_buckets(program, size), task.costs, seconds, most) for size in RUN_BYTES]
+    for program in made:
+        found = task.judge(proposal.planner, program)
+        if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - MARGIN)):
+            best = replace(found, gap=proposal.gap)
+    return best
+
+
+def flat(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal without levels, if it is faster so."""
+    if proposal.program.levels is None:
         return proposal
-    return replace(found, gap=proposal.gap)
+    program = proposal.program.changed(levels=None)
+    with task.timed("sync"):
+        step_s = proposal.simulation.step_s(program)
+    if step_s >= proposal.timeline.step_s:
+        return proposal
+    timeline = replace(proposal.timeline, step_s=step_s)
+    return replace(proposal, program=program, timeline=timeline)

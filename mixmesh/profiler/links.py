@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..cost import LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ..cost import FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
 from ..ir import Levels, Parts, make_ratio, shard_sizes
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
 from ..runtime.layout import level_groups
-from ..runtime.levels import LevelSum
+from ..runtime.levels import ByLevels
 from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
@@ -131,7 +131,7 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
                 if everyone and collective in BY_SKEW and len(set(declared)) > 1:
                     cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
         if everyone and level_parts(cluster):
-            cases.append(Case(LEVELLED, "", ranks, declared, VITAL))
+            cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
             cases.append(Case("send", "", ranks[:2], declared[:2], PAIR if across else MACHINE))
     return cases
@@ -239,7 +239,7 @@ def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts =
     piece = whole[: sizes[me]].clone()
     match case.collective:
         case "all_reduce" | "levelled_all_reduce":
-            levels = LevelSum(comm, parts) if case.collective == LEVELLED else None
+            levels = ByLevels(comm, parts) if case.collective in FLAT else None
             return lambda: collectives.all_reduce(channel, whole, levels=levels, in_place=True)
         case "all_gather":
             return lambda: collectives.all_gather(channel, piece, sizes, algorithm=name)

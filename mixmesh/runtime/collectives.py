@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import Tensor
 from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
-from .levels import LevelSum
+from .levels import ByLevels
 
 Sizes = Sequence[int]
 
@@ -97,6 +98,12 @@ def _gather_all_to_all(channel: Channel, mine: Tensor, counts: Sizes):
     return works, lambda: (sent, full)[1]  # the sent buffer must live as long as the work
 
 
+def _gather_by_levels(levels: ByLevels, channel: Channel, mine: Tensor, counts: Sizes):
+    full = mine.new_empty(sum(counts))
+    full.split(list(counts))[channel.me].copy_(mine)
+    return [channel.start(levels.all_gather, full, counts)], lambda: full
+
+
 ALL_GATHER = {
     "broadcasts": _gather_broadcasts,
     "padded": _gather_padded,
@@ -111,15 +118,20 @@ def all_gather(
     dim: int = 0,
     *,
     algorithm: str | None = None,
+    levels: ByLevels | None = None,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """The pieces of all ranks of the channel, concatenated along ``dim``. ``sizes`` are per rank."""
+    """The pieces of all ranks of the channel, concatenated along ``dim``. ``sizes`` are per rank. By
+    ``levels``, if they are given: then leaders alone have pieces."""
     if channel.alone or sum(sizes) == 0:
         return _give(done(x), async_op)
     shapes = [_resize(x.shape, dim, size) for size in sizes]
     counts = [math.prod(shape) for shape in shapes]
     width = x.element_size()
-    run = _pick(ALL_GATHER, algorithm, channel, counts, width, "all_gather")
+    if levels is not None:
+        run = partial(_gather_by_levels, levels)
+    else:
+        run = _pick(ALL_GATHER, algorithm, channel, counts, width, "all_gather")
     works, full = run(channel, _bytes(_stage(channel, x)), [count * width for count in counts])
 
     def finish() -> Tensor:
@@ -177,6 +189,11 @@ def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
     return works, lambda: (flat, addends)[1].sum(0)
 
 
+def _scatter_by_levels(levels: ByLevels, channel: Channel, flat: Tensor, counts: Sizes):
+    works = [channel.start(levels.reduce_scatter, flat, counts)]
+    return works, lambda: flat.split(list(counts))[channel.me].clone()
+
+
 REDUCE_SCATTER = {
     "reduces": _scatter_reduces,
     "list": _scatter_list,
@@ -193,16 +210,21 @@ def reduce_scatter(
     dim: int = 0,
     *,
     algorithm: str | None = None,
+    levels: ByLevels | None = None,
     in_place: bool = False,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. ``in_place`` may overwrite ``x``."""
+    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. ``in_place`` may overwrite ``x``. By
+    ``levels``, if they are given: then leaders alone have pieces."""
     mine = _resize(x.shape, dim, sizes[channel.me])
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
     counts = [math.prod(_resize(x.shape, dim, size)) for size in sizes]
     width = x.element_size()
-    run = _pick(REDUCE_SCATTER, algorithm, channel, counts, width, "reduce_scatter")
+    if levels is not None:
+        run = partial(_scatter_by_levels, levels)
+    else:
+        run = _pick(REDUCE_SCATTER, algorithm, channel, counts, width, "reduce_scatter")
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
         flat = moved.reshape(-1)
@@ -229,7 +251,7 @@ def all_reduce(
     x: Tensor,
     op: str = "sum",
     *,
-    levels: LevelSum | None = None,
+    levels: ByLevels | None = None,
     in_place: bool = False,
     async_op: bool = False,
 ) -> Tensor | Handle:
@@ -240,7 +262,8 @@ def all_reduce(
     buffer = _summable(channel, _stage(channel, x)).contiguous()
     if not in_place and buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()
-    works = [channel.start(levels or dist.all_reduce, buffer, op=REDUCE_OPS[op])]
+    call = dist.all_reduce if levels is None else levels.all_reduce
+    works = [channel.start(call, buffer, op=REDUCE_OPS[op])]
 
     def finish() -> Tensor:
         result = _unstage(channel, buffer).to(x.dtype)

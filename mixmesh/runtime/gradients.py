@@ -29,7 +29,7 @@ from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
 from ..ir import Cell, Parts, Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
-from .levels import LevelSum
+from .levels import ByLevels
 from .owned import Group, Owned, counts, cut, pack
 from .sfb import summed_by_sfb
 
@@ -120,7 +120,7 @@ class GradientReducer:
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
-        self._levels: list[LevelSum | None] = []
+        self._levels: list[ByLevels | None] = []
         self._own: list[Bucket] = []
         for n, bucket in enumerate(buckets):
             by_param = dict(zip((id(params[n]) for n in bucket.names), bucket.cells))
@@ -136,7 +136,7 @@ class GradientReducer:
             kind = "all_reduce" if bucket.owned is None else "reduce_scatter"
             text = f"{kind} of gradients, bucket {n} ({bucket.names[0]} ...)"
             self._channels.append(comm.channel(bucket.ranks, text, purpose="gradient"))
-            self._levels.append(LevelSum(comm, bucket.parts) if bucket.parts else None)
+            self._levels.append(ByLevels(comm, bucket.parts) if bucket.parts else None)
             for p in members:
                 cell = by_param.get(id(p))
                 self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
@@ -275,7 +275,9 @@ class GradientReducer:
         for o in group:
             o.whole.grad = None
         size_bytes = flat.nbytes
-        handle = reduce_scatter(channel, flat, counts(group, channel.ranks), in_place=True, async_op=True)
+        parts = counts(group, channel.ranks)
+        levels = self._levels[index]
+        handle = reduce_scatter(channel, flat, parts, levels=levels, in_place=True, async_op=True)
 
         def deliver(mine: Tensor) -> None:
             for o, rows in zip(group, cut(group, mine, rank)):

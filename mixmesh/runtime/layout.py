@@ -146,7 +146,7 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
             found = [("gradient", c.ranks) for c in cells(program, program.copies[i.args[0]][0])]
         elif i.op == "param" and isinstance(i.type.placement, Replicate):
             found = [("gradient", program.participants(i.type))]
-        if i.op == "param" and program.levels is not None and not i.attr("owned"):
+        if i.op == "param" and program.levels is not None:
             sums = [program.levels.parts(ranks, program.levels.least_bytes) for _, ranks in found]
             found += [group for parts in sums if parts for group in level_groups(parts)]
         for purpose, ranks in found:

@@ -1,8 +1,8 @@
-"""Sums by levels: to a rank of each machine, between these, and back (``ir.levels``).
+"""Collectives by levels: to a rank of each machine, between these, and back (``ir.levels``).
 
-The three stages of a sum follow each other, those of several sums overlap: every stage has a process group
-and a thread of its own, which takes sums in the order in which they were issued. That order is the same on
-all ranks, so no two ranks wait for each other in different sums. On NCCL a stream of their own takes the
+The stages of a collective follow each other, those of several overlap: every stage has a process group
+and a thread of its own, which takes them in the order in which they were issued. That order is the same on
+all ranks, so no two ranks wait for each other in different ones. On NCCL a stream of their own takes the
 place of the threads.
 """
 
@@ -22,38 +22,71 @@ from ..ir import Parts, leaders
 from .comm import Comm
 from .layout import BETWEEN, DOWN, UP
 
+Stage = Callable[[], Sequence[dist.Work]]
 
-class LevelSum:
-    """An all_reduce by levels, called as ``torch.distributed``'s own."""
+
+class ByLevels:
+    """Collectives of a bucket by levels, each called as one of ``torch.distributed``. Where pieces have
+    owners, these are leaders: the ranks that speak for their machines."""
 
     def __init__(self, comm: Comm, parts: Parts) -> None:
         mine = next(part for part in parts if comm.rank in part)
-        self.leads, self.leader = comm.rank == mine[0], mine[0]
-        self.device = comm.device
+        self.leaders, self.leader = leaders(parts), mine[0]
+        self.leads, self.device = comm.rank == mine[0], comm.device
         several = len(mine) > 1
-        self.up = comm.groups[UP, mine] if several else None
-        self.down = comm.groups[DOWN, mine] if several else None
-        self.between = comm.groups[BETWEEN, leaders(parts)]
+        self.up_group = comm.groups[UP, mine] if several else None
+        self.down_group = comm.groups[DOWN, mine] if several else None
+        self.between = comm.groups[BETWEEN, self.leaders]
 
-    def stages(self, x: Tensor) -> tuple[Callable[[], dist.Work | None], ...]:
-        """What begins each stage; it gives None where this rank has no part in it."""
-        inside = {"async_op": True}
-        up, down, between = self.up, self.down, self.between
-        return (
-            lambda: None if up is None else dist.reduce(x, self.leader, group=up, **inside),
-            lambda: dist.all_reduce(x, group=between, **inside) if self.leads else None,
-            lambda: None if down is None else dist.broadcast(x, self.leader, group=down, **inside),
-        )
-
-    def __call__(
-        self, x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool
-    ) -> LevelWork | StreamWork:
+    def all_reduce(self, x: Tensor, op: dist.ReduceOp, group: dist.ProcessGroup, async_op: bool):
         """``x`` becomes the sum. ``group`` is that of the flat sum, which says what the backend is."""
-        if op != dist.ReduceOp.SUM or not async_op:
-            raise ValueError("levels sum, and give something to wait for")
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"levels sum, and do not {op}")
+
+        def between() -> Sequence[dist.Work]:
+            return [dist.all_reduce(x, group=self.between, async_op=True)] if self.leads else ()
+
+        return self._start(x, (lambda: self._up(x), between, lambda: self._down(x)), group)
+
+    def reduce_scatter(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup, async_op: bool):
+        """The leaders' pieces of ``x`` become those of the sum. ``counts`` are per rank of ``group``."""
+
+        def between() -> Sequence[dist.Work]:
+            reduce = dist.reduce
+            return [
+                reduce(p, r, group=self.between, async_op=True) for r, p in self._pieces(x, counts, group)
+            ]
+
+        return self._start(x, (lambda: self._up(x), between), group)
+
+    def all_gather(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup, async_op: bool):
+        """``x``, in which every leader has its piece, gets all of them."""
+
+        def between() -> Sequence[dist.Work]:
+            pieces = self._pieces(x, counts, group)
+            return [dist.broadcast(piece, r, group=self.between, async_op=True) for r, piece in pieces]
+
+        return self._start(x, (lambda: (), between, lambda: self._down(x)), group)
+
+    def _pieces(self, x: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> list[tuple[int, Tensor]]:
+        """Leaders with their pieces, if this rank is one."""
+        ranks = dist.get_process_group_ranks(group) if self.leads else ()
+        return [(r, piece) for r, piece in zip(ranks, x.split(list(counts))) if piece.numel()]
+
+    def _up(self, x: Tensor) -> Sequence[dist.Work]:
+        if self.up_group is None:
+            return ()
+        return [dist.reduce(x, self.leader, group=self.up_group, async_op=True)]
+
+    def _down(self, x: Tensor) -> Sequence[dist.Work]:
+        if self.down_group is None:
+            return ()
+        return [dist.broadcast(x, self.leader, group=self.down_group, async_op=True)]
+
+    def _start(self, x: Tensor, stages: Sequence[Stage], group: dist.ProcessGroup) -> LevelWork | StreamWork:
         if dist.get_backend(group) == "nccl":
-            return StreamWork.of(x, self.stages(x), self.device)
-        work = LevelWork(self.stages(x))
+            return StreamWork.of(x, stages, self.device)
+        work = LevelWork(stages)
         _threads()[0].put(work)
         return work
 
@@ -61,20 +94,19 @@ class LevelSum:
 class LevelWork:
     """A sum on its way through the threads. As a ``torch.distributed.Work``."""
 
-    def __init__(self, stages: Sequence[Callable[[], dist.Work | None]]) -> None:
+    def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages, self.done = stages, torch.futures.Future()
         self.error: Exception | None = None
 
     def advance(self, stage: int) -> None:
         """A failure is told to who waits; later stages are left out, and time out elsewhere."""
-        if self.error is None:
+        if self.error is None and stage < len(self.stages):
             try:
-                work = self.stages[stage]()
-                if work is not None:
+                for work in self.stages[stage]():
                     work.wait()
             except Exception as error:
                 self.error = error
-        if stage < len(self.stages) - 1:
+        if stage != len(self.stages) - 1:
             return
         if self.error is None:
             self.done.set_result(None)
@@ -117,13 +149,12 @@ class StreamWork:
     last: dist.Work | None
 
     @classmethod
-    def of(cls, x: Tensor, stages: Sequence[Callable], device: torch.device) -> StreamWork:
+    def of(cls, x: Tensor, stages: Sequence[Stage], device: torch.device) -> StreamWork:
         stream, last = _stream(device), None
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for start in stages:
-                work = start()
-                if work is not None:
+                for work in start():
                     work.wait()  # holds the stream, not the host
                     last = work
             end = torch.cuda.Event()

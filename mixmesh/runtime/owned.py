@@ -19,9 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.sums import IN_FLIGHT_BYTES
+from ..ir import Parts
 from .collectives import Handle, all_gather
 from .comm import Channel, Comm
 from .layout import Layout
+from .levels import ByLevels
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,8 @@ class WholeParams:
     Every rank starts the gathers in the same order, no more of them at a time than ``IN_FLIGHT_BYTES``.
     """
 
-    def __init__(self, comm: Comm, groups: Sequence[Group]) -> None:
+    def __init__(self, comm: Comm, groups: Sequence[Group], parts: Sequence[Parts]) -> None:
+        """``parts``: of every group the ranks by machine, if it is gathered by levels."""
         self._comm = comm
         self._groups = list(groups)
         self._index = {o.name: n for n, group in enumerate(self._groups) for o in group}
@@ -85,6 +88,7 @@ class WholeParams:
             comm.channel(group[0].ranks, f"all_gather of parameters ({group[0].name} ...)", "gradient")
             for group in self._groups
         ]
+        self._levels = [ByLevels(comm, of) if of else None for of in parts]
         self._stale: deque[int] = deque()  # not started, in order
         self._flying: dict[int, Handle] = {}
 
@@ -136,7 +140,8 @@ class WholeParams:
     def _start(self, index: int) -> None:
         group, channel = self._groups[index], self._channels[index]
         mine = torch.cat([o.piece.reshape(-1) for o in group])
-        self._flying[index] = all_gather(channel, mine, counts(group, channel.ranks), async_op=True)
+        parts, levels = counts(group, channel.ranks), self._levels[index]
+        self._flying[index] = all_gather(channel, mine, parts, levels=levels, async_op=True)
 
     @torch.no_grad()
     def _land(self, index: int) -> None:

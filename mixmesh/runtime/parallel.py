@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, MixmeshError, PlanError
-from ..ir import REPLICATE, Program, owned_type, stage_of
+from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
 from ..plan_file import accumulation
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
@@ -434,7 +434,7 @@ def parallelize(
     by_param = dict(swapped.values())
     random = RandomPolicy(seed, exact=random_exact)
     buckets = assign_buckets(program)
-    wholes = WholeParams(comm, _groups(buckets, owned))
+    wholes = WholeParams(comm, *_groups(buckets, owned))
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     seed_ = torch.ones((), dtype=dtype, device=comm.device)
     runtime = _Runtime(
@@ -486,15 +486,16 @@ def _owners(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, in
     }
 
 
-def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> list[list[Owned]]:
+def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list[list[Owned]], list[Parts]]:
     """What is gathered together, in the order of first use: the buckets of owned parameters, from the last
-    that the backward pass completes."""
-    groups = []
+    that the backward pass completes. With each, its ranks by machine, if it is gathered by levels."""
+    groups, parts = [], []
     for bucket in reversed(buckets):
         members = list({id(owned[n]): owned[n] for n in bucket.names if n in owned}.values())
         if members:
             groups.append(members)
-    return groups
+            parts.append(bucket.parts)
+    return groups, parts
 
 
 def full_optimizer_state_dict(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
