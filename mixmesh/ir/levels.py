@@ -7,7 +7,8 @@ machines first it passes 2 (m - 1) / m times. With two devices in each of two ma
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import groupby
 
 Parts = tuple[tuple[int, ...], ...]  # some ranks by machine
 
@@ -21,14 +22,16 @@ class Levels:
     least_bytes: int = 0
 
     def parts(self, ranks: tuple[int, ...], size_bytes: int) -> Parts:
-        """The ranks of a sum by machine; none where it goes flat: if it is small, or has one rank of each
+        """The ranks of a sum, in order, by machine; none where it goes flat: if it is small, or has one rank of each
         machine, or one machine."""
-        if size_bytes < self.least_bytes:
-            return ()
-        ends = list(accumulate(self.sizes))
-        by_machine = [tuple(r for r in ranks if e - n <= r < e) for n, e in zip(self.sizes, ends)]
-        parts = tuple(part for part in by_machine if part)
-        return parts if 1 < len(parts) < len(ranks) else ()
+        return () if size_bytes < self.least_bytes else _parts(self.sizes, ranks)
+
+
+@lru_cache(maxsize=4096)
+def _parts(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Parts:
+    machine_of = [m for m, count in enumerate(sizes) for _ in range(count)]
+    parts = tuple(tuple(part) for _, part in groupby(ranks, key=machine_of.__getitem__))
+    return parts if 1 < len(parts) < len(ranks) else ()
 
 
 def leaders(parts: Parts) -> tuple[int, ...]:

@@ -20,8 +20,9 @@ GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all,
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
 MAX_ROUNDS = 4
-SAME_RATIO = 0.01  # ratios that differ by less lead to the same program
+SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
+FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 FULL = 0.9  # of what is usable: a rank that holds less could have more samples
@@ -146,7 +147,10 @@ class Synthesis:
             if not judged and least_s > LOST * self.task.best_s:
                 break
             better = self.task.ratio(simulation, program, ranks)
-            made = self.task.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
+            shared = with_ratio(program, "r0", better or ratio)
+            if not judged and self.task.usual_s("hap", shared) > FAR * self.task.best_s:
+                break
+            made = self.task.best_buckets("hap", shared, simulation)
             made = replace(made, gap=gap)
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)

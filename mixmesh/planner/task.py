@@ -24,6 +24,7 @@ from .ideal import ideal_s
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
+USUAL_BYTES = 16e6
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # of planners that search as long as they may
 
@@ -201,6 +202,14 @@ class Task:
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
+
+    def usual_s(self, planner: str, program: Program) -> float:
+        """Seconds of a step in buckets of the usual size."""
+        program = self.levelled(planner, program)
+        simulation = self.simulation(program)
+        with self.timed("simulate"):
+            (buckets,) = bucketings(program, (USUAL_BYTES,), simulation.summed)
+            return simulation.step_s(program, buckets=buckets)
 
     def best_buckets(
         self,
