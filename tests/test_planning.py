@@ -16,7 +16,7 @@ from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import make_ratio
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
-from mixmesh.planner.task import BUCKET_BYTES
+from mixmesh.planner.task import LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES
 from mixmesh.ratios import equal_ranks, optimal_ratio
 from mixmesh.simulator import Simulation
 from mixmesh.synthesis import Choices
@@ -72,7 +72,7 @@ def test_no_buckets_get_below_the_bound(body, shares):
     simulation = Simulation(program, CostModel(where))
     floor_s, least_s = simulation.least_s(program)
     assert 0 < floor_s <= least_s
-    for buckets in bucketings(program, BUCKET_BYTES):
+    for buckets in bucketings(program, (*SMALLER_BYTES, USUAL_BYTES, *LARGER_BYTES)):
         step_s = simulation.step_s(program, buckets=buckets)
         assert step_s == simulation.step_s(numbered(program, buckets))
         assert least_s <= step_s * (1 + 1e-5)  # ratios have six digits

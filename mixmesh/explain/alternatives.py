@@ -21,7 +21,7 @@ from ..factors import best_factors
 from ..ir import Instruction, Placement, Program, even_ratio, print_instruction, support
 from ..plan_file import Plan
 from ..planner.hap import GRADIENT_PRICES, MAX_STATES, WEIGHT
-from ..planner.task import BUCKET_BYTES, HEADROOM
+from ..planner.task import HEADROOM, LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES
 from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
 from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
@@ -31,6 +31,7 @@ from .names import find_tensor, in_all_layers
 from .reasons import placement_text, why_not
 from .summary import summary_of
 
+SIZES_BYTES = (*SMALLER_BYTES, USUAL_BYTES, *LARGER_BYTES)  # of buckets
 SAME = 1e-6  # of a step: less is rounding
 
 
@@ -260,7 +261,7 @@ class Question:
 
     def best_buckets(self, program: Program) -> Judged:
         simulation = Simulation(program, self.costs, self.optimizer_states)
-        variants = [numbered(program, b) for b in bucketings(program, BUCKET_BYTES, simulation.summed)]
+        variants = [numbered(program, b) for b in bucketings(program, SIZES_BYTES, simulation.summed)]
         return min((self.judge(p, simulation) for p in variants), key=lambda j: j.key)
 
     def judge(self, program: Program, simulation: Simulation) -> Judged:

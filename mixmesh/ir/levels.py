@@ -22,8 +22,8 @@ class Levels:
     least_bytes: int = 0
 
     def parts(self, ranks: tuple[int, ...], size_bytes: int) -> Parts:
-        """The ranks of a sum, in order, by machine; none where it goes flat: if it is small, or has one rank of each
-        machine, or one machine."""
+        """The ranks of a sum, in order, by machine; none where it goes flat: if it is small, or has one rank
+        of each machine, or one machine."""
         return () if size_bytes < self.least_bytes else _parts(self.sizes, ranks)
 
 

@@ -86,7 +86,7 @@ class Synthesis:
 
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
-        return self.bounds(self.task.data_parallel(self.task.shares(ranks)), ranks)[1]
+        return self.bounds(self.task.data_parallel(self.task.shares(ranks)), ranks)[2]
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int]
@@ -141,16 +141,15 @@ class Synthesis:
                 break  # another price or ratio led to the same program
             tried.seen.add(number)
             simulation = self.task.simulation(program)
-            floor_s, least_s = self.bounds(program, ranks)
+            free, floor_s, least_s = self.bounds(program, ranks)
             tried.floors_s.append(floor_s)
             tried.least_s.append(least_s)
             if not judged and least_s > LOST * self.task.best_s:
                 break
-            better = self.task.ratio(simulation, program, ranks)
-            shared = with_ratio(program, "r0", better or ratio)
-            if not judged and self.task.usual_s("hap", shared) > FAR * self.task.best_s:
+            if not judged and self.task.usual_s("hap", free) > FAR * self.task.best_s:
                 break
-            made = self.task.best_buckets("hap", shared, simulation)
+            better = self.task.ratio(simulation, program, ranks)
+            made = self.task.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
             made = replace(made, gap=gap)
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)
@@ -166,14 +165,15 @@ class Synthesis:
         if best is not None:
             yield polish(self.task, self.factored(best, ranks))
 
-    def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[float, float]:
-        """What a program's step does not go below with as much memory as it likes, if nothing is summed, and
-        whatever the buckets."""
+    def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
+        """The program under its best shares with as much memory as it likes; what its step does not go below
+        so if nothing is summed, and whatever the buckets."""
         program = self.task.levelled("hap", program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
+        free = with_ratio(program, "r0", ratio)
         with self.task.timed("simulate"):
-            return simulation.least_s(with_ratio(program, "r0", ratio))
+            return free, *simulation.least_s(free)
 
     def factored(self, proposal: Proposal, ranks: tuple[int, ...]) -> Proposal:
         """The proposal with those weight gradients computed from gathered factors that are faster so."""
@@ -204,7 +204,7 @@ class Synthesis:
         with parameters stored in shards where that alone is not enough. What cannot be faster than the best
         is left out."""
         made = recomputed(program)
-        if not regions(made) or self.bounds(made, ranks)[1] > LOST * self.task.best_s:
+        if not regions(made) or self.bounds(made, ranks)[2] > LOST * self.task.best_s:
             return
         for stored in (made, *([fully_sharded(made)] if len(ranks) > 1 else [])):
             best = self.fitting(stored, ranks)

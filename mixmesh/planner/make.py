@@ -186,7 +186,7 @@ def _make_plan(
     if planner not in BASELINES and chosen.micro_batches is None:
         if chosen.planner not in SUMMED_AT_ONCE:
             chosen = synced(task, chosen, quick=quick)
-        chosen = best[chosen.planner] = flat(task, ordered(task, chosen))
+        chosen = best[chosen.planner] = flat(task, ordered(task, chosen, quick=quick))
     candidates = sorted(best.values(), key=lambda p: p.key)
     plain = with_algorithms(without_needless_names(chosen.program), task.costs)
     program = replace(plain, dtypes=task.dtypes)

@@ -12,12 +12,13 @@ from ..buckets import with_buckets
 from ..ir import Program
 from ..sync import best_run, best_sync
 from ..zero import zero_stage
-from .task import BUCKET_BYTES, Proposal, Task
+from .task import Proposal, Task
 
 EXPOSED = 0.05  # of the step that sums of gradients must take, beyond what hides
 MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those that work by element
 QUICK_EXPOSED = 0.1  # the same where there is little time, and
 QUICK_INSTRUCTIONS = 600  # of a program that is small enough
+SMALL_BYTES = 1e6
 RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
 TRIED = 12  # runs of buckets of each size
 SEARCHED = 40  # where there is time
@@ -42,7 +43,7 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 
     if on_cpu:
         # what is gathered in small pieces is there for the first layers while the others still travel
-        made = [best_sync(with_buckets(program, BUCKET_BYTES[0]), task.costs, seconds, mixed=False)]
+        made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, seconds, mixed=False)]
     else:
         most = TRIED if quick else SEARCHED
         made = [best_run(with_buckets(program, size), task.costs, seconds, most) for size in RUN_BYTES]

@@ -14,7 +14,7 @@ from ..cost import CostModel
 from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
-from ..ir import Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
+from ..ir import Buckets, Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES
@@ -23,8 +23,7 @@ from ..synthesis import Choices, Found, Problem, emit
 from .ideal import ideal_s
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
-BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6)
-USUAL_BYTES = 16e6
+USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # of buckets that are tried
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # of planners that search as long as they may
 
@@ -203,6 +202,29 @@ class Task:
             self.best_s = min(self.best_s, timeline.step_s)
         return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
 
+    def _by_buckets(
+        self, program: Program, simulation: Simulation, micro_batches: MicroBatches
+    ) -> list[Buckets]:
+        """Buckets of several sizes, the fastest first: from the usual size smaller ones or larger ones, as
+        long as they are faster."""
+        tried: dict[Buckets, float] = {}
+
+        def step_s(size_bytes: float) -> float:
+            (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
+            if buckets not in tried:
+                tried[buckets] = simulation.step_s(program, micro_batches, buckets)
+            return tried[buckets]
+
+        with self.timed("simulate"):
+            least = step_s(USUAL_BYTES)
+            for sizes in (SMALLER_BYTES, LARGER_BYTES):
+                for size in sizes:
+                    found = step_s(size)
+                    if found >= least:
+                        break
+                    least = found
+        return sorted(tried, key=tried.__getitem__)
+
     def usual_s(self, planner: str, program: Program) -> float:
         """Seconds of a step in buckets of the usual size."""
         program = self.levelled(planner, program)
@@ -220,9 +242,7 @@ class Task:
     ) -> Proposal:
         program = self.levelled(planner, program)
         simulation = simulation or self.simulation(program)
-        with self.timed("simulate"):
-            made = bucketings(program, BUCKET_BYTES, simulation.summed)
-            variants = sorted(made, key=lambda b: simulation.step_s(program, micro_batches, b))
+        variants = self._by_buckets(program, simulation, micro_batches)
         # the fastest that fits; the memory of those behind it need not be known
         judged = []
         for buckets in variants:
