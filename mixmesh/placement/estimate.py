@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ..cost.placed import Exchange, exchange_of, sent_between
 from ..cost.resources import Link
-from ..ir import Ratio, shard_sizes, support
+from ..ir import Levels, Ratio, shard_sizes, support
 from .lower import Placed
 from .strategy import Action, Space
 
@@ -59,9 +59,11 @@ class _Cost:
 
 
 class Estimator:
-    """Estimates of one space. ``optimizer_states`` is tensors per parameter (Adam: 2)."""
+    """Estimates of one space. ``optimizer_states`` is tensors per parameter (Adam: 2), ``levels`` those by
+    which gradients are summed."""
 
-    def __init__(self, space: Space, optimizer_states: int = 2) -> None:
+    def __init__(self, space: Space, optimizer_states: int = 2, levels: Levels | None = None) -> None:
+        self.levels = levels
         self.space, self.costs, self.optimizer_states = space, space.costs, optimizer_states
         self.world_size = space.program.world_size
         self.constant = [self.costs.memory_constant_bytes(r) for r in range(self.world_size)]
@@ -156,7 +158,10 @@ class Estimator:
             return tuple((r, lines[class_of[r]][0] + lines[class_of[r]][1] * shares[r]) for r in ranks)
 
         def call(name: str, wanted: bool) -> _Call | None:
-            return self._call(Exchange(name, size, ranks)) if wanted and size and len(ranks) > 1 else None
+            if not wanted or not size or len(ranks) < 2:
+                return None
+            parts = self.levels.parts(ranks, size) if self.levels and name == "all_reduce" else ()
+            return self._call(Exchange(name, size, ranks, levelled=bool(parts)))
 
         return _Cost(
             ranks,

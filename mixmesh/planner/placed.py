@@ -49,7 +49,7 @@ def cuts(space: Space, task: Task) -> Iterator[Strategy]:
     and as much as fits on the fastest first."""
     single = [(rank,) for rank in range(task.world_size)]
     usable = usable_of(task)
-    estimate = Estimator(space, task.optimizer_states)
+    estimate = Estimator(space, task.optimizer_states, task.levels)
     for units in dict.fromkeys((space.device_groups, tuple(single))):
         if len(units) > 1:
             yield by_speed(space, units)
@@ -183,7 +183,9 @@ def local_search(
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
     the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
     rank, if not all but the headroom."""
-    found = LocalSearch(space, Estimator(space, task.optimizer_states), usable or usable_of(task))
+    found = LocalSearch(
+        space, Estimator(space, task.optimizer_states, task.levels), usable or usable_of(task)
+    )
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
         found.key(strategy)
     climb(found, MOVES, max_evaluations, max_s, random.Random(seed))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ..cost.levels import best_levels
 from ..placement import Action, Estimate, Estimator, Placed, Space
 from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
@@ -38,7 +39,8 @@ Judge = Callable[[Strategy], Outcome]
 
 def estimated(space: Space, optimizer_states: int, headroom: float) -> Judge:
     """The judge by the estimate of groups. ``headroom`` is the part of a device's memory left free."""
-    estimate, usable = Estimator(space, optimizer_states), _usable(space, headroom)
+    levels = best_levels(space.costs)
+    estimate, usable = Estimator(space, optimizer_states, levels), _usable(space, headroom)
     return lambda strategy: _outcome(estimate(strategy), usable)
 
 
