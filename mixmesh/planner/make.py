@@ -20,15 +20,15 @@ from ..ir import Graph, regions, without_needless_names
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import dtype_warnings, infeasible, notes_of, warnings_of
+from .finished import SUMMED_AT_ONCE, finished
 from .hap import synthesised
 from .learned import has_torch_geometric, heterog, tag
-from .ordered import ordered
 from .pipelines import hopeful, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
-from .synced import flat, synced
+from .synced import synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import promising, two_level
 
@@ -52,7 +52,6 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, "hap", "two-level", "pipeline")
 QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed
-SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that those who come later have that to beat
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 SEARCHING = ("placed", "heterog", "tag")  # as long as they may
 LEARNED = ("heterog", "tag")
@@ -183,10 +182,8 @@ def _make_plan(
     chosen = min(fitting, key=lambda p: p.key)
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
-    if planner not in BASELINES and chosen.micro_batches is None:
-        if chosen.planner not in SUMMED_AT_ONCE:
-            chosen = synced(task, chosen, quick=quick)
-        chosen = best[chosen.planner] = flat(task, ordered(task, chosen, quick=quick))
+    if planner not in BASELINES:
+        chosen = best[chosen.planner] = finished(task, chosen, quick=quick)
     candidates = sorted(best.values(), key=lambda p: p.key)
     plain = with_algorithms(without_needless_names(chosen.program), task.costs)
     program = replace(plain, dtypes=task.dtypes)

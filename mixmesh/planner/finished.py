@@ -1,0 +1,18 @@
+"""What every plan that was found gets at the end: the best ways to sum gradients, orders and buckets."""
+
+from __future__ import annotations
+
+from .ordered import ordered
+from .synced import flat, synced
+from .task import Proposal, Task
+
+SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that planners that come later have that to beat
+
+
+def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+    """The proposal, or a faster form of it. One in micro-steps stays as it is."""
+    if proposal.micro_batches is not None:
+        return proposal
+    if proposal.planner not in SUMMED_AT_ONCE:
+        proposal = synced(task, proposal, quick=quick)
+    return flat(task, ordered(task, proposal, quick=quick))
