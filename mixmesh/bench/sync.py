@@ -1,9 +1,9 @@
 """How gradients meet, measured: where all_reduce, owners' shards and a parameter server are each the fastest.
 
-Data parallelism in proportion to speed, its gradients in buckets of 1 MB: all in one way; in the one that
-the simulator chooses (``ours``); and mixed as it would choose per bucket (``mixmesh.sync``). The clusters
-differ in what decides: how many ranks there are, how thin the link is, and how far apart ranks are ready
-(``late``: shares of the batch are even although the devices are not).
+Data parallelism in proportion to speed, its gradients in buckets of 1 MB: all in one way, where machines have
+several devices by ``levels`` too; in the one that the simulator chooses (``ours``); and mixed as it would
+choose per bucket (``mixmesh.sync``). The clusters differ in what decides: how many ranks there are, how thin
+the link is, and how far apart ranks are ready (``late``: even shares of the batch on unequal devices).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from functools import partial
 from ..baselines import data_parallel, proportional_ratio
 from ..buckets import with_buckets
 from ..cost import CostModel
+from ..cost.levels import machine_sizes
 from ..cost.sums import gradient_sums
-from ..ir import Graph, Program, even_ratio
+from ..ir import Graph, Levels, Program, even_ratio
 from ..simulator import simulate
 from ..sync import best_sync, options
 from ..zero import ownable, with_owners
@@ -24,7 +25,7 @@ from .measure import cluster_text
 from .training_cases import AS_FAST
 
 BUCKET_BYTES = 1e6
-ALL_REDUCE, SHARDED, SERVER, MIXED = "all_reduce", "sharded", "server", "mixed"
+ALL_REDUCE, LEVELS, SHARDED, SERVER, MIXED = "all_reduce", "levels", "sharded", "server", "mixed"
 
 
 def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
@@ -38,17 +39,21 @@ def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
     _, *shares = dict.fromkeys(options(program, costs, gradient_sums(program)[0]))
     owned = [with_owners(program, dict.fromkeys(can, s)) for s in shares]
     rooted = [max(s) == 1 for s in shares]
+    forms = {ALL_REDUCE: program}
+    if (sizes := machine_sizes(costs.cluster)) != (1,) * len(sizes):
+        forms[LEVELS] = program.changed(levels=Levels(sizes))
     return {
-        ALL_REDUCE: program,
+        **forms,
         SHARDED: min((p for p, one in zip(owned, rooted) if not one), key=step_s),
         SERVER: min((p for p, one in zip(owned, rooted) if one), key=step_s),
         MIXED: best_sync(program, costs, step_s, mixed=True),
-        OURS: best_sync(program, costs, step_s, mixed=False),
+        OURS: min((best_sync(form, costs, step_s, mixed=False) for form in forms.values()), key=step_s),
     }
 
 
 def _contest(name: str, gbit_per_s: str, *machines: tuple[str, ...], late: bool = False) -> Contest:
-    targets = tuple((way, AS_FAST) for way in (ALL_REDUCE, SHARDED, SERVER))
+    levels = (LEVELS,) if any(len(machine) > 1 for machine in machines) else ()
+    targets = tuple((way, AS_FAST) for way in (ALL_REDUCE, *levels, SHARDED, SERVER))
     return Contest(name, "bert", cluster_text(gbit_per_s, *machines), partial(ways, late), targets)
 
 

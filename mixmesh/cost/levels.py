@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..cluster import Cluster
 from ..ir import Levels
 from .model import CostModel
 from .placed import Exchange
@@ -15,7 +16,7 @@ def best_levels(costs: CostModel) -> Levels | None:
     None if even large ones are not."""
     cluster = costs.cluster
     everyone = tuple(range(cluster.world_size))
-    levels = Levels(tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines))))
+    levels = Levels(machine_sizes(cluster))
     if not levels.parts(everyone, 0):
         return None
     least = None
@@ -25,3 +26,8 @@ def best_levels(costs: CostModel) -> Levels | None:
             break
         least = size
     return None if least is None else Levels(levels.sizes, least)
+
+
+def machine_sizes(cluster: Cluster) -> tuple[int, ...]:
+    """The devices of each machine, which are consecutive ranks."""
+    return tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines)))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..cluster import Cluster
 from ..cost import FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ..cost.levels import machine_sizes
 from ..ir import Levels, Parts, make_ratio, shard_sizes
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
@@ -110,8 +111,7 @@ def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def level_parts(cluster: Cluster) -> Parts:
     """All ranks by machine; none where there are no two levels."""
-    sizes = tuple(len(cluster.ranks_of(m)) for m in range(len(cluster.machines)))
-    return Levels(sizes).parts(tuple(range(cluster.world_size)), 0)
+    return Levels(machine_sizes(cluster)).parts(tuple(range(cluster.world_size)), 0)
 
 
 def link_cases(cluster: Cluster, backend: str) -> list[Case]:
