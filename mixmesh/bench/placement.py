@@ -20,7 +20,7 @@ from ..planner.finished import finished
 from ..planner.make import PROPOSERS
 from ..planner.placed import judged
 from ..planner.spaces import space_of
-from ..planner.synced import synced
+from ..planner.synced import best_synced
 from ..planner.task import Proposal, Task
 from ..policies.seeds import data_parallel
 from ..trace import trace
@@ -184,9 +184,8 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    best = min(fitting, key=lambda p: p.key)
-    made = finished(task, synced(task, best, quick=False), quick=False)
-    return min(best.timeline.step_s, made.timeline.step_s)
+    made = finished(task, best_synced(task, fitting, quick=False), quick=False)
+    return min(made.timeline.step_s, *(p.timeline.step_s for p in fitting))
 
 
 def _fastest(proposals: Iterator[Proposal] | Sequence[Proposal]) -> float | None:

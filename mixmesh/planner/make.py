@@ -28,7 +28,7 @@ from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
-from .synced import synced
+from .synced import best_synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import promising, two_level
 
@@ -166,9 +166,10 @@ def _make_plan(
         propose = QUICK.get(name, PROPOSERS[name]) if quick else PROPOSERS[name]
         proposals = list(propose(task))
         if proposals:
-            best[name] = min(proposals, key=lambda p: p.key)
-            if name in SUMMED_AT_ONCE and best[name].feasible:
-                best[name] = synced(task, best[name], quick=quick)
+            summed = name in SUMMED_AT_ONCE
+            best[name] = (
+                best_synced(task, proposals, quick=quick) if summed else min(proposals, key=lambda p: p.key)
+            )
     if not best:
         raise InputError(
             f"the planner {planner} has no plan for this job on this cluster",
