@@ -148,10 +148,11 @@ def running_statistics(
     own type. No gradient passes."""
     if not tuple(mean.shape) == tuple(var.shape) == tuple(moments.shape[1:]):
         raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
-    now, biased = _statistics(moments.detach(), count)
-    unbiased = biased * (count / max(count - 1, 1))
-    pairs = ((mean, now), (var, unbiased))
-    return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
+    with torch.no_grad():
+        now, biased = _statistics(moments, count)
+        unbiased = biased * (count / max(count - 1, 1))
+        pairs = ((mean, now), (var, unbiased))
+        return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
 
 
 LIBRARY = torch.library.Library("mixmesh", "DEF")
