@@ -108,16 +108,17 @@ class _Normalise(torch.autograd.Function):
         wide = _wide(x)
         scale = (var + ctx.eps).rsqrt_()
         local = [t.to(wide) for t in (mean, var, scale)]
-        of_weight = None if weight is None else weight.to(wide)
+        # a GPU's kernel makes no sums without a weight
+        weight = torch.ones_like(local[0]) if weight is None else weight.to(wide)
         # with given statistics: dy * weight * scale, and the sums of dy * xhat and of dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
-            grad, x, of_weight, *local[:2], local[0], local[2], False, ctx.eps,
+            grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
             [ctx.needs_input_grad[0], True, True],
         )  # fmt: skip
         of_moments = None
         if ctx.needs_input_grad[1]:
             # mean = s1 / count, var = s2 / count - mean^2
-            slope = (scale if weight is None else scale * weight) / -ctx.count
+            slope = scale * weight / -ctx.count
             of_square = slope * scale * of_xhat * 0.5
             of_moments = torch.stack((torch.addcmul(slope * of_y, mean, of_square, value=-2), of_square))
         sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
