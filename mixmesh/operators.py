@@ -105,6 +105,9 @@ class _Normalise(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, mean, var, weight = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            # PyTorch 2.13's CPU kernel errs where one sample is laid out in two ways, as rows and as an image
+            grad, x = grad.contiguous(), x.contiguous()
         wide = _wide(x)
         scale = (var + ctx.eps).rsqrt_()
         local = [t.to(wide) for t in (mean, var, scale)]

@@ -113,6 +113,33 @@ def test_sums_of_large_data_are_made_piece_by_piece():
     torch.testing.assert_close(moments(strided), want, rtol=1e-6, atol=0)
 
 
+LAYOUTS = {
+    "plain": lambda x: x.clone(),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "rows": lambda x: x.flatten(2).mT.contiguous().mT.view(x.shape),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "part": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+}
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("of_gradient", LAYOUTS)
+@pytest.mark.parametrize("of_data", LAYOUTS)
+def test_any_layout_will_do(of_data, of_gradient, samples):
+    """PyTorch's own kernel gives another gradient for one sample of rows and a plain gradient of it."""
+    x, g = torch.randn(2, samples, 5, 4, 3, dtype=torch.float64)
+    weight, bias = affine()
+    sums = (moments(x) + moments(x + 1)).requires_grad_()
+    found = []
+    for data, gradient in ((x, g), (LAYOUTS[of_data](x), LAYOUTS[of_gradient](g))):
+        data = data.detach().requires_grad_()
+        y = normalise(data, sums, weight, bias, samples * 24, EPS)
+        own = moments(data)
+        (of_own,) = torch.autograd.grad(own, data, torch.ones_like(own))
+        found.append((y, *torch.autograd.grad(y, (data, sums, weight, bias), gradient), own, of_own))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("parameters", [torch.float32, None], ids=["f32", "half"])
 def test_half_types_keep_wide_statistics(dtype, parameters):
