@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -138,6 +139,22 @@ def test_any_layout_will_do(of_data, of_gradient, samples):
         (of_own,) = torch.autograd.grad(own, data, torch.ones_like(own))
         found.append((y, *torch.autograd.grad(y, (data, sums, weight, bias), gradient), own, of_own))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_gpus_compute_the_same(dtype):
+    bound = max(10 * torch.finfo(dtype).eps, 1e-12 if dtype == torch.float64 else 2e-6)
+    for layout, samples, num_parameters in itertools.product(LAYOUTS.values(), (1, 6), (0, 2)):
+        x = layout(torch.randn(samples, 5, 4, 3, dtype=torch.float64) + 1).to(dtype)
+        g, parameters, found = torch.randn_like(x), affine()[:num_parameters], []
+        for device in ("cpu", "cuda"):
+            leaves = [t.detach().to(device, dtype).requires_grad_() for t in (x, *parameters)]
+            y = batch_norm(*leaves)
+            grads = torch.autograd.grad(y, leaves, g.to(device))
+            found.append([t.cpu() for t in (y, moments(leaves[0]), *grads)])
+        for got, want in zip(*found):
+            assert got.dtype == want.dtype and error(got, want) < bound
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
