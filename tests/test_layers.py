@@ -17,7 +17,7 @@ ROOT = Path(mixmesh.__file__).parent
 
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
-    ({"errors"}, {"units"}),
+    ({"errors"}, {"units"}, {"operators"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
     ({"plan_file"}, {"trace"}, {"job", "workloads"}),
@@ -44,7 +44,9 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
-TORCH = {"trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies"}
+TORCH = {
+    "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
+}  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 
 PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}

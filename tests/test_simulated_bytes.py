@@ -62,6 +62,30 @@ def sentences() -> dict[str, torch.Tensor]:
     return {name: torch.randint(12, (12, 5), generator=g) for name in ("tokens", "targets")}
 
 
+class Normed(nn.Module):
+    """Two layers with batch norm."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 5, 3, bias=False), nn.BatchNorm2d(5)
+        self.second, self.norm2 = nn.Conv2d(5, 6, 3), nn.BatchNorm2d(6)
+
+    def forward(self, images, labels):
+        x = self.norm1(self.first(images)).relu()
+        x = self.norm2(self.second(x)).relu()
+        return nn.functional.cross_entropy(x.mean((2, 3)), labels)
+
+
+def pictures() -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return {"images": torch.randn(12, 3, 6, 6, generator=g), "labels": torch.arange(12) % 6}
+
+
+# models by a parameter that no other one has
+MODELS = {"tokens.weight": (Attention, sentences), "norm2.weight": (Normed, pictures)}
+
+
 HAND = {
     # the weight goes to a rank that has none, its gradient comes back
     "spread": f"""{UNEVEN} ratio two = [0.5, 0.5, 0] {BATCH}
@@ -132,9 +156,17 @@ def attention_programs() -> dict[str, str]:
     return {name: str(program) for name, program in programs.items()}
 
 
+def normed_program(ratio) -> str:
+    return str(data_parallel(trace(Normed(), pictures()).graph, COSTS, make_ratio(ratio)))
+
+
+NORMED = {"batch norm": [0.5, 0.25, 0.25], "batch norm, a rank of nothing": [0.02, 0.58, 0.4]}
+
+
 def all_programs() -> dict[str, str]:
     by_hand = {name: f"program p world={WORLD} {{ {text}" for name, text in (PROGRAMS | HAND).items()}
-    return by_hand | attention_programs()
+    normed = {name: normed_program(ratio) for name, ratio in NORMED.items()}
+    return by_hand | attention_programs() | normed
 
 
 Collective = tuple[str, int, tuple[int, ...]]  # name, whole bytes, ranks
@@ -200,8 +232,9 @@ class Executed:
         self.text, self.folder = text, folder
 
     def __call__(self, _) -> None:
-        attention = "tokens.weight" in self.text
-        model, inputs = (Attention(), sentences()) if attention else (Mlp(0), batch(0))
+        found_in = (make for name, make in MODELS.items() if name in self.text)
+        make, make_inputs = next(found_in, (lambda: Mlp(0), lambda: batch(0)))
+        model, inputs = make(), make_inputs()
         plan = Plan.parse(self.text) if self.text.startswith("mixmesh_plan") else parse_program(self.text)
         made, _ = parallelize(model, None, plan, device="cpu", timeout_s=30)
         made(**inputs).backward()  # owners' rows travel at the beginning of the next step
@@ -263,9 +296,21 @@ ATTENTION += tuple(f"two levels {price:g}" for price in TWO_LEVELS)
 
 @pytest.mark.parametrize(
     "name",
-    [*PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS, *PIPELINES],
-)
+    [
+        *PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS, *PIPELINES,
+        *NORMED,
+    ],
+)  # fmt: skip
 def test_simulated_collectives_are_the_executed(executed, name):
     text, ranks = executed[name]
     assert any(ranks)
     assert [Counter(found) for found in ranks] == simulated(text)
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_batch_norm_sums_once_per_pass(executed, name):
+    """The sums of x and x^2 of each channel, and their gradients."""
+    _, ranks = executed[name]
+    for found in ranks:
+        for channels in (5, 6):
+            assert found.count(("all_reduce", 2 * 8 * channels, (0, 1, 2))) == 2

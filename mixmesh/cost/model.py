@@ -35,6 +35,9 @@ GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
 HALF = ("f16", "bf16")
+# backward over forward seconds of operators bound by memory, by tensors of the data's size that are read and
+# written: of moments the gradient is written and then added to that of normalise
+MEMORY_BOUND, MEMORY_BOUND_OWN = 1.5, {"mixmesh.moments": 5.0, "mixmesh.normalise": 2.0}
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
@@ -276,4 +279,6 @@ def backward_factor(call: Call, grads: int) -> float:
     A bias takes a sum and no product, and attention's backward is two to two and a half forward passes
     (Dao, FlashAttention-2, 2023, section 4), so no operator counts more than two.
     """
-    return float(min(max(grads, 1), 2)) if is_product(call) else 1.5
+    if is_product(call):
+        return float(min(max(grads, 1), 2))
+    return MEMORY_BOUND_OWN.get(call.op, MEMORY_BOUND)

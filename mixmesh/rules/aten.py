@@ -1,4 +1,5 @@
-"""The table: one row per ATen operator. ``python -m mixmesh.rules`` prints it with examples."""
+"""The table: one row per operator, of ATen and of our own (``operators``). ``python -m mixmesh.rules`` prints
+it with examples."""
 
 from __future__ import annotations
 
@@ -182,6 +183,9 @@ RULES: dict[str, Rule] = {
     "aten.native_batch_norm": Rule(n.batch_norm(training=5)),
     "aten._native_batch_norm_legit_functional": Rule(n.batch_norm(training=5)),
     "aten._native_batch_norm_legit_no_training": Rule(n.batch_norm(training=None)),
+    "mixmesh.moments": Rule(n.moments),
+    "mixmesh.normalise": Rule(n.normalise),
+    "mixmesh.running_statistics": Rule("s! c, c, c -> c, c"),
     "aten.instance_norm": Rule(n.instance_norm),
     "aten._weight_norm": Rule(n.weight_norm),
     "aten._weight_norm_interface": Rule(n.weight_norm),

@@ -60,6 +60,22 @@ def batch_norm(*, training: int | None):
     return rule
 
 
+def _of_channels(call: Call) -> str:
+    """The dims of data [N, C, ...]."""
+    return " ".join(["n", "c", *(f"h{i}" for i in range(s.rank_of(call) - 2))])
+
+
+def moments(call: Call) -> str:
+    """moments(x): sums of x and of x^2 over all dims but the channels."""
+    return f"{_of_channels(call)} -> s! c"
+
+
+def normalise(call: Call) -> str:
+    """normalise(x, moments, weight, bias, count, eps): elementwise where moments are known."""
+    x = _of_channels(call)
+    return f"{x}, s! c, c, c -> {x}"
+
+
 def instance_norm(call: Call) -> str:
     """instance_norm(x, weight, bias, mean, var, use_input_stats): every sample and channel alone."""
     rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))

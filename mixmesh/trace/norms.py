@@ -1,4 +1,5 @@
-"""Batch normalisation as means over the whole batch, so that it stays exact on shards."""
+"""Batch normalisation as sums over the whole batch and what follows from them, so that it stays exact on
+shards (``operators``)."""
 
 from __future__ import annotations
 
@@ -16,47 +17,40 @@ def batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
         return None  # somebody reads the saved statistics
-    source = arg["input"]
-    x = _cast(b, source, "f32") if b.type(source).dtype in HALF else source
-    shape = b.type(x).shape
-    along = (1, shape[1]) + (1,) * (len(shape) - 2)
-    running = (arg.get("running_mean"), arg.get("running_var"))
-    momentum = arg.get("momentum", arg.get("exponential_average_factor"))
-    moved: tuple[Ref | None, ...] = ()
-    if arg.get("training", "no_training" not in node.op):
-        dims = tuple(d for d in range(len(shape)) if d != 1)
-        mean = b("aten.mean.dim", x, dims, True)
-        centred = b("aten.sub.Tensor", x, mean)
-        var = b("aten.mean.dim", b("aten.mul.Tensor", centred, centred), dims, True)
-        count = b.type(x).num_elements // shape[1]
-        for result, old, new, factor in zip(
-            node.results[3:5], running, (mean, var), (1.0, count / max(count - 1, 1))
-        ):
+    eps = arg.get("eps", arg.get("epsilon"))
+    if not arg.get("training", "no_training" not in node.op):
+        return (_with_given_statistics(b, arg, eps), *[None] * (len(node.results) - 1))
+    x = arg["input"]
+    count = b.type(x).num_elements // b.type(x).shape[1]
+    moments = b("mixmesh.moments", x)
+    y = b("mixmesh.normalise", x, moments, arg["weight"], arg["bias"], count, eps)
+    moved: tuple[Ref | None, ...] = (None, None)
+    if any(r is not None for r in node.results[3:5]):
+        running = (arg["running_mean"], arg["running_var"])
+        momentum = arg.get("momentum", arg.get("exponential_average_factor"))
+        moved = b.all("mixmesh.running_statistics", moments, *running, count, momentum)
+        for result, old in zip(node.results[3:5], running):
             if result is not None:
                 b.types[result] = b.type(old)  # for a half module export says f32, against the buffer
-            moved += (None if result is None else _move(b, old, new, momentum, factor),)
-    else:
-        mean, var = (b("aten.view", _cast(b, r, b.type(x).dtype), along) for r in running)
-        centred = b("aten.sub.Tensor", x, mean)
-    scale = b("aten.rsqrt", b("aten.add.Tensor", var, arg.get("eps", arg.get("epsilon"))))
+    return (y, None, None, *moved, *[None] * len(node.results))[: len(node.results)]
+
+
+def _with_given_statistics(b: Builder, arg: dict, eps: float) -> Ref:
+    source = arg["input"]
+    x = _cast(b, source, "f32") if b.type(source).dtype in HALF else source
+    dtype, shape = b.type(x).dtype, b.type(x).shape
+
+    def along(r: Ref) -> Ref:
+        return b("aten.view", _cast(b, r, dtype), (1, shape[1]) + (1,) * (len(shape) - 2))
+
+    mean, var = (along(arg[name]) for name in ("running_mean", "running_var"))
+    scale = b("aten.rsqrt", b("aten.add.Tensor", var, eps))
     if arg["weight"] is not None:
-        weight = b("aten.view", _cast(b, arg["weight"], b.type(x).dtype), along)
-        scale = b("aten.mul.Tensor", scale, weight)
-    y = b("aten.mul.Tensor", centred, scale)
+        scale = b("aten.mul.Tensor", scale, along(arg["weight"]))
+    y = b("aten.mul.Tensor", b("aten.sub.Tensor", x, mean), scale)
     if arg["bias"] is not None:
-        y = b("aten.add.Tensor", y, b("aten.view", _cast(b, arg["bias"], b.type(x).dtype), along))
-    y = _cast(b, y, b.type(source).dtype)
-    saved = (None,) * (min(len(node.results), 3) - 1)
-    return (y, *saved, *moved, *(None,) * max(0, len(node.results) - 3 - len(moved)))
-
-
-def _move(b: Builder, old: Ref, new: Ref, momentum: float, factor: float) -> Ref:
-    """(1 - momentum) * old + momentum * factor * new, in the type of ``new``"""
-    flat = b("aten.view", b("aten.detach", new), b.type(old).shape)
-    kept = b("aten.mul.Tensor", _cast(b, old, b.type(new).dtype), 1 - momentum)
-    return _cast(
-        b, b("aten.add.Tensor", kept, b("aten.mul.Tensor", flat, momentum * factor)), b.type(old).dtype
-    )
+        y = b("aten.add.Tensor", y, along(arg["bias"]))
+    return _cast(b, y, b.type(source).dtype)
 
 
 def _cast(b: Builder, x: Ref, dtype: str) -> Ref:

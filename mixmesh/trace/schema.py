@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .. import operators  # noqa: F401  registers our own
 from ..errors import UnsupportedOp
 from ..ir import Arg, DType, Node, refs
 

@@ -138,6 +138,10 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "R, P(sum), P(sum), R, R -> P(sum), P(sum), P(sum)",
             "P(sum), R, P(sum), P(sum), R -> P(sum), P(sum), P(sum)",
         ),
+        "mixmesh.normalise": (
+            "R, R, P(sum), P(sum) -> P(sum)",
+            "R, R, P(sum) -> P(sum)",
+        ),
         "aten.instance_norm": ("R, P(sum), P(sum) -> P(sum)",),
         "aten._weight_norm": ("R, P(sum) -> P(sum)",),
     },

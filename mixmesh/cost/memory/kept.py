@@ -54,6 +54,9 @@ ROWS: dict[str, Row] = {
     **_rows("where.self masked_fill.Scalar masked_fill.Tensor", Row("condition", strided=True)),
     **_rows("embedding gather index.Tensor index_select", Row("rest")),
     **_rows("layer_norm native_layer_norm rms_norm group_norm native_group_norm", Row("inputs")),
+    "mixmesh.moments": Row("first"),
+    "mixmesh.normalise": Row("inputs"),
+    "mixmesh.running_statistics": Row(""),
     # the mask is a byte per element, drawn as numbers; the product with it comes before the scaling
     "aten.native_dropout": Row("", extra=0.25, forward=1.0, backward=1.0),
     # positions of the largest, in eight bytes

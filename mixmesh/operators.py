@@ -1,0 +1,175 @@
+"""Operators of our own, in PyTorch's registry under ``torch.ops.mixmesh``.
+
+Batch normalisation over samples that several ranks hold is two of them, with one sum between the ranks in
+each pass: ``moments`` adds up, ``normalise`` is elementwise once the sums are known, and the gradient of the
+sums is again a sum. PyTorch's SyncBatchNorm moves as much. Sums are f64, so that a variance is the difference
+of two of them without loss; no squares of numbers far from zero are added up in the precision of the data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+PIECE_BYTES = 2**21  # of what is centred at a time on a CPU: it stays in the second-level cache
+HALF = (torch.float16, torch.bfloat16)
+
+
+# --- numbers per channel -------------------------------------------------------------------------------
+
+
+def _channels(x: Tensor) -> int:
+    if x.ndim < 2 or not x.is_floating_point():
+        raise RuntimeError(f"batch norm wants floating-point data [N, C, ...], not {x.dtype} {list(x.shape)}")
+    return x.shape[1]
+
+
+def _check(x: Tensor, moments: Tensor, *of_channels: Tensor | None) -> None:
+    channels = _channels(x)
+    for t, shape in [(moments, (2, channels)), *((t, (channels,)) for t in of_channels)]:
+        if t is not None and tuple(t.shape) != shape:
+            raise RuntimeError(f"{list(shape)} wanted for data {list(x.shape)}, not {list(t.shape)}")
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """What statistics of ``x`` are computed in."""
+    return torch.float32 if x.dtype in HALF else x.dtype
+
+
+def _statistics(moments: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance [C], f64."""
+    mean, square = moments / count
+    return mean, torch.addcmul(square, mean, mean, value=-1).clamp_(min=0)
+
+
+def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """About the mean of each channel, and the sums of x and of x^2: f64 [C].
+
+    On a CPU ``x`` minus about its mean is summed, a few samples at a time: PyTorch's kernel for mean and
+    variance adds one number after the other there and takes twice as long.
+    """
+    count = x.numel() // x.shape[1]
+    if x.is_cuda:
+        mean, var = (t.double() for t in torch.batch_norm_update_stats(x, None, None, 0.0))
+        return mean, mean * count, torch.addcmul(var, mean, mean) * count
+    dims = [d for d in range(x.ndim) if d != 1]
+    about = x.mean(dims, keepdim=True, dtype=_wide(x))
+    rows = max(1, PIECE_BYTES * len(x) // (x.numel() * about.element_size()))
+    parts = []
+    for piece in x.split(rows):
+        beside = piece - about
+        parts.append((beside.sum(dims).double(), beside.square_().sum(dims).double()))
+    of_beside, of_square = parts[0] if len(parts) == 1 else map(sum, zip(*parts))
+    mean = about.flatten().double()
+    total = mean * count
+    return mean, total + of_beside, torch.addcmul(of_square, mean, total.add(of_beside, alpha=2))
+
+
+def _scaled(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
+    """(x - mean) / sqrt(var + eps) * weight + bias, per channel, in one pass."""
+    weight, bias, mean, var = (None if t is None else t.to(_wide(x)) for t in (weight, bias, mean, var))
+    return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
+
+
+# --- the operators -------------------------------------------------------------------------------------
+
+
+class _Moments(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        mean, *sums = _sums(x)
+        ctx.save_for_backward(x, mean)
+        return torch.stack(sums)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, mean = ctx.saved_tensors
+        # g1 + 2 g2 x, around the mean: its terms are large and of opposite signs
+        slope = 2 * grad[1]
+        level = torch.addcmul(grad[0], slope, mean)
+        return _scaled(x, mean, torch.ones_like(mean), slope, level, 0.0)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, moments, weight, bias, count, eps):
+        mean, var = _statistics(moments, count)
+        ctx.save_for_backward(x, mean, var, weight)
+        ctx.count, ctx.eps = count, eps
+        ctx.dtypes = [None if t is None else t.dtype for t in (weight, bias)]
+        return _scaled(x, mean, var, weight, bias, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, mean, var, weight = ctx.saved_tensors
+        if grad.stride() != x.stride():
+            # PyTorch 2.13's CPU kernel errs where one sample is laid out in two ways, as rows and as an image
+            grad, x = grad.contiguous(), x.contiguous()
+        wide = _wide(x)
+        scale = (var + ctx.eps).rsqrt_()
+        local = [t.to(wide) for t in (mean, var, scale)]
+        # a GPU's kernel makes no sums without a weight
+        weight = torch.ones_like(local[0]) if weight is None else weight.to(wide)
+        # with given statistics: dy * weight * scale, and the sums of dy * xhat and of dy
+        dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
+            grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
+            [ctx.needs_input_grad[0], True, True],
+        )  # fmt: skip
+        of_moments = None
+        if ctx.needs_input_grad[1]:
+            # mean = s1 / count, var = s2 / count - mean^2
+            slope = scale * weight / -ctx.count
+            of_square = slope * scale * of_xhat * 0.5
+            of_moments = torch.stack((torch.addcmul(slope * of_y, mean, of_square, value=-2), of_square))
+        sums = [None if d is None else g.to(d) for g, d in zip((of_xhat, of_y), ctx.dtypes)]
+        return dx, of_moments, *sums, None, None
+
+
+def moments(x: Tensor) -> Tensor:
+    """The sums of x and of x^2 over all dims of ``x`` [N, C, ...] but the second: f64 [2, C]."""
+    _channels(x)
+    if x.is_meta or not x.numel():
+        return x.new_zeros((2, x.shape[1]), dtype=torch.float64)
+    return _Moments.apply(x)
+
+
+def normalise(
+    x: Tensor, moments: Tensor, weight: Tensor | None, bias: Tensor | None, count: int, eps: float
+) -> Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias, mean and variance [C] by ``moments`` of ``count``
+    elements per channel: those of all ranks, where ``x`` is what one of them has."""
+    _check(x, moments, weight, bias)
+    return _Normalise.apply(x, moments, weight, bias, count, eps)
+
+
+def running_statistics(
+    moments: Tensor, mean: Tensor, var: Tensor, count: int, momentum: float
+) -> tuple[Tensor, Tensor]:
+    """``mean`` and ``var`` [C] moved by ``momentum`` towards the mean and the unbiased variance, each in its
+    own type. No gradient passes."""
+    if not tuple(mean.shape) == tuple(var.shape) == tuple(moments.shape[1:]):
+        raise RuntimeError(f"moments {list(moments.shape)} for {list(mean.shape)} and {list(var.shape)}")
+    with torch.no_grad():
+        now, biased = _statistics(moments, count)
+        unbiased = biased * (count / max(count - 1, 1))
+        pairs = ((mean, now), (var, unbiased))
+        return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
+
+
+LIBRARY = torch.library.Library("mixmesh", "DEF")
+for schema, run in (
+    ("moments(Tensor x) -> Tensor", moments),
+    (
+        "normalise(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, int count, float eps) -> Tensor",
+        normalise,
+    ),
+    (
+        "running_statistics(Tensor moments, Tensor mean, Tensor var, int count, float momentum)"
+        " -> (Tensor, Tensor)",
+        running_statistics,
+    ),
+):
+    LIBRARY.impl(LIBRARY.define(schema), run, "CompositeImplicitAutograd")
