@@ -174,7 +174,9 @@ class Flight:
             for cut, size in kept.small.items()
         }
         for name in self.moved:
-            i = program.producers[name]
+            i = program.producers.get(name)
+            if i is None:
+                continue  # moved once per step, before its micro-steps
             for t in (program.types[i.inputs[0]], i.type):
                 held[t.cut] = held.get(t.cut, 0.0) + 2.0 * t.value.size_bytes
         return [Moment(m.what, _sum(m.held, held), _sum(m.small, small)) for m in moments]
