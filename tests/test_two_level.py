@@ -72,8 +72,8 @@ def test_the_planner_of_that_name():
     _, _, graph = traced("bert")
     plan = plan_traced(graph, CLUSTERS[2], planner="two-level")
     assert plan.planner == "two-level" and plan.feasible
-    with pytest.raises(InputError, match="one per machine"):
-        explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
+    found = explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
+    assert found.step_s == pytest.approx(plan.predicted_step_s)
 
 
 def test_there_are_no_two_levels_in_one_machine():
