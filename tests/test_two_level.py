@@ -15,13 +15,14 @@ from test_verify_models import CLUSTERS, MODELS, traced
 from torch import nn
 
 from mixmesh.api import plan_traced
-from mixmesh.baselines import TENSOR_PARALLEL
+from mixmesh.baselines import TENSOR_PARALLEL, data_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
+from mixmesh.cost.memory import Memory
 from mixmesh.errors import InputError, VerificationError
 from mixmesh.explain import explain_tensor
-from mixmesh.ir import Program, cells, make_ratio, parse_program, piece
+from mixmesh.ir import Program, cells, even_ratio, make_ratio, parse_program, piece
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime.parallel import parallelize
@@ -74,6 +75,15 @@ def test_the_planner_of_that_name():
     assert plan.planner == "two-level" and plan.feasible
     found = explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
     assert found.step_s == pytest.approx(plan.predicted_step_s)
+
+
+def test_every_process_makes_the_model_once():
+    """Whatever the number of machines that hold a copy of a parameter."""
+    graph, cluster = trace(model_of(), batch(0)).graph, Cluster.parse(CLUSTER)
+    even = data_parallel(graph, CostModel(cluster), even_ratio(WORLD))
+    copied, once = (Memory(p, 2).moments[0] for p in (program(), even))
+    assert copied.what == once.what == "the initial values"
+    assert copied.held[0, 1, None] == once.held[0, 1, None]
 
 
 def test_there_are_no_two_levels_in_one_machine():
