@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..errors import PlanError
 from ..ir import Program, Replicate, Samples, support
+from ..placement.split import is_joined
 from ..plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..planner.ordered import ordered
 from ..planner.recomputed import fewest
 from ..planner.synced import flat
 from ..planner.task import Proposal, Task
+from ..planner.two_level import recomputed_within
 from ..recomputation import recomputed
 
 
@@ -61,7 +63,8 @@ class Judge:
         program = with_owners_of(self.plan.program, replace(program, dtypes=self.plan.program.dtypes))
         made = self.in_micro_steps(program)
         if not made.fits:
-            again = self.in_micro_steps(recomputed(made.program))
+            recompute = recomputed_within if is_joined(program) else recomputed
+            again = self.in_micro_steps(with_owners_of(self.plan.program, recompute(made.program)))
             if again.fits:
                 return replace(again, proposal=fewest(self.task, again.proposal))
         return made

@@ -105,13 +105,14 @@ class _Splitting:
                     self.drawn[m][r] = number
                     size = t.value.shape[dim] if t.value.shape else 0
                     self.cuts[m][r] = Cut(dim, start, size, tuple(whole))
+        attrs = ((k, v // len(self.out) if k == "recompute" else v) for k, v in i.attrs if k != "drawn")
         return replace(
             i,
             results=results,
             types=tuple(map(local, i.types)),
             args=map_refs(i.args, rename),
             kwargs=tuple((k, map_refs(v, rename)) for k, v in i.kwargs),
-            attrs=tuple((k, v) for k, v in i.attrs if k != "drawn"),
+            attrs=tuple(attrs),
         )
 
 
