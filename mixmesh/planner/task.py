@@ -65,6 +65,7 @@ class Task:
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
+        self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
