@@ -247,6 +247,22 @@ def test_machines_that_hold_a_tensor_in_different_ways():
 # --- the command ------------------------------------------------------------------------------------------
 
 
+def test_gradients_are_summed_as_in_the_plan():
+    """By levels, if the plan says so; a baseline's are not."""
+    devices = CLUSTER.replace("bandwidth_gbit_per_s = 1", "bandwidth_gbit_per_s = 0.01")
+    cluster = Cluster.parse(devices.replace("link_latency_us", "link_gbit_per_s = 100\nlink_latency_us"))
+    for planner in ("hap", "ddp-proportional"):
+        plan = plan_traced(traced()[2], cluster, planner=planner)
+        found = explain_tensor(plan, cluster, "layers.1.up.weight")
+        assert (plan.program.levels is None) == (planner != "hap")
+        assert found.step_s == pytest.approx(plan.predicted_step_s)
+        for a in found.alternatives:
+            if a.program is not None and planner != "hap":
+                assert a.program.levels is None
+        said = "summed within machines first" in " ".join(explain_plan(plan, cluster).sentences)
+        assert said == (plan.program.levels is not None)
+
+
 @pytest.mark.parametrize("name", PLANNERS)
 def test_a_plan_as_a_whole(name, tmp_path, capsys):
     plan = planned(name)

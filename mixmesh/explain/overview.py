@@ -175,6 +175,8 @@ def _sentences(plan: Plan) -> Iterator[str]:
     program = plan.program
     if stage := zero_stage(program):
         yield f"Gradients and optimizer state have owners (ZeRO stage {stage})."
+    if program.levels is not None:
+        yield "Gradients are summed within machines first, then between them."
     if plan.order is not None:
         yield f"Micro-steps run in {plan.order} order: {max(m.steps for m in plan.micro_batches)} of them."
     elif plan.micro_batches is not None and max(m.steps for m in plan.micro_batches) > 1:
