@@ -74,12 +74,13 @@ def batch(step: int = 0, size: int = BATCH) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": labels}
 
 
-def chain(model: nn.Module, inputs: dict, stages, costs: CostModel = COSTS, syncs=()) -> Program:
-    """A model cut into as many parts as there are ``stages``, ratios, of about as many operators each."""
-    return cut_into(trace(model, inputs).graph, stages, costs, syncs)
+def chain(model: nn.Module, inputs: dict, stages, costs: CostModel = COSTS, syncs=(), last=()) -> Program:
+    """A model cut into as many parts as there are ``stages``, ratios, of about as many operators each; the
+    operators in ``last`` are in the last."""
+    return cut_into(trace(model, inputs).graph, stages, costs, syncs, last)
 
 
-def cut_into(graph: Graph, stages, costs: CostModel, syncs=()) -> Program:
+def cut_into(graph: Graph, stages, costs: CostModel, syncs=(), last=()) -> Program:
     program = data_parallel(graph, costs, even_ratio(costs.cluster.world_size))
     operators = [i for i in program.instructions if not (i.is_leaf or i.is_redistribution)]
     syncs = syncs or ("allreduce",) * len(stages)
@@ -89,7 +90,7 @@ def cut_into(graph: Graph, stages, costs: CostModel, syncs=()) -> Program:
     for n, i in enumerate(operators):
         name = next((r for r in i.results if r is not None), "")
         if name not in constants:
-            by_name[name] = placed[n * len(stages) // len(operators)]
+            by_name[name] = placed[-1 if name in last else n * len(stages) // len(operators)]
     return lower(program, by_name)
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from gloo_world import assert_passed, run_world
 from pipelines import (
+    COSTS,
     FOUR_STAGES,
     THREE_STAGES,
     WORLD,
@@ -26,7 +27,7 @@ from torch import nn
 
 from mixmesh.check import check_plan
 from mixmesh.errors import CollectiveError, InputError, PlanError
-from mixmesh.ir import in_flight, parse_program, passes_of, samples_of
+from mixmesh.ir import in_flight, micro_step_program, once_program, parse_program, passes_of, samples_of
 from mixmesh.job import Job
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime.data import shard_batches
@@ -34,6 +35,7 @@ from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.train import train
+from mixmesh.simulator import simulate
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
@@ -45,6 +47,8 @@ PLANS = {
     "four stages, 12": (FOUR_STAGES, 12, ()),
     "two stages, 3, with owners": (PAIR, 3, ("sharded", "allreduce")),
 }
+COUNTED = "three stages, 2, labels counted elsewhere"  # which of them count is moved once per step
+PLANS[COUNTED] = (THREE_STAGES, 2, ())
 DROPOUT = 0.3
 DROPPING = {"three stages, 4, dropout": (THREE_STAGES, 4, ())}
 
@@ -58,7 +62,8 @@ def plan_of(name: str) -> Plan:
         return Plan.load(Path(os.environ[FOLDER], name))
     stages, micro_steps, syncs = (PLANS | DROPPING)[name]
     model = model_of(dropout=DROPOUT if "dropout" in name else 0.0)
-    return pipelined(chain(model, batch(), stages, syncs=syncs), micro_steps)
+    last = ("cross_entropy_loss.sum",) if name == COUNTED else ()
+    return pipelined(chain(model, batch(), stages, syncs=syncs, last=last), micro_steps)
 
 
 def close(a, b, what="") -> None:
@@ -97,6 +102,16 @@ def test_plan_is_text(name):
     assert plan.order == "1f1b" and 'order = "1f1b"' in str(plan)
     assert Plan.parse(str(plan)) == plan
     check_plan(plan)
+
+
+def test_what_moves_once_per_step_is_in_no_micro_step():
+    program = plan_of(COUNTED).program
+    samples = samples_of(program)
+    once, step = once_program(program, samples), micro_step_program(program, samples)
+    moved = {i.result for i in once.instructions if i.op == "move"} & samples.transfers
+    assert moved and moved.isdisjoint(step.producers)
+    timeline = simulate(program, COSTS, micro_batches=plan_of(COUNTED).micro_batches)
+    assert min(timeline.peak_memory_bytes) > 0
 
 
 def test_one_micro_step_has_no_order():

@@ -24,6 +24,7 @@ from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
 from mixmesh.trace import trace
 from mixmesh.verification import verify
+from mixmesh.zero import with_stage
 
 # one computes fast, the other reads memory fast
 UNLIKE = """
@@ -98,6 +99,17 @@ def test_segments_are_kept_where_they_pay():
     found = list(segments(task))
     assert min(p.key for p in found) <= min(p.key for p in synthesised(task))
     assert all(len(set(dict(p.program.ratios).values())) <= 4 for p in found)
+
+
+def test_segments_of_a_program_whose_gradients_have_owners():
+    """As hap's may have: their ratio is none of the segments'."""
+    task = task_of(layers(4, 128), {"x": torch.randn(64, 128)}, Cluster.parse(UNLIKE))
+    found = min(synthesised(task), key=lambda p: p.key)
+    owned = with_stage(found.program, 1, (0.5, 0.5))
+    task.proposed["hap"] = task.judge("hap", owned)
+    first, *others = segments(task)
+    assert first.program == task.proposed["hap"].program and others
+    assert not any(i.attr("owned") for p in others for i in p.program.params)
 
 
 @settings(deadline=None, max_examples=50)

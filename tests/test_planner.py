@@ -15,7 +15,8 @@ from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import parse_program, support
 from mixmesh.plan_file import Plan
-from mixmesh.planner import BASELINES, PLANNERS, make_plan, whole_counts
+from mixmesh.planner import BASELINES, PLANNERS, make_plan, segments, whole_counts
+from mixmesh.planner.hap import synthesised
 from mixmesh.ratios import usable_bytes
 from mixmesh.simulator import simulate
 
@@ -178,6 +179,16 @@ def test_a_search_asks_the_slow_planners_too():
     more = {c.planner for c in searched.candidates} - {c.planner for c in usual.candidates}
     assert {"poplar", "segments", "placed"} <= more
     assert searched.predicted_step_s <= usual.predicted_step_s
+
+
+def test_a_search_synthesises_once(monkeypatch):
+    """Segments begin with what hap has found, where it was asked."""
+    found = []
+    monkeypatch.setattr(segments, "synthesised", lambda task: found.append(task) or synthesised(task))
+    steps = {c.planner: c.predicted_step_s for c in make_plan(SMALL, cluster(THREE), search_s=0.3).candidates}
+    assert not found and steps["segments"] <= steps["hap"] * (1 + 1e-9)
+    make_plan(SMALL, cluster(THREE), planner="segments")
+    assert len(found) == 1
 
 
 def test_progress_and_notes():

@@ -4,9 +4,11 @@ devices, in one process and between processes."""
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import product
 
 import pytest
+import test_recompute as long
 import torch
 from gloo_world import assert_passed, run_world
 from hypothesis import given, settings
@@ -15,13 +17,18 @@ from test_verify_models import CLUSTERS, MODELS, traced
 from torch import nn
 
 from mixmesh.api import plan_traced
-from mixmesh.baselines import TENSOR_PARALLEL
+from mixmesh.baselines import TENSOR_PARALLEL, data_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.errors import InputError, VerificationError
+from mixmesh.cost.memory import Memory
+from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
-from mixmesh.ir import Program, cells, make_ratio, parse_program, piece
+from mixmesh.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
+from mixmesh.placement.join import join
+from mixmesh.placement.split import split
+from mixmesh.plan_file import Plan
+from mixmesh.planner import two_level
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime.parallel import parallelize
@@ -72,8 +79,17 @@ def test_the_planner_of_that_name():
     _, _, graph = traced("bert")
     plan = plan_traced(graph, CLUSTERS[2], planner="two-level")
     assert plan.planner == "two-level" and plan.feasible
-    with pytest.raises(InputError, match="one per machine"):
-        explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
+    found = explain_tensor(plan, CLUSTERS[2], plan.program.params[0].args[0])
+    assert found.step_s == pytest.approx(plan.predicted_step_s)
+
+
+def test_every_process_makes_the_model_once():
+    """Whatever the number of machines that hold a copy of a parameter."""
+    graph, cluster = trace(model_of(), batch(0)).graph, Cluster.parse(CLUSTER)
+    even = data_parallel(graph, CostModel(cluster), even_ratio(WORLD))
+    copied, once = (Memory(p, 2).moments[0] for p in (program(), even))
+    assert copied.what == once.what == "the initial values"
+    assert copied.held[0, 1, None] == once.held[0, 1, None]
 
 
 def test_there_are_no_two_levels_in_one_machine():
@@ -187,13 +203,15 @@ def program() -> Program:
 class Training:
     """A class, since closures do not pickle."""
 
-    def __init__(self, accumulate: int = 1, max_norm: float = 0.0) -> None:
-        self.accumulate, self.max_norm = accumulate, max_norm
+    def __init__(self, accumulate: int = 1, max_norm: float = 0.0, again: bool = False) -> None:
+        self.accumulate, self.max_norm, self.again = accumulate, max_norm, again
 
     def __call__(self, _) -> None:
         single, mine = model_of(), model_of()
         adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
-        model, mine_adam = parallelize(mine, adam[1], program(), device="cpu", timeout_s=60)
+        made = two_level.recomputed_within(program()) if self.again else program()
+        model, mine_adam = parallelize(mine, adam[1], made, device="cpu", timeout_s=60)
+        assert ("region(keep)" in model.source) == self.again
         for step in range(3):
             for n in range(self.accumulate):
                 data = batch(10 * step + n)
@@ -218,6 +236,7 @@ CHECKS = {
     "adam": Training(),
     "accumulated": Training(accumulate=3),
     "clipped": Training(max_norm=0.01),
+    "computed again": Training(again=True),
 }
 
 
@@ -237,3 +256,89 @@ def test_machines_of_other_sizes_hold_other_pieces():
     up = next(copies for name, copies in made.copies.items() if name == "up.weight")
     found = cells(made, up[0])
     assert len(found) > 3 and all(len(cell.ranks) == 2 for cell in found)
+
+
+# --- with activations computed again -----------------------------------------------------------------------
+
+CONTEXT_MIB = 600  # of a GPU's process
+ROOM_MIB = 4.9  # beside it: for all but the activations of a machine's samples
+
+
+def thin(room_mib: float) -> Cluster:
+    """Two and three devices of one speed with so much memory beside the process, behind thin links."""
+    device = (
+        f'{{ name = "d", tflop_per_s = 0.1, memory_gbyte_per_s = 10, '
+        f"memory_gib = {(CONTEXT_MIB + room_mib) / 0.95 / 1024} }}"
+    )
+    inside = "link_gbit_per_s = 100\nlink_latency_us = 1\n"
+    machines = [f"[[machine]]\n{inside}devices = [{', '.join([device] * count)}]\n" for count in (2, 3)]
+    network = "[network]\nbandwidth_gbit_per_s = 0.3\nlatency_us = 20\n"
+    return Cluster.parse(f'name = "thin"\n{network}' + "".join(machines))
+
+
+class Normed(long.Model):
+    """With statistics over all samples, which no micro-step can have."""
+
+    def __init__(self) -> None:
+        super().__init__(width=96, layers=4)
+        self.norm = nn.BatchNorm1d(96)
+
+    def forward(self, ids, labels):
+        x = self.norm(self.table(ids).transpose(1, 2)).transpose(1, 2)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+
+@cache
+def normed():
+    torch.manual_seed(0)
+    model, data = Normed(), long.batch(0, 128, 5)
+    return model, data, trace(model, data, "normed")
+
+
+def test_the_fastest_plan_that_fits_computes_again(monkeypatch):
+    model, data, known = normed()
+    where = thin(ROOM_MIB)
+    plan = plan_traced(known, where)
+    assert plan.planner == "two-level" and regions(plan.program)
+    check_program(plan.program)
+    assert Plan.parse(str(plan)) == plan
+    for peak, device in zip(plan.predicted_peak_memory_bytes, where.devices):
+        assert peak <= device.memory_bytes * 0.95
+    others = [c for c in plan.candidates if c.feasible and c.planner != "two-level"]
+    assert all(plan.predicted_step_s < c.predicted_step_s for c in others)
+    report = verify(model, data, plan, traced=known)
+    assert report.max_loss_error_f64 <= TOLERANCE_F64, report
+    assert report.max_gradient_error_f64 <= TOLERANCE_F64, report
+    monkeypatch.setattr(two_level, "recomputed", lambda program: program)
+    without = plan_traced(known, where)
+    assert without.planner != "two-level" or without.predicted_step_s > plan.predicted_step_s
+    with pytest.raises(Infeasible):
+        plan_traced(known, where, planner="two-level")
+
+
+def test_regions_are_of_one_machine():
+    _, _, known = normed()
+    program = plan_traced(known, thin(ROOM_MIB), planner="two-level").program
+    machines = [set(range(2)), set(range(2, 5))]
+    for members in regions(program).values():
+        ranks = {r for n in members for r in program.participants(program.instructions[n].types[0])}
+        assert any(ranks <= machine for machine in machines)
+    sets, wholes = split(program)
+    again = join(program.name, sets, wholes)
+    assert regions(again).keys() == regions(program).keys()
+
+
+def test_nothing_is_computed_again_where_there_is_room():
+    _, _, known = normed()
+    assert not regions(plan_traced(known, thin(50), planner="two-level").program)
+
+
+def test_a_plan_with_regions_can_be_explained():
+    _, _, known = normed()
+    where = thin(ROOM_MIB)
+    plan = plan_traced(known, where, planner="two-level")
+    found = explain_tensor(plan, where, "layers.1.up.weight")
+    assert found.own.fits and found.step_s == pytest.approx(plan.predicted_step_s)
+    assert any(regions(a.program) for a in found.alternatives if a.program is not None and not a.is_plan)

@@ -18,7 +18,7 @@ from .plan import ProfileFile
 from .show import PlanFile
 
 if TYPE_CHECKING:
-    from ..explain import Alternative, Explanation
+    from ..explain import Alternative, Explanation, Overview, Unit
 
 SHOWN = 12  # instructions that use a tensor
 
@@ -26,9 +26,9 @@ SHOWN = 12  # instructions that use a tensor
 def explain(
     plan: PlanFile,
     tensor: Annotated[
-        str,
+        str | None,
         typer.Option("--tensor", metavar="NAME", help="A value (%h), a parameter's path, or the end of one."),
-    ],
+    ] = None,
     cluster: Annotated[
         Path | None,
         typer.Option("--cluster", metavar="C.toml", help="The cluster that the plan was made for."),
@@ -39,13 +39,21 @@ def explain(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Why a tensor is placed as it is: every other placement with the cheapest program that uses it."""
+    """Why a tensor is placed as it is: every other placement with the cheapest program that uses it. Without
+    --tensor who computes what, and what passes between them."""
     from ..api import load_profile
-    from ..explain import explain_tensor
+    from ..explain import explain_plan, explain_tensor
 
     loaded = Plan.load(plan)
     described = cluster_of(loaded, plan, tensor, cluster)
     check_placements(loaded.program, str(plan))
+    if tensor is None:
+        seen = explain_plan(loaded, described, profile=load_profile(profile))
+        if as_json:
+            print_json(overview_object(loaded, seen))
+        else:
+            print(overview_text(loaded, seen))
+        return
     with working("searching with other placements"):
         found = explain_tensor(
             loaded, described, tensor, profile=load_profile(profile), all_layers=all_layers
@@ -57,7 +65,7 @@ def explain(
         print(explanation_text(found, lines))
 
 
-def cluster_of(plan: Plan, path: Path, tensor: str, cluster: Path | None) -> Cluster:
+def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None) -> Cluster:
     """The cluster that was given, or the preset that the plan was made for. Raises InputError."""
     if cluster is not None:
         return Cluster.load(cluster)
@@ -69,8 +77,52 @@ def cluster_of(plan: Plan, path: Path, tensor: str, cluster: Path | None) -> Clu
         expected=f'--cluster with the file of "{plan.cluster_name}" ({plan.cluster_fingerprint})',
         got="no --cluster",
         where=str(path),
-        hint=f"mixmesh explain {path} --tensor {tensor} --cluster C.toml",
+        hint=f"mixmesh explain {path} {f'--tensor {tensor} ' if tensor else ''}--cluster C.toml",
     )
+
+
+def overview_text(plan: Plan, seen: Overview) -> str:
+    out = [
+        f"{plan.program.name} on {plan.cluster_name or 'a cluster'}, planned by {plan.planner}: "
+        f"a step of {seconds(seen.step_s)}",
+        *seen.sentences,
+        "",
+        table(("", "ranks", "samples", "operators", "parameters stored", "bytes", "first and last"),
+              [_unit_row(u) for u in seen.units]),
+        "",
+    ]  # fmt: skip
+    computes = ", ".join(seconds(s) for s in seen.compute_s)
+    out.append(f"by rank, computing takes {computes}")
+    if seen.exchanged:
+        out.append("between ranks:")
+        out += [f"  {text}" for text, _ in seen.exchanged]
+    else:
+        out.append("nothing passes between ranks but the loss")
+    return "\n".join(out)
+
+
+def _unit_row(u: Unit) -> tuple[str, ...]:
+    return (
+        u.name,
+        " ".join(map(str, u.ranks)),
+        " ".join(map(str, u.samples)),
+        str(u.num_operators),
+        ", ".join(f"{count} {text}" for text, count in u.placements.items()),
+        size(u.parameter_bytes),
+        ", ".join(u.params),
+    )
+
+
+def overview_object(plan: Plan, seen: Overview) -> dict[str, Any]:
+    return {
+        "planner": plan.planner,
+        "kind": seen.kind,
+        "predicted_step_s": seen.step_s,
+        "compute_s": list(seen.compute_s),
+        "units": [vars(u) for u in seen.units],
+        "exchanged": [{"text": text, "time_s": time_s} for text, time_s in seen.exchanged],
+        "summary": " ".join(seen.sentences),
+    }
 
 
 def explanation_text(found: Explanation, lines: list[str]) -> str:

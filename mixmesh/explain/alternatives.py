@@ -1,43 +1,28 @@
-"""Each placement of one tensor with the cheapest program that has it: searched, bucketed, simulated.
-
-The search is the planner's, at the same prices and under the plan's ratio, with one difference: a value may
-only be made, a leaf only be loaded, as it is asked to be. What follows from that for the rest of the program
-is the search's to find; later redistributions of the tensor are free to it.
-"""
+"""Each placement of one tensor with the cheapest program that has it: searched, bucketed, simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from ..baselines import DATA_PARALLEL, fully_sharded
-from ..buckets import bucketings, numbered
 from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
-from ..errors import InputError
 from ..factors import best_factors
-from ..ir import Instruction, Placement, Program, even_ratio, print_instruction, support
+from ..ir import Instruction, Program, print_instruction
 from ..plan_file import Plan
-from ..planner.hap import GRADIENT_PRICES, MAX_STATES, WEIGHT
-from ..planner.task import HEADROOM, LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES
-from ..ratios import usable_bytes
-from ..simulator import Simulation, Timeline
-from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
-from ..synthesis.choices import P, R, code_of
 from .changes import Collective, collectives_between, differing
-from .names import find_tensor, in_all_layers
-from .reasons import placement_text, why_not
+from .judge import Judge, Judged
 from .summary import summary_of
+from .views import Flat, Joined, Lowered, View, view_of
 
-SIZES_BYTES = (*SMALLER_BYTES, USUAL_BYTES, *LARGER_BYTES)  # of buckets
 SAME = 1e-6  # of a step: less is rounding
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One placement of the tensor. Where ``program`` is None there is none, and ``impossible`` says why.
+    """One placement of the tensor, with where it holds if that is not the whole plan: ``S(0)@r1`` under a
+    ratio, ``R@m0`` in a machine. Where ``program`` is None there is none, and ``impossible`` says why.
 
     ``difference_s`` is to the plan's step. ``num_differing``, ``added``, ``removed`` and
     ``memory_difference_bytes`` (per rank, of the peak) are to the program of the plan's own placement.
@@ -61,7 +46,8 @@ class Explanation:
     """Where a tensor stands in a plan, and what other placements of it would cost.
 
     ``tensors``: the tensor asked for, and with it those of the other layers that were forced alike.
-    ``made`` and ``used`` are instructions of the plan. ``can_be_improved``: one of
+    ``made`` and ``used`` are instructions of the plan; of a tensor in several machines, ``made`` is that of
+    the first and ``used`` has those of the others too. ``can_be_improved``: one of
     the programs is faster than the plan's, by more than rounding.
     """
 
@@ -98,191 +84,114 @@ def explain_tensor(
 ) -> Explanation:
     """What every placement of a tensor of ``plan`` would cost, its own included.
 
-    ``tensor`` is a value of the program, the path of a parameter, or the end of one of them. Forces the
-    placement of this tensor alone, or with ``all_layers`` of all that stand in its place in other layers.
-    Raises InputError for a tensor that is not there and for a plan of two levels, PlanError for a plan of
-    another cluster.
+    ``tensor`` is a value of the program, the path of a parameter, or the end of one of them; of a plan of two
+    levels a value of one machine (``h.m0``), or a path or value without a machine, which means it in all.
+    Forces the placement of this tensor alone, or with ``all_layers`` of all that stand in its place in other
+    layers. Raises InputError for a tensor that is not there, PlanError for a plan of another cluster.
     """
     check_plan(plan, cluster)
-    if plan.planner == "two-level" or plan.program.copies:
-        raise InputError(
-            "alternatives are those of one program for all devices, and this plan has one per machine",
-            expected="a plan of one level",
-            got=f"a plan by {plan.planner}",
-            hint="mixmesh plan JOB --cluster C.toml --planner hap, and explain that",
-        )
-    name = find_tensor(plan.program, tensor)
-    graph = plan.program.graph
-    names = in_all_layers(graph, name) if all_layers else (name,)
-    question = Question(plan.program, CostModel(cluster, profile), name, names, optimizer_states)
+    costs = CostModel(cluster, profile)
+    view = view_of(plan.program, costs, tensor, all_layers, optimizer_states)
+    question = Question(plan, view, costs, optimizer_states)
     alternatives = tuple(question.alternatives())
     planned = question.planned
     least_s = min((a.step_s for a in alternatives if a.fits or not planned.fits), default=float("inf"))
-    made = plan.program.producers[name]
+    made, *others = (plan.program.producers[name] for name in dict.fromkeys(view.made))
+    used = [i for name in view.made for i in _uses(plan.program, name)]
     return Explanation(
-        tensors=(name, *(other for other in names if other != name)),
+        tensors=view.tensors,
         op=made.op,
         location=made.location,
-        placement=placement_text(question.own),
+        placement=view.text(view.own),
         made=made,
-        used=tuple(_uses(plan.program, name)),
-        step_s=planned.timeline.step_s,
+        used=tuple(dict.fromkeys((*others, *used))),
+        step_s=planned.step_s,
         alternatives=alternatives,
-        can_be_improved=least_s < planned.timeline.step_s * (1 - SAME),
+        can_be_improved=least_s < planned.step_s * (1 - SAME),
         notes=tuple(_notes(plan, question, profile)),
-        summary=summary_of(alternatives, planned.timeline.step_s, len(names)),
+        summary=summary_of(alternatives, planned.step_s, len(view.tensors)),
     )
 
 
-@dataclass(frozen=True)
-class Judged:
-    """A program as the simulator sees it."""
-
-    program: Program
-    timeline: Timeline
-    fits: bool
-
-    @property
-    def key(self) -> tuple[bool, float]:
-        return (not self.fits, self.timeline.step_s)
-
-
 class Question:
-    """One tensor of one program: the search problems with its placement forced, and their best programs."""
+    """A tensor of a plan: every placement with the best of its programs."""
 
-    def __init__(
-        self, program: Program, costs: CostModel, name: str, names: tuple[str, ...], optimizer_states: int
-    ) -> None:
-        self.program, self.costs, self.optimizer_states = program, costs, optimizer_states
-        self.name, self.names = name, names
-        self.ratio = program.ratios[0][1] if program.ratios else even_ratio(program.world_size)
-        self.graph = program.graph
-        # a value of one layer alone is forced in that layer alone: then no two layers are equal
-        self.choices = Choices(self.graph, costs, folded=len(names) > 1)
-        self.values = tuple(self.choices.ids[n] for n in names if n in self.choices.ids)
-        if name not in self.choices.ids:  # of a layer that is folded: another stands for it
-            self.name = self.choices.names[self.values[0]]
-        self.own = self._code(program, name)
-        self._searched: dict[int, tuple[Program, ...]] = {}
-
-    @cached_property
-    def planned(self) -> Judged:
-        return self.judge(self.program, Simulation(self.program, self.costs, self.optimizer_states))
+    def __init__(self, plan: Plan, view: View, costs: CostModel, optimizer_states: int) -> None:
+        self.view, self.costs = view, costs
+        self.judge = Judge(plan, costs, optimizer_states)
+        self.planned = self.judge.planned()
+        self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-steps
 
     def alternatives(self) -> Iterator[Alternative]:
-        """Of every placement: R, S(d) for every dim, P."""
-        own = self._own()
-        for code in (R, *range(2, 2 + len(self.graph.types[self.name].shape)), P):
-            if code == self.own:
-                yield self._alternative(code, own, own)
+        """Of every placement where the tensor is (R, S(d) for every dim, P), then on other ranks."""
+        view, own = self.view, self._own()
+        rows: list[Alternative] = []
+        for code in view.places[0].codes:
+            reason = view.impossible(code) if code not in view.own else ""
+            if reason:
+                rows.append(Alternative(view.text((code,) * len(view.own)), False, impossible=reason))
                 continue
-            found = self.cheapest(code)
-            if isinstance(found, str):
-                yield Alternative(placement_text(code), False, impossible=found)
+            codes = view.forced(code) if len(view.own) > 1 else (code,)
+            if codes == view.own:
+                if not any(a.is_plan for a in rows):
+                    rows.append(self._alternative(view.text(codes), own, own, is_plan=True))
+                continue
+            found = self.cheapest(view.programs(codes))
+            if found is None:
+                rows.append(Alternative(view.text(codes), False, impossible=view.nothing))
             else:
-                yield self._alternative(code, found, own)
+                rows.append(self._alternative(view.text(codes), found, own))
+        if not any(a.is_plan for a in rows):  # machines hold it in different ways
+            rows.insert(0, self._alternative(view.text(view.own), own, own, is_plan=True))
+        yield from rows
+        elsewhere: dict[str, list[Program]] = {}
+        for text, program in view.elsewhere():
+            elsewhere.setdefault(text, []).append(program)
+        for text, programs in elsewhere.items():
+            yield self._alternative(text, self.cheapest(programs), own)
 
     def _own(self) -> Judged:
         """The cheapest program with the plan's own placement: the plan's, or what the search finds now."""
-        found = self.cheapest(self.own)
-        if isinstance(found, Judged) and found.key < self.planned.key:
-            if found.timeline.step_s < self.planned.timeline.step_s * (1 - SAME) or not self.planned.fits:
+        found, planned = self.cheapest(self.view.programs(self.view.own)), self.planned
+        if found is not None and found.key < planned.key:
+            if found.step_s < planned.step_s * (1 - SAME) or not planned.fits:
                 return found
-        return self.planned
+        return planned
 
-    def _alternative(self, code: int, found: Judged, own: Judged) -> Alternative:
+    def _alternative(self, text: str, found: Judged, own: Judged, is_plan: bool = False) -> Alternative:
         added, removed = collectives_between(own.program, found.program, self.costs)
-        peaks = zip(found.timeline.peak_memory_bytes, own.timeline.peak_memory_bytes)
+        peaks = (j.proposal.timeline.peak_memory_bytes for j in (found, own))
+        if found.at_once:
+            self.at_once[text] = found.at_once
         return Alternative(
-            placement=placement_text(code),
-            is_plan=code == self.own,
+            placement=text,
+            is_plan=is_plan,
             program=found.program,
-            step_s=found.timeline.step_s,
+            step_s=found.step_s,
             fits=found.fits,
-            difference_s=found.timeline.step_s - self.planned.timeline.step_s,
+            difference_s=found.step_s - self.planned.step_s,
             num_differing=differing(own.program, found.program),
             added=added,
             removed=removed,
-            memory_difference_bytes=tuple(a - b for a, b in peaks),
+            memory_difference_bytes=tuple(a - b for a, b in zip(*peaks)),
         )
 
-    def cheapest(self, code: int) -> Judged | str:
-        """The cheapest program that holds the tensor as ``code``; why there is none, if there is none."""
-        found = [self.best_buckets(p) for p in dict.fromkeys(self.programs(code))]
-        if not any(p.fits for p in found):
+    def cheapest(self, programs: Iterable[Program]) -> Judged | None:
+        """The best of some programs; None of none."""
+        found = [self.judge.best(p) for p in dict.fromkeys(programs)]
+        if found and not any(j.fits for j in found):
             # what is not asked about may be stored in shards where memory is short
-            rest = {p.result for p in self.graph.params} - set(self.names)
-            found += [self.best_buckets(fully_sharded(p.program, rest)) for p in found]
-        if not found:
-            plain = self.problem(code, GRADIENT_PRICES[0])
-            reasons = (why_not(plain, plain.names[value], code) for value in self.values)
-            return next(filter(None, reasons), "no program of the whole model has it so")
-        best = min(found, key=lambda j: j.key)
-        factored = best_factors(best.program, self.costs, lambda p: self.best_buckets(p).key)
-        return best if factored is None else min(best, self.best_buckets(factored), key=lambda j: j.key)
-
-    def programs(self, code: int) -> Iterator[Program]:
-        """What the search finds, and for a parameter also what gathers it ahead of its use."""
-        yield from self.searched(code)
-        if code == 2 and self.graph.producers[self.name].op == "param" and len(support(self.ratio)) > 1:
-            stored = (fully_sharded(p, self.names) for p in self.searched(R))
-            yield from (p for p in stored if self._code(p, self.name) == code)
-
-    def searched(self, code: int) -> tuple[Program, ...]:
-        if code not in self._searched:
-            self._searched[code] = tuple(self._search(code))
-        return self._searched[code]
-
-    def _search(self, code: int) -> Iterator[Program]:
-        for price in (None, *GRADIENT_PRICES):
-            problem = self.problem(code, price)
-            leaves = [value for value in self.values if value in problem.leaves]
-            if not all(problem.options) or any(problem.load(value, code) is None for value in leaves):
-                continue
-            limit = MAX_STATES + 2 * len(problem.steps)
-            try:
-                yield emit(problem, search(problem, weight=WEIGHT, max_states=limit))
-            except NoProgram:
-                continue
-
-    def problem(self, code: int, price: float | None) -> Problem:
-        """The search problem with the placement forced; without a price that of data parallelism."""
-        return Problem(
-            self.graph,
-            self.costs,
-            self.ratio,
-            prices=DATA_PARALLEL if price is None else Prices(gradient_sync=price),
-            optimizer_states=self.optimizer_states,
-            shard_params=price is not None,
-            batch_only=price is None,
-            choices=self.choices,
-            forced=dict.fromkeys(self.values, code),
-        )
-
-    def best_buckets(self, program: Program) -> Judged:
-        simulation = Simulation(program, self.costs, self.optimizer_states)
-        variants = [numbered(program, b) for b in bucketings(program, SIZES_BYTES, simulation.summed)]
-        return min((self.judge(p, simulation) for p in variants), key=lambda j: j.key)
-
-    def judge(self, program: Program, simulation: Simulation) -> Judged:
-        timeline = simulation.run(program)
-        fits = all(
-            peak <= usable_bytes(self.costs, rank, HEADROOM)
-            for rank, peak in enumerate(timeline.peak_memory_bytes)
-        )
-        return Judged(program, timeline, fits)
-
-    def _code(self, program: Program, name: str) -> int:
-        """How a program makes or loads a tensor of its graph."""
-        return code_of(_held(program, self.graph, name))
-
-
-def _held(program: Program, graph, name: str) -> Placement:
-    node = graph.producers[name]
-    if not node.is_leaf:
-        return program.types[name].placement
-    (leaf,) = (i for i in program.instructions if i.op == node.op and i.args == node.args)
-    return leaf.type.placement
+            stored = (self.view.in_shards(j.program) for j in tuple(found))
+            found += [self.judge.best(p) for p in stored if p is not None]
+        best = min(found, key=lambda j: j.key, default=None)
+        if best is None:
+            return None
+        # of a program in micro-steps, or of several ratios, no factors are gathered
+        if isinstance(self.view, Flat) and not self.judge.accumulates:
+            factored = best_factors(best.program, self.costs, lambda p: self.judge.best(p).key)
+            if factored is not None:
+                best = min(best, self.judge.best(factored), key=lambda j: j.key)
+        return self.judge.ordered(best)
 
 
 def _uses(program: Program, name: str) -> Iterable[Instruction]:
@@ -296,15 +205,17 @@ def _uses(program: Program, name: str) -> Iterable[Instruction]:
 
 
 def _notes(plan: Plan, question: Question, profile: Profile | None) -> Iterator[str]:
-    planned = question.planned.timeline.step_s
+    planned, view = question.planned.step_s, question.view
     if abs(planned - plan.predicted_step_s) > 0.01 * plan.predicted_step_s:
         if plan.cost_source.startswith("profile") and profile is None:
             yield "the plan was made with measured costs, these are estimates: add --profile P.json"
         else:
             yield f"the plan's own prediction is another, {plan.predicted_step_s * 1e3:.3g} ms"
-    if len(plan.program.ratios) > 1:
-        yield f"the alternatives share everything out by {plan.program.ratios[0][0]} alone"
-    if any(i.attr("owned") for i in plan.program.params):
-        yield "the alternatives have no owners of gradients (ZeRO-1/2), which costs them memory"
-    if plan.micro_batches is not None:
-        yield "the plan and the alternatives are compared without micro-steps"
+    if isinstance(view, Lowered):
+        yield f"what does not run under {view.name_of(view.ratio)} is left as it is"
+    if isinstance(view, Joined):
+        yield "how samples are dealt out between machines is left as it is"
+    if question.judge.accumulates:
+        yield "collectives are listed as of a step that takes the batch at once"
+    for text, reason in question.at_once.items():
+        yield f"{text} takes the batch at once: {reason}"

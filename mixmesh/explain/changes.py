@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..cost import CostModel
 from ..cost.placed import Exchange, exchange_of, is_factored, is_resharded
-from ..cost.sums import gradient_sums
+from ..cost.sums import gradient_bytes, gradient_sums
 from ..ir import Instruction, Program, Ref, map_refs
 
 HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow from the rest
@@ -19,8 +19,9 @@ class Collective:
     """A collective that one program has and another has not.
 
     ``value`` is a tensor of the graph, a parameter by its path. ``phase``: ``forward``, ``backward``,
-    ``again`` (a gather that the backward pass repeats), or ``gradient`` (a parameter's part in the sum of a
-    bucket, with as much of its seconds as it has of its bytes).
+    ``again`` (a gather that the backward pass repeats), ``gradient`` (a parameter's part in the sum of a
+    bucket, with as much of its seconds as it has of its bytes) or ``stepped`` (its part in the gather of what
+    owners have stepped).
     """
 
     name: str
@@ -91,11 +92,13 @@ def collectives(program: Program, costs: CostModel) -> Iterator[Collective]:
                 size = program.types[value].value.size_bytes
                 yield made(Exchange("all_gather", size, ranks), value, "backward")
     for bucket in gradient_sums(program):
-        exchange = Exchange("all_reduce", bucket.size_bytes, bucket.ranks)
-        for p in bucket.params:
-            size = p.type.value.size_bytes
-            part = exchange.seconds(costs) * (size / bucket.size_bytes if bucket.size_bytes else 0.0)
-            yield Collective("all_reduce", called[p.result], "gradient", size, len(bucket.ranks), part)
+        passed = [(bucket.exchange, "gradient"), *([(bucket.gather, "stepped")] if bucket.owned else [])]
+        for p, cell in zip(bucket.params, bucket.cells or (None,) * len(bucket.params)):
+            size = gradient_bytes(p, cell)
+            part = size / bucket.size_bytes if bucket.size_bytes else 0.0
+            for exchange, phase in passed:
+                part_s = exchange.seconds(costs) * part
+                yield Collective(exchange.name, called[p.result], phase, size, len(bucket.ranks), part_s)
 
 
 def _called(program: Program) -> dict[str, str]:

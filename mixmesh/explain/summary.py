@@ -69,6 +69,7 @@ PHASES = {
     "backward": "backward",
     "again": "repeated in the backward pass",
     "gradient": "of gradients",
+    "stepped": "of stepped parameters",
 }
 
 

@@ -110,6 +110,8 @@ class _Joining:
             else:
                 shape = i.types[0].value.shape
                 attrs += (("drawn", (part.drawn[drawn], 0, 0, *shape)),)
+        # a region is of one set's computations: no rank computes again for another
+        attrs = tuple((k, v * len(self.sets) + m if k == "recompute" else v) for k, v in attrs)
         return replace(
             i,
             results=tuple(None if r is None else f"{r}.m{m}" for r in i.results),

@@ -155,7 +155,7 @@ def _make_plan(
     states, whole_parameters = optimizer
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_batch(graph, cluster)
-    best: dict[str, Proposal] = {}
+    best = task.proposed
     for name in (*names, *last):
         # what fits only with activations that are computed again may be far from the best that fits
         if name in last and any(p.feasible and not regions(p.program) for p in best.values()):

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ..ir import regions, with_regions
 from .task import Proposal, Task
 
 
-def fewest(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal with as few of its regions as memory allows.
+def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None) -> Proposal:
+    """The proposal with as few of its regions, or of those ``among`` them, as memory allows.
 
     The last ones are let go of first: they are the first in the backward pass, before which all that is kept
     is there, and once it comes to the others there is room for theirs.
     """
     program = proposal.program
     members = regions(program)
-    numbers = sorted(members, key=lambda number: members[number][0])
+    others = [number for number in members if among is not None and number not in among]
+    numbers = sorted(members.keys() - set(others), key=lambda number: members[number][0])
 
     def first(count: int) -> Proposal:
-        kept = {n: number for number in numbers[:count] for n in members[number]}
+        kept = {n: number for number in (*others, *numbers[:count]) for n in members[number]}
         made = with_regions(program, kept)
         simulation = task.simulation(made, accumulating=proposal.simulation.samples is not None)
         return task.judge(proposal.planner, made, simulation, micro_batches=proposal.micro_batches)

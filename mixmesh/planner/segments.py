@@ -16,6 +16,7 @@ import numpy as np
 from ..cost.placed import Exchange, sent_between
 from ..ir import Ratio, make_ratio
 from ..placement import Placed, Space
+from ..zero import with_owners
 from .hap import synthesised
 from .placed import judged
 from .polish import whole_counts
@@ -33,10 +34,12 @@ def segments(task: Task) -> Iterator[Proposal]:
     with task.timed("ratios"):
         for last in Chain(space).cheapest(MAX_SEGMENTS):
             strategies[tuple(map(Placed, last.spread(space.batch)))] = None
-    found = min(synthesised(task), key=lambda p: p.key, default=None)
+    found = task.proposed.get("hap") or min(synthesised(task), key=lambda p: p.key, default=None)
     if found is not None:
         yield replace(found, planner="segments")
-    for base in (space.program, *((found.program,) if found is not None else ())):
+    # hap's may have owners of gradients, by ratios that no strategy knows
+    synthesis = () if found is None else (with_owners(found.program, {}),)
+    for base in (space.program, *synthesis):
         for strategy in strategies:
             task.progress(f"planning: segments, {len(set(strategy))}")
             yield judged(task, "segments", Space(base, task.costs, space.grouping), strategy)

@@ -17,7 +17,7 @@ from ..errors import Infeasible
 from ..ir import Buckets, Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
-from ..rules import RULES
+from ..rules import RULES, Units
 from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
 from .ideal import ideal_s
@@ -62,12 +62,10 @@ class Task:
         self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
         self.timings_s: dict[str, float] = {}
         self._inner_s: list[float] = []
-        with self.timed("search"):
-            self.choices = Choices(graph, costs, RULES)
-        self.units = self.choices.units
         self.world_size = costs.cluster.world_size
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
+        self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
@@ -91,6 +89,15 @@ class Task:
             self.timings_s[step] = self.timings_s.get(step, 0.0) + spent - self._inner_s.pop()
             if self._inner_s:
                 self._inner_s[-1] += spent
+
+    @cached_property
+    def choices(self) -> Choices:
+        with self.timed("search"):
+            return Choices(self.graph, self.costs, RULES)
+
+    @property
+    def units(self) -> Units:
+        return self.choices.units
 
     @cached_property
     def proportional(self) -> Ratio:

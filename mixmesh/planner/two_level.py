@@ -4,22 +4,29 @@ Between machines links are thin, so what passes there is gradients only; within 
 is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. Of a
 parameter that is cut within machines each device sums its own piece with those of other machines, which is as
 many times less as there are devices in the machine.
+
+Where the best of these does not fit in memory, machines that lack it share out by it, compute activations
+again or store parameters in shards, whatever is fastest; a machine that is slower so is given fewer samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
-from ..baselines import TENSOR_PARALLEL, only
+from ..baselines import TENSOR_PARALLEL, fully_sharded, only
 from ..buckets import with_buckets
-from ..ir import Program, make_ratio, support
+from ..ir import Program, make_ratio, regions, support
 from ..placement.join import Set, join
 from ..placement.part import NotDivisible, Part, part_of
-from ..ratios import with_ratio
-from .hap import Synthesis
+from ..placement.split import split
+from ..ratios import usable_bytes, with_ratio
+from ..recomputation import recomputed
+from ..simulator import Timeline
+from .hap import LOST, SPARE, Synthesis
 from .polish import whole_counts
-from .task import Proposal, Task
+from .recomputed import fewest
+from .task import HEADROOM, Proposal, Task
 
 # of a second of gradient sums within a machine: those between machines take longer, the more so the thinner
 # the link
@@ -73,15 +80,47 @@ class TwoLevel:
         self.machines = machines_of(task)
         self._parts: dict[tuple[tuple[int, ...], int], tuple[Part, str]] = {}
         self._found: dict[tuple, Program | None] = {}
+        self._fitting: dict[tuple, Program] = {}
+        self.spare: float | None = (
+            None  # of memory that machines leave free; None where they need not mind it
+        )
         self._tasks: dict[tuple, Task] = {}
 
     def proposals(self) -> Iterator[Proposal]:
-        """The fastest that fits; the memory of those behind it need not be known."""
+        """The fastest that fits; the memory of those behind it need not be known. If none does for want of
+        memory, the fastest that does in less of it."""
+        made = None
         for _, program in sorted(self.candidates(), key=lambda found: found[0]):
             made = self.task.best_buckets("two-level", program)
             yield made
             if made.feasible:
                 return
+        if made is None or fits(self.task, made.timeline, range(self.task.world_size)):
+            return
+        # what joins machines takes memory beside that of their own programs
+        for self.spare in SPARE:
+            for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
+                if step_s > LOST * self.task.best_s:
+                    return
+                made = self.task.best_buckets("two-level", program)
+                if made.feasible:
+                    yield self.with_fewest_regions(made)
+                    return
+
+    def with_fewest_regions(self, made: Proposal) -> Proposal:
+        """As few as memory asks for: in all machines alike, then in the one that others wait for."""
+        made = fewest(self.task, made)
+        left = set(range(len(self.machines)))
+        while left:
+            slowest = max(range(self.task.world_size), key=lambda r: made.timeline.compute_s[r])
+            m = next(m for m, ranks in enumerate(self.machines) if slowest in ranks)
+            mine = [number for number in regions(made.program) if number % len(self.machines) == m]
+            fewer = fewest(self.task, made, mine)
+            if m not in left or fewer.timeline.step_s >= made.timeline.step_s:
+                break
+            made = fewer
+            left.discard(m)
+        return made
 
     def candidates(self) -> Iterator[tuple[float, Program]]:
         """Programs with their seconds."""
@@ -133,6 +172,10 @@ class TwoLevel:
         program = self._found[price, key]
         if program is None:
             return None
+        if self.spare is not None:
+            if (price, key, self.spare) not in self._fitting:
+                self._fitting[price, key, self.spare] = self.fitting(inner, program, ranks, self.spare)
+            program = self._fitting[price, key, self.spare]
         found_on = support(program.ratio_of["r0"])
         shares = dict(zip(ranks, (program.ratio_of["r0"][r] for r in found_on)))
         mine = with_ratio(
@@ -161,3 +204,33 @@ class TwoLevel:
             return None
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)
         return program if ratio is None else with_ratio(program, "r0", ratio)
+
+    def fitting(self, inner: Task, program: Program, ranks: tuple[int, ...], spare: float) -> Program:
+        """The fastest form of a machine's program that fits; if none does, that of the least memory."""
+        timeline = inner.simulation(program).run(program)
+        if fits(inner, timeline, ranks, spare):
+            return program
+        again, found = recomputed(program), []
+        forms = (program, again, *([fully_sharded(again)] if len(ranks) > 1 else []))
+        for made in forms:
+            simulation = inner.simulation(made)
+            ratio = inner.ratio(simulation, made, ranks, HEADROOM + spare)
+            if ratio is None:
+                continue
+            shared = with_ratio(made, "r0", ratio)
+            timeline = simulation.run(shared)
+            if fits(inner, timeline, ranks, spare):
+                found.append((timeline.step_s, shared))
+        return min(found, key=lambda pair: pair[0])[1] if found else forms[-1]
+
+
+def fits(task: Task, timeline: Timeline, ranks: Iterable[int], spare: float = 0.0) -> bool:
+    """Whether ranks have the memory for a step, and so much of theirs to spare."""
+    peaks = timeline.peak_memory_bytes
+    return all(peaks[r] <= usable_bytes(task.costs, r, HEADROOM + spare) for r in ranks)
+
+
+def recomputed_within(program: Program) -> Program:
+    """A program of two levels in which every machine computes again what it can."""
+    sets, values = split(program)
+    return join(program.name, [replace(s, program=recomputed(s.program)) for s in sets], values)

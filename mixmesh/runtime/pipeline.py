@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ir import Instruction, Program, Samples, passes_of, transfers_of
+from ..ir import Instruction, Program, Samples, micro_step_program, passes_of, transfers_of
 from ..trace.dtypes import TORCH_DTYPE
 from . import collectives
 from .batches import local_input, program_inputs
@@ -182,7 +182,9 @@ class _Ahead:
 
 
 def transfers(program: Program, samples: Samples, micro_steps: int) -> list[Transfer]:
-    return [Transfer.of(program, samples, i, micro_steps) for i in transfers_of(program)]
+    """Of every micro-step: what moves once per step, before them, is none of these."""
+    moves = transfers_of(micro_step_program(program, samples))
+    return [Transfer.of(program, samples, i, micro_steps) for i in moves]
 
 
 def groups(program: Program, samples: Samples) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -174,7 +174,9 @@ class Flight:
             for cut, size in kept.small.items()
         }
         for name in self.moved:
-            i = program.producers[name]
+            i = program.producers.get(name)
+            if i is None:
+                continue  # moved once per step, before its micro-steps
             for t in (program.types[i.inputs[0]], i.type):
                 held[t.cut] = held.get(t.cut, 0.0) + 2.0 * t.value.size_bytes
         return [Moment(m.what, _sum(m.held, held), _sum(m.small, small)) for m in moments]
@@ -261,7 +263,8 @@ class Walk:
         """Every process makes the whole model and batch, takes rank 0's values in groups, and cuts."""
         program, everywhere = self.program, (0, 1, None)
         leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
-        model = sum(i.type.value.size_bytes for i in leaves)
+        # a parameter with copies is one of the model's
+        model = sum(i.type.value.size_bytes for i in {i.args[0]: i for i in leaves}.values())
         batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
         largest = max((i.type.value.size_bytes for i in leaves), default=0)
         group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0

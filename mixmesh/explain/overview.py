@@ -1,0 +1,200 @@
+"""A plan as a whole: who computes what, and what passes between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..check import check_plan
+from ..cluster import Cluster
+from ..cost import CostModel, Profile
+from ..cost.calls import is_computation
+from ..ir import Instruction, Program, local_bytes, regions, shard_sizes, stages_of, support
+from ..placement.lift import operator_name, ratios_of
+from ..placement.split import is_joined, split
+from ..plan_file import Plan
+from ..zero import zero_stage
+from .changes import collectives
+from .judge import Judge
+from .summary import kinds, seconds_text
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Ranks that compute the same operators: all of them, a machine's, a stage's, or those under a ratio.
+
+    ``samples``: by rank of ``ranks``, of the whole batch; of a machine all that it has, for each of its
+    ranks, as its own program cuts them. ``placements``: how many parameters are stored in which way;
+    ``params``: the first and the last. ``parameter_bytes``: the most that one of the ranks stores of them.
+    """
+
+    name: str
+    ranks: Ranks
+    samples: tuple[int, ...]
+    num_operators: int
+    placements: dict[str, int]
+    params: tuple[str, ...]
+    parameter_bytes: int
+
+
+@dataclass(frozen=True)
+class Overview:
+    """``kind``: ``one program``, ``machines``, ``stages`` or ``groups``. ``exchanged``: the collectives of a
+    step by kind, in words, with their seconds. ``sentences``: what is special, and the next best plans."""
+
+    kind: str
+    units: tuple[Unit, ...]
+    exchanged: tuple[tuple[str, float], ...]
+    step_s: float
+    compute_s: tuple[float, ...]
+    sentences: tuple[str, ...]
+
+
+def explain_plan(
+    plan: Plan, cluster: Cluster, *, profile: Profile | None = None, optimizer_states: int = 2
+) -> Overview:
+    """Raises PlanError for a plan of another cluster."""
+    check_plan(plan, cluster)
+    costs = CostModel(cluster, profile)
+    kind = kind_of(plan)
+    timeline = Judge(plan, costs, optimizer_states).planned().proposal.timeline
+    return Overview(
+        kind,
+        tuple(UNITS[kind](plan)),
+        tuple(kinds(collectives(plan.program, costs))),
+        timeline.step_s,
+        timeline.compute_s,
+        (HOW[kind], *_sentences(plan)),
+    )
+
+
+def kind_of(plan: Plan) -> str:
+    if is_joined(plan.program):
+        return "machines"
+    if plan.order is not None:
+        return "stages"
+    return "groups" if len(set(ratios_of(plan.program).values())) > 1 else "one program"
+
+
+HOW = {
+    "one program": "All ranks run one program; samples and tensors are cut by one ratio.",
+    "machines": "Samples are dealt out between machines, each of which runs a program of its own; between "
+    "them gradients are summed.",
+    "stages": "Samples go through stages one after the other, in micro-steps.",
+    "groups": "Operators run under several ratios; between these values move.",
+}
+
+
+def _whole(plan: Plan) -> Iterator[Unit]:
+    program = plan.program
+    ratio = next(iter((*ratios_of(program).values(), *(r for _, r in program.ratios))), None)
+    ranks = tuple(r for r in range(program.world_size) if ratio is None or ratio[r])
+    operators = [i for i in program.instructions if is_computation(i)]
+    given = next((i for i in program.instructions if i.op == "input" and i.type.value.shape), None)
+    samples = () if given is None else tuple(_held_samples(program, given, rank) for rank in ranks)
+    yield _unit("all" if len(ranks) == program.world_size else "in use", program, ranks, samples, operators)
+
+
+def _held_samples(program: Program, i: Instruction, rank: int) -> int:
+    shape = program.local_shape(i.result, rank)
+    return shape[0] if shape else 0
+
+
+def _machines(plan: Plan) -> Iterator[Unit]:
+    sets, wholes = split(plan.program)
+    for m, s in enumerate(sets):
+        sizes = [s.part.cuts[name].size for name in wholes if name in s.part.cuts]
+        operators = [i for i in s.program.instructions if is_computation(i)]
+        samples = (sizes[0],) * len(s.ranks) if sizes else ()
+        yield _unit(f"m{m}", s.program, s.ranks, samples, operators)
+
+
+def _stages(plan: Plan) -> Iterator[Unit]:
+    program = plan.program
+    ratios = ratios_of(program)
+    for n, ranks in enumerate(stages_of(program)):
+        names = {name for name, ratio in ratios.items() if support(ratio) == ranks}
+        operators = [i for i in program.instructions if is_computation(i) and operator_name(i) in names]
+        samples = tuple(sum(plan.micro_batches[r].sizes) for r in ranks)
+        yield _unit(f"stage {n}", program, ranks, samples, operators)
+
+
+def _groups(plan: Plan) -> Iterator[Unit]:
+    program, ratios = plan.program, ratios_of(plan.program)
+    batch = max((n.types[0].shape[0] for n in program.graph.batch_inputs if n.types[0].shape), default=0)
+    for ratio in dict.fromkeys(ratios.values()):
+        name = next(n for n, r in program.ratios if r == ratio)
+        ranks = support(ratio)
+        operators = [
+            i for i in program.instructions if is_computation(i) and ratios.get(operator_name(i)) == ratio
+        ]
+        counts = shard_sizes(batch, ratio)
+        yield _unit(name, program, ranks, tuple(counts[r] for r in ranks), operators)
+
+
+UNITS: dict[str, Callable[[Plan], Iterator[Unit]]] = {
+    "one program": _whole,
+    "machines": _machines,
+    "stages": _stages,
+    "groups": _groups,
+}
+
+
+def _unit(
+    name: str, program: Program, ranks: Ranks, samples: tuple[int, ...], operators: list[Instruction]
+) -> Unit:
+    """``params`` are those that its operators use, be they gathered or moved."""
+    source: dict[str, str] = {}
+    for i in program.instructions:
+        if i.op == "param":
+            source[i.result] = i.result
+        elif i.is_redistribution and i.inputs[0] in source:
+            source[i.result] = source[i.inputs[0]]
+    used = dict.fromkeys(source[name] for i in operators for name in i.inputs if name in source)
+    params = [program.producers[name] for name in used]
+    stored = (
+        sum(local_bytes(i.type.value, i.type.placement, program.ratio(i.type.ratio), rank) for i in params)
+        for rank in ranks
+    )
+    paths = [str(i.args[0]) for i in params]
+    return Unit(
+        name,
+        ranks,
+        samples,
+        len(operators),
+        dict(Counter(str(i.type.placement) for i in params)),
+        tuple(dict.fromkeys((*paths[:1], *paths[-1:]))),
+        max(stored, default=0),
+    )
+
+
+def _sentences(plan: Plan) -> Iterator[str]:
+    program = plan.program
+    if stage := zero_stage(program):
+        yield f"Gradients and optimizer state have owners (ZeRO stage {stage})."
+    if program.levels is not None:
+        yield "Gradients are summed within machines first, then between them."
+    if plan.order is not None:
+        yield f"Micro-steps run in {plan.order} order: {max(m.steps for m in plan.micro_batches)} of them."
+    elif plan.micro_batches is not None and max(m.steps for m in plan.micro_batches) > 1:
+        steps = ", ".join(str(m.steps) for m in plan.micro_batches)
+        yield f"Ranks take their samples in {steps} micro-steps."
+    if parts := regions(program):
+        count, every = sum(map(len, parts.values())), sum(map(is_computation, program.instructions))
+        yield f"The backward pass computes {count} of {every} operators again, in {len(parts)} regions."
+    if program.factored:
+        yield f"{len(program.factored)} weight gradients are computed from gathered factors."
+    if plan.bound_s:
+        yield f"No plan can be faster than {seconds_text(plan.bound_s)}."
+    others = [c for c in plan.candidates if c.planner != plan.planner]
+    fitting = [c for c in others if c.feasible]
+    if fitting:
+        best = min(fitting, key=lambda c: c.predicted_step_s)
+        more = best.predicted_step_s - plan.predicted_step_s
+        yield f"The next best that fits is by {best.planner}: a step of {seconds_text(more)} more."
+    if len(fitting) < len(others):
+        names = ", ".join(c.planner for c in others if not c.feasible)
+        yield f"Nothing that fits was found by {names}."

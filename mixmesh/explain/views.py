@@ -1,0 +1,284 @@
+"""Three kinds of plans, and how a question about one tensor is put to each.
+
+A plan over one ratio is searched as a whole. Of a plan with several ratios (stages, segments, groups of
+operators) the search is given the ratio that the tensor's operator runs under; what runs under others stays
+as it is, and the two are lowered again. Of a plan with a program per machine the search is given that
+machine's own program, and what it finds is joined with the others.
+
+A placement may be written with where it holds: ``S(0)@r1`` under the ratio r1, ``R@m0`` in machine 0.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from ..baselines import fully_sharded
+from ..cost import CostModel
+from ..errors import InputError
+from ..ir import Program, Ratio, even_ratio, support
+from ..placement.join import join
+from ..placement.lift import lifted, operator_name, placed_of, ratios_of
+from ..placement.lower import Placed, lower
+from ..placement.split import is_joined, split
+from ..planner.two_level import PRICES
+from ..synthesis.choices import R
+from ..zero import stored_by_owners
+from .names import find_tensor, in_all_layers
+from .places import Place, held_as
+from .reasons import placement_text
+
+
+class View(ABC):
+    """A tensor of a plan. ``tensors``: the one asked for, and with it those of other layers; ``made``: what
+    the plan calls it, in every machine that is asked about."""
+
+    tensors: tuple[str, ...]
+    made: tuple[str, ...]
+    places: tuple[Place, ...]
+    nothing = "no program of the whole model has it so"
+
+    @property
+    @abstractmethod
+    def own(self) -> tuple[int, ...]:
+        """How the plan holds the tensor, by place."""
+
+    def forced(self, code: int) -> tuple[int, ...]:
+        """How it is to be held for ``code`` to be tried: where that cannot be it stays as it is."""
+        return tuple(code if place.possible(code) else place.own for place in self.places)
+
+    def text(self, codes: Sequence[int]) -> str:
+        """A placement in words."""
+        return placement_text(codes[0])
+
+    def impossible(self, code: int) -> str:
+        """Why no program has it; empty if one may."""
+        if any(place.possible(code) for place in self.places):
+            return ""
+        return next(filter(None, (place.impossible(code) for place in self.places)))
+
+    @abstractmethod
+    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+        """Whole programs with the tensor held so: at every price, and stored in rows."""
+
+    def in_shards(self, program: Program) -> Program | None:
+        """The program with what is not asked about stored in shards; None where that is not tried."""
+        return None
+
+    def elsewhere(self) -> Iterator[tuple[str, Program]]:
+        """Programs with the tensor's operator on other ranks of the plan, each with how it is held there."""
+        yield from ()
+
+
+def view_of(program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: int) -> View:
+    """Raises InputError for a tensor that is not there, or for copies that no planner makes."""
+    if is_joined(program):
+        return Joined(program, costs, tensor, all_layers, optimizer_states)
+    if program.copies:
+        raise InputError(
+            "alternatives are searched in plans as planners make them",
+            expected="parameters with copies in a plan of two levels, with ratios m0, m1, ...",
+            got=f"ratios {', '.join(name for name, _ in program.ratios)}",
+        )
+    name = find_tensor(program, tensor)
+    names = in_all_layers(program.graph, name) if all_layers else (name,)
+    names = (name, *(other for other in names if other != name))
+    kind = Lowered if len(set(ratios_of(program).values())) > 1 else Flat
+    return kind(program, costs, names, optimizer_states)
+
+
+class Flat(View):
+    """A plan over one ratio."""
+
+    def __init__(
+        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: int
+    ) -> None:
+        self.program, self.tensors, self.made = program, names, names[:1]
+        ratios = [*ratios_of(program).values(), *(ratio for _, ratio in program.ratios)]
+        ratio = next(iter(ratios), even_ratio(program.world_size))
+        self.place = Place(program, ratio, costs, names, optimizer_states)
+        self.places = (self.place,)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        return (self.place.own,)
+
+    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+        yield from self.place.searched(*codes).values()
+        yield from self.place.stored(*codes).values()
+
+    def in_shards(self, program: Program) -> Program | None:
+        rest = {p.result for p in self.place.graph.params} - set(self.place.names)
+        return fully_sharded(program, rest)
+
+
+class Lowered(View):
+    """A plan of operators under several ratios. The question is asked under that of the tensor's operator; of
+    a leaf, of the first that uses it."""
+
+    nothing = "where ratios meet, a leaf is loaded as its operators take it"
+
+    def __init__(
+        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: int
+    ) -> None:
+        self.program, self.made = program, names[:1]
+        self.graph = program.graph
+        self.ratios = ratios_of(program)
+        first = self.operators_of(names[0])
+        self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.ratios[0][1])
+        # what stands in its place in layers under other ratios is left as it is
+        names = tuple(n for n in names if n == names[0] or self.ratio in self.ratios_of(n))
+        self.tensors = names
+        others = [n for n in self.graph.nodes if self.ratios.get(operator_name(n)) != self.ratio]
+        fixed = {r for n in others if not n.is_leaf for r in n.results if r is not None}
+        self.place = Place(program, self.ratio, costs, names, optimizer_states, fixed=fixed)
+        self.places = (self.place,)
+
+    def operators_of(self, name: str) -> list[str]:
+        """The operator that makes a value, those that use a leaf."""
+        node = self.graph.producers[name]
+        if not node.is_leaf:
+            return [operator_name(node)]
+        return [operator_name(n) for n in self.graph.nodes if name in n.inputs and n.op != "update"]
+
+    def ratios_of(self, name: str) -> set[Ratio]:
+        return {self.ratios[o] for o in self.operators_of(name) if o in self.ratios}
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        return (self.place.own,)
+
+    def text(self, codes: Sequence[int]) -> str:
+        return f"{placement_text(codes[0])}@{self.name_of(self.ratio)}"
+
+    def name_of(self, ratio: Ratio) -> str:
+        return next(name for name, r in self.program.ratios if r == ratio)
+
+    def impossible(self, code: int) -> str:
+        ranks = support(self.ratio)
+        if len(ranks) == 1 and code != self.place.own:
+            return self.place.impossible(code)
+        return super().impossible(code)
+
+    @cached_property
+    def placed(self) -> dict[str, Placed]:
+        return placed_of(self.program)
+
+    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+        (code,) = codes
+        if len(support(self.ratio)) == 1:
+            return
+        mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
+        for found in self.place.searched(code).values():
+            yield from self.held_so(
+                code, lower(lifted(self.program, dict.fromkeys(mine, found)), self.placed)
+            )
+        if code == 2 and self.place.is_param:
+            for found in self.place.searched(R).values():
+                made = lower(lifted(self.program, dict.fromkeys(mine, found)), self.placed)
+                owners = [name for name, ratio in made.ratios if ratio == self.ratio]
+                names = {n for n in self.tensors if held_as(made, self.graph, n) == R}
+                if owners and names:
+                    yield from self.held_so(code, stored_by_owners(made, names, owners[0]))
+
+    def held_so(self, code: int, made: Program) -> Iterator[Program]:
+        """The program, if lowering has left the tensor as it was to be."""
+        if all(held_as(made, self.graph, name) == code for name in self.tensors):
+            yield made
+
+    def elsewhere(self) -> Iterator[tuple[str, Program]]:
+        """Alone, with all that comes before or after it under its ratio, or with all of that."""
+        plain = lifted(self.program)
+        mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
+        asked = [o for name in self.tensors for o in self.operators_of(name) if o in mine]
+        if not asked:
+            return
+        first, last = min(map(mine.index, asked)), max(map(mine.index, asked))
+        moved = dict.fromkeys(map(tuple, (asked, mine[first:], mine[: last + 1], mine)))
+        for ratio in dict.fromkeys(self.ratios.values()):
+            if ratio == self.ratio:
+                continue
+            for names in moved:
+                made = lower(plain, {**self.placed, **dict.fromkeys(names, Placed(ratio))})
+                text = placement_text(held_as(made, self.graph, self.tensors[0]))
+                yield f"{text}@{self.name_of(ratio)}", made
+
+
+class Joined(View):
+    """A plan with a program per machine. A value of a machine's program (``h.m0``) is asked about in that
+    machine, a parameter's path or a bare name in all that have it."""
+
+    def __init__(
+        self, program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: int
+    ) -> None:
+        self.program = program
+        self.sets, self.wholes = split(program)
+        asked = tensor.strip().removeprefix("%")
+        machine = re.fullmatch(r"(.+)\.m(\d+)", asked)
+        numbers: Sequence[int] = range(len(self.sets))
+        if machine and int(machine[2]) in numbers:
+            asked, numbers = machine[1], (int(machine[2]),)
+        self.numbers = tuple(numbers)
+        places, tensors, made = [], [], []
+        known: dict[tuple, Place] = {}  # machines of equal devices with as many samples have one search
+        for m in self.numbers:
+            graph = self.sets[m].program.graph
+            name = find_tensor(self.sets[m].program, asked)
+            names = in_all_layers(graph, name) if all_layers else (name,)
+            names = (name, *(other for other in names if other != name))
+            ratio = self.sets[m].program.ratios[0][1]
+            shares = tuple((costs.class_of[r], ratio[r]) for r in support(ratio))
+            types = tuple(i.types for i in self.sets[m].program.instructions)
+            key = (graph.fingerprint, names, shares, types)
+            place = Place(
+                self.sets[m].program, ratio, costs, names, optimizer_states, PRICES, like=known.get(key)
+            )
+            known.setdefault(key, place)
+            places.append(place)
+            tensors += names if m == self.numbers[0] else ()
+            made.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
+        self.places, self.tensors, self.made = tuple(places), tuple(tensors), tuple(made)
+        if len(self.numbers) == 1:
+            self.tensors = tuple(f"{name}.m{self.numbers[0]}" for name in tensors)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        return tuple(place.own for place in self.places)
+
+    def text(self, codes: Sequence[int]) -> str:
+        """One placement if it is the same in all machines, else that of each."""
+        if len(codes) == len(self.sets) and len(set(codes)) == 1:
+            return placement_text(codes[0])
+        return ", ".join(f"{placement_text(code)}@m{m}" for m, code in zip(self.numbers, codes))
+
+    def programs(self, codes: tuple[int, ...]) -> Iterator[Program]:
+        """All machines at one price, as far as they have a program at it; those that are not asked as they
+        are."""
+        found = [
+            {
+                **({"plan": self.sets[m].program} if code == place.own else {}),
+                **place.searched(code),
+                **{("stored", price): p for price, p in place.stored(code).items()},
+            }
+            for m, place, code in zip(self.numbers, self.places, codes)
+        ]
+        for key in dict.fromkeys(key for options in found for key in options) if all(found) else ():
+            made = [s.program for s in self.sets]
+            for m, options in zip(self.numbers, found):
+                made[m] = options[key] if key in options else next(iter(options.values()))
+            yield self.joined(made)
+
+    def joined(self, programs: Sequence[Program]) -> Program:
+        sets = [replace(s, program=p) for s, p in zip(self.sets, programs)]
+        return join(self.program.name, sets, self.wholes)
+
+    def in_shards(self, program: Program) -> Program | None:
+        sets, _ = split(program)
+        rest = {p.result for p in self.places[0].graph.params} - {n for p in self.places for n in p.names}
+        ranks = [support(s.program.ratios[0][1]) for s in sets]
+        return self.joined(
+            [fully_sharded(s.program, rest) if len(r) > 1 else s.program for s, r in zip(sets, ranks)]
+        )
