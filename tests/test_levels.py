@@ -15,6 +15,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import LEVELLED, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.levels import best_levels
 from mixmesh.cost.placed import Exchange
+from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import ParseError
 from mixmesh.ir import Levels, parse_program
 from mixmesh.planner import make_plan
@@ -123,6 +124,17 @@ def test_a_plan_sums_by_levels_and_baselines_do_not():
     costs = CostModel(cluster(rate=0.5))
     levelled = parallel.program.changed(levels=Levels((2, 3), 0))
     assert simulate(levelled, costs).step_s < 0.8 * simulate(parallel.program, costs).step_s
+
+
+@pytest.mark.parametrize("rate", [0.01, 0.1, 1, 10, 100])
+def test_a_plan_speaks_of_levels_only_where_a_sum_goes_by_them(rate):
+    plan = make_plan(graph(MLP, scale=256), cluster(rate))
+    by_levels = any(s.parts for s in gradient_sums(plan.program))
+    assert by_levels == (plan.program.levels is not None)
+    if by_levels:
+        costs = CostModel(cluster(rate))
+        flat = simulate(plan.program.changed(levels=None), costs, micro_batches=plan.micro_batches)
+        assert plan.predicted_step_s <= flat.step_s * (1 + 1e-9)
 
 
 # --- between processes ----------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that planners that c
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, or a faster form of it. One in micro-steps stays as it is."""
+    """The proposal, or a faster form of it. One in micro-steps keeps its order."""
     if proposal.micro_batches is not None:
-        return proposal
+        return flat(task, proposal)
     if proposal.planner not in SUMMED_AT_ONCE:
         proposal = synced(task, proposal, quick=quick)
     return flat(task, ordered(task, proposal, quick=quick))

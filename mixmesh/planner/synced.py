@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from ..buckets import with_buckets
 from ..cost.placed import supports
+from ..cost.sums import gradient_sums
 from ..ir import Program
 from ..sync import best_run, best_sync
 from ..zero import zero_stage
@@ -75,12 +76,14 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal without levels, if it is faster so."""
+    """The proposal without levels, if it is faster so or no sum goes by them."""
     if proposal.program.levels is None:
         return proposal
     program = proposal.program.changed(levels=None)
+    if not any(s.parts for s in gradient_sums(proposal.program)):
+        return replace(proposal, program=program)
     with task.timed("sync"):
-        step_s = proposal.simulation.step_s(program)
+        step_s = proposal.simulation.step_s(program, proposal.micro_batches)
     if step_s >= proposal.timeline.step_s:
         return proposal
     timeline = replace(proposal.timeline, step_s=step_s)
