@@ -96,6 +96,7 @@ class LevelWork:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages, self.done = stages, torch.futures.Future()
+        self.over = threading.Event()  # set when what was to happen at the end has happened too
         self.error: Exception | None = None
 
     def advance(self, stage: int) -> None:
@@ -108,16 +109,20 @@ class LevelWork:
                 self.error = error
         if stage != len(self.stages) - 1:
             return
-        if self.error is None:
-            self.done.set_result(None)
-        else:
-            self.done.set_exception(self.error)
+        try:
+            if self.error is None:
+                self.done.set_result(None)
+            else:
+                self.done.set_exception(self.error)
+        finally:
+            self.over.set()
 
     def wait(self) -> None:
+        self.over.wait()
         self.done.wait()
 
     def is_completed(self) -> bool:
-        return self.done.done()
+        return self.over.is_set()
 
     def get_future(self) -> torch.futures.Future:
         return self.done
