@@ -22,6 +22,7 @@ MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those
 QUICK_EXPOSED = 0.1  # the same where there is little time, and
 QUICK_INSTRUCTIONS = 600  # of a program that is small enough
 SMALL_BYTES = 1e6
+SAME = 1e-6  # of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
 FEW, QUICK_FEW = 4, 2  # proposals of a planner that are tried, of those that are
 HOPEFUL = 1.15  # times the best or faster
@@ -76,7 +77,8 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal without levels, if it is faster so or no sum goes by them."""
+    """The proposal without levels, if it is as fast so or no sum goes by them: of two that are equal in
+    simulation flat sums ask less of processors."""
     if proposal.program.levels is None:
         return proposal
     program = proposal.program.changed(levels=None)
@@ -84,7 +86,7 @@ def flat(task: Task, proposal: Proposal) -> Proposal:
         return replace(proposal, program=program)
     with task.timed("sync"):
         step_s = proposal.simulation.step_s(program, proposal.micro_batches)
-    if step_s >= proposal.timeline.step_s:
+    if step_s > proposal.timeline.step_s * (1 + SAME):
         return proposal
     timeline = replace(proposal.timeline, step_s=step_s)
     return replace(proposal, program=program, timeline=timeline)
