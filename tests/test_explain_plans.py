@@ -254,7 +254,7 @@ def test_gradients_are_summed_as_in_the_plan():
     for planner in ("hap", "ddp-proportional"):
         plan = plan_traced(traced()[2], cluster, planner=planner)
         found = explain_tensor(plan, cluster, "layers.1.up.weight")
-        assert (plan.program.levels is None) == (planner != "hap")
+        assert planner == "hap" or plan.program.levels is None
         assert found.step_s == pytest.approx(plan.predicted_step_s)
         for a in found.alternatives:
             if a.program is not None and planner != "hap":
