@@ -20,7 +20,7 @@ from mixmesh.bench.measure import (
     slowest,
 )
 from mixmesh.plan_file import Plan
-from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.testbed import enter_device
 
 ROUNDS = 4
@@ -55,5 +55,4 @@ def plan_steps(job: str, plan: Plan) -> Callable[[], object]:
 
 if __name__ == "__main__":
     {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

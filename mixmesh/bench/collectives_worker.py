@@ -8,11 +8,9 @@ import sys
 import time
 from functools import partial
 
-import torch.distributed as dist
-
 from mixmesh.bench.measure import COLLECTIVE_TIMEOUT_S, print_from_rank_0
 from mixmesh.profiler.links import VITAL, Case, measure
-from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.comm import Comm, leave
 from mixmesh.testbed import enter_device
 
 say = partial(print, file=sys.stderr, flush=True)
@@ -35,5 +33,4 @@ def main(cases: str, sizes: str, rounds: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

@@ -24,7 +24,7 @@ from mixmesh.ir import even_ratio, shard_sizes
 from mixmesh.job import batch_size
 from mixmesh.plan_file import Plan
 from mixmesh.profiler.children import in_child
-from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.train import peak_memory_bytes, train
 from mixmesh.testbed import enter_device
 
@@ -106,5 +106,4 @@ BASELINES: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {"ddp": ddp
 if __name__ == "__main__":
     {"profile": measure_profile, "runs": measure_runs}[sys.argv[1]](*sys.argv[2:])
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        leave()

@@ -32,7 +32,7 @@ from mixmesh.bench.torch_baselines import (
 from mixmesh.ir import even_ratio
 from mixmesh.plan_file import Plan
 from mixmesh.planner import whole_counts
-from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.testbed import enter_device, leave_device
 
 WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
@@ -97,5 +97,4 @@ say = partial(print, file=sys.stderr, flush=True)
 
 if __name__ == "__main__":
     {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()

@@ -49,6 +49,7 @@ def run(
             predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
     from ..check import check_program
     from ..job import load_job
+    from ..runtime.comm import leave
     from ..runtime.train import train
     from ..testbed import enter_device
 
@@ -142,14 +143,6 @@ def comparison_table(compared: Comparison) -> str:
         times = ("-" if s is None else seconds(s) for s in (one, two))
         rows.append((d.what, "all" if d.rank is None else str(d.rank), *times, factor))
     return table(("one step", "rank", "predicted", "measured", "measured/predicted"), rows)
-
-
-def leave() -> None:
-    """Ends together: a rank that leaves early looks lost to the others."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def check_launch(job: str, path: Path, plan: Plan) -> int:

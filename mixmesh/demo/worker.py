@@ -21,7 +21,7 @@ from mixmesh.demo.job import BATCH, job
 from mixmesh.ir import shard_sizes
 from mixmesh.plan_file import Plan
 from mixmesh.profiler import profile
-from mixmesh.runtime.comm import default_device, initialise
+from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.testbed import enter_device
@@ -56,8 +56,7 @@ def compare(steps: int, plan_paths: dict[str, str]) -> None:
             print(f"round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
     if rank == 0:
         print(json.dumps({"losses": losses, "seconds": seconds, "samples_per_s": speeds}), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def ddp_steps(rank: int, world_size: int) -> Callable[[], float]:
@@ -130,8 +129,7 @@ def measure(cluster_path: str, out: str, budget_s: float) -> None:
     found = profile(graph, made, Cluster.load(cluster_path), budget_s=budget_s, on_start=enter_device)
     if dist.get_rank() == 0:
         found.save(out)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import datetime
+import gc
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -15,6 +18,7 @@ from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Instruction, Program, print_instruction
 from .layout import meetings
 
+LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -183,6 +187,7 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        atexit.register(release_last_tensors)
     elif missing:
         raise InputError(
             f"this process is not one of the plan's {world_size}: it was started without a launcher",
@@ -192,3 +197,22 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
         )
     else:
         dist.init_process_group(backend, timeout=timeout)
+        atexit.register(release_last_tensors)
+
+
+def leave() -> None:
+    """Ends together: a rank that leaves early looks lost to the others."""
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()  # of what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
+
+
+def release_last_tensors() -> None:
+    """At the end of a script that did not destroy its groups.
+
+    A thread of gloo drops the tensors of the last collective after the caller has gone on, and needs the
+    interpreter for it. Were the interpreter ending by then, the process would abort ("terminate called
+    without an active exception") although all of its work was done.
+    """
+    if dist.is_initialized():
+        time.sleep(LAST_TENSORS_S)
