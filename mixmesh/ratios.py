@@ -113,7 +113,7 @@ def _works_of_stages(sheet: Sheet) -> list[np.ndarray]:
         if n in regions:
             stages[-1] += [behind + sheet.again_work_of[again] for again in regions[n].members]
         if n in work_of and sheet.flows[n]:
-            works = (work_of[n], sheet.factor_work_of.get(n))
+            works = (work_of[n], sheet.factor_work_of.get(n), sheet.wgrad_work_of.get(n))
             stages[-1] += [behind + work for work in works if work is not None]
         elif closes[n]:
             stages.append([])

@@ -4,6 +4,7 @@ Both kinds use the same names, so that they can be laid side by side:
 
     h                    the instruction whose result is %h; ``h grad`` its backward; ``h again`` its second
                          run, where it is in a region that is computed again
+    y weight grad        the gradient of a weight, where it is computed apart (``wgrad``)
     w.whole              a redistribution; ``w.whole grad`` its gradient's; ``w.whole again`` when repeated
     gradients of w +3    the sum over ranks of a bucket of parameters' gradients
     parameters of w +3   the gather of what their owners have stepped (ZeRO stages 1 and 2)
@@ -71,6 +72,11 @@ def factors_name(result: str) -> str:
 def product_name(result: str) -> str:
     """The weight's gradient out of its gathered factors."""
     return f"{result} factors product"
+
+
+def wgrad_name(result: str) -> str:
+    """The gradient of a weight, where it is computed apart."""
+    return f"{result} weight grad"
 
 
 LOSS_SUM = "all_reduce of the loss"

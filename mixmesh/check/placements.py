@@ -16,8 +16,10 @@ from ..ir import (
     Shard,
     TensorType,
     redistribution,
+    separable,
     stage_of,
     support,
+    wgrad_of,
 )
 from ..ir.ownership import STAGES
 from ..ir.recompute import updated_buffers
@@ -25,6 +27,7 @@ from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strate
 from .dtypes import check_dtypes
 from .failure import invalid
 from .recomputed import check_region
+from .wgrads import check_wgrad
 
 SHOWN = 8  # strategies listed in a message
 
@@ -58,9 +61,11 @@ def check_placements(program: Program, where: str = "") -> None:
     check_names(program, where)
     check_dtypes(program, where)
     stale = updated_buffers(program)
-    for i in program.instructions:
+    able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())
+    for n, i in enumerate(program.instructions):
         fail = partial(invalid, program, i, where)
         check_region(i, stale, fail)
+        check_wgrad(i, n in able, fail)
         if i.is_leaf:
             _check_leaf(i, fail)
             _check_owners(program, i, fail)

@@ -26,6 +26,7 @@ from ..ir import (
     region_of,
     shard_sizes,
     support,
+    wgrad_of,
 )
 from ..rules import call_of
 from .calls import kinds_of
@@ -265,6 +266,7 @@ class Sheet:
             self.kinds, self.borders, self.ratio_names = like.kinds, like.borders, like.ratio_names
             self.works, self.work_of = like.works, like.work_of
             self.factor_work_of, self.again_work_of = like.factor_work_of, like.again_work_of
+            self.wgrad_work_of = like.wgrad_work_of
             self.uses, self.flows, self.optimized = like.uses, like.flows, like.optimized
             self.pattern = self.pattern_of(program)
             return
@@ -275,6 +277,7 @@ class Sheet:
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
         self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
         self.again_work_of: dict[int, int] = {}  # of one in a region -> of its second run, in the backward
+        self.wgrad_work_of: dict[int, int] = {}  # of one with wgrad -> that of the weight's gradient
         numbers: dict[tuple[int, Cut, str], int] = {}
 
         def number(times: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:
@@ -287,12 +290,12 @@ class Sheet:
         times: list[tuple[OpTime, ...]] = []
         # by the identity of a kind, and what else an instruction says: its work, that of the factors, of a
         # second run
-        works: dict[tuple[int, bool, bool], tuple[int, int | None, int | None]] = {}
+        works: dict[tuple[int, str, bool], tuple[int, int | None, int | None]] = {}
         for n, (i, kind) in enumerate(zip(program.instructions, self.kinds)):
             if kind is None:
                 continue
-            factored = is_factored(i)
-            key_of_work = (id(kind), factored, region_of(i) is not None)
+            apart = "factors" if is_factored(i) else "wgrad" if wgrad_of(i) else ""
+            key_of_work = (id(kind), apart, region_of(i) is not None)
             found = works.get(key_of_work)
             if found is None:
                 call, grads = kind.call, kind.grads
@@ -304,9 +307,10 @@ class Sheet:
                         tuple(costs.op(call, grads, c, inputs_cut) for c in range(len(costs.classes)))
                     )
                 cut = kind.work_type.cut
-                if factored:
-                    own, factors = split_by_factors(program, i, times[at])
-                    found = number(at, cut, "own", own), number(at, (0, 1, cut[2]), "factors", factors)
+                if apart:
+                    own, product = split_by_factors(program, i, times[at])
+                    cut_too = cut if apart == "wgrad" else (0, 1, cut[2])  # factors are gathered whole
+                    found = number(at, cut, "own", own), number(at, cut_too, apart, product)
                 else:
                     found = (number(at, cut, "", times[at]), None)
                 again = None
@@ -316,7 +320,7 @@ class Sheet:
                 found = works[key_of_work] = (*found, again)
             self.work_of[n] = found[0]
             if found[1] is not None:
-                self.factor_work_of[n] = found[1]
+                (self.wgrad_work_of if apart == "wgrad" else self.factor_work_of)[n] = found[1]
             if found[2] is not None:
                 self.again_work_of[n] = found[2]
 
@@ -450,8 +454,8 @@ def is_factored(i: Instruction) -> bool:
 def split_by_factors(
     program: Program, i: Instruction, times: tuple[OpTime, ...]
 ) -> tuple[tuple[OpTime, ...], tuple[OpTime, ...]]:
-    """Times of an operator with ``sfb``: what is cut, and the product of the gathered factors, which every
-    rank does in whole. Of two products in the backward pass one is the weight's."""
+    """Times of a product whose weight's gradient is apart: those of the rest, and those of that gradient. Of
+    two products in the backward pass one is the weight's."""
     share = 0.5 if i.inputs[0] in program.requires_grad else 0.0
     own = tuple(OpTime(t.forward, t.backward.scaled(share) if share else ZERO) for t in times)
     return own, tuple(OpTime(ZERO, t.backward.scaled(1 - share)) for t in times)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..ir import (
+    NEVER,
     Buckets,
     Cell,
     Instruction,
@@ -17,12 +18,13 @@ from ..ir import (
     Program,
     cell_bytes,
     cells,
+    last_points,
     leaders,
     owned_type,
     stage_of,
     support,
 )
-from .placed import Exchange, first_uses, summed_params
+from .placed import Exchange, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
 # what is on its way to the ranks that own it, or comes back from them, holds its buffer: the runtime has no
@@ -80,7 +82,8 @@ class SumKind(NamedTuple):
 
 class Summed(NamedTuple):
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, and the kind of its sum. Of one with copies it is the first copy, once for every ``cell``."""
+    use, or where it is complete that is later (``last_points``), and the kind of its sum. Of one with copies
+    it is the first copy, once for every ``cell``."""
 
     place: int
     first_use: int
@@ -92,11 +95,11 @@ class Summed(NamedTuple):
 def order_of_sums(program: Program) -> tuple[Summed, ...]:
     """Parameters whose gradients are summed, by first use, last first; whatever their buckets. A gradient
     without a use comes last."""
-    used = first_uses(program)
+    used = last_points(program)
     places = {p.result: place for place, p in enumerate(program.params)}
     found = []
     for p in summed_params(program):
-        place, first, dtype = places[p.result], used.get(p.result, -1), p.type.value.dtype
+        place, first, dtype = places[p.result], used.get(p.result, NEVER), p.type.value.dtype
         if p.args[0] in program.copies:
             late = p.args[0] in program.late
             kinds = [(c, SumKind(dtype, c.ranks, None, 0)) for c in cells(program, p)]

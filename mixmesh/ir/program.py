@@ -47,7 +47,8 @@ class Instruction:
     """One step of a program. As ``Node``, with placed types and attributes.
 
     ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
-    ``sfb`` for a weight gradient computed from gathered factors, ``owned`` and ``stage`` for a gradient
+    ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for one that is
+    computed apart (see ``wgrad``), ``owned`` and ``stage`` for a gradient
     that belongs to some ranks (see ``ownership``), ``recompute`` for what is computed again in the backward
     pass (see ``recompute``). ``location`` is the user's file and line, ``line`` the
     line of the program text that this was read from (0: it was not).

@@ -10,23 +10,35 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import Instruction, Program, Replicate, Shard, owned_type, print_instruction, region_of, regions
+from ..ir import (
+    Instruction,
+    Program,
+    Replicate,
+    Shard,
+    owned_type,
+    print_instruction,
+    region_of,
+    regions,
+    wgrad_of,
+)
 from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .layout import Layout, layout
-from .local import local_op
+from .local import local_call, local_op
 from .random import RandomPolicy
 from .recompute import Region, Step, at_once
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
 from .sfb import Factors, is_sfb, sfb_op, wait_now
+from .wgrad import AtOnce, Receiver, wgrad_op
 from .window import Window, local_move
 
 LocalOp = Callable[[Program, Instruction, int, torch.device, RandomPolicy], Callable[..., tuple]]
@@ -89,17 +101,19 @@ def compile_program(
     *,
     training: bool = True,
     sink: Sink | None = None,
+    receiver: Receiver | None = None,
     recorder: Recorder | None = None,
     window: Window | None = None,
 ) -> RankProgram:
     """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
 
     ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
-    one the backward pass waits for each. With a ``recorder`` every instruction is measured. With a
-    ``window`` it runs on that many samples.
+    one the backward pass waits for each. ``receiver`` takes those that are computed apart (``wgrad``). With a
+    ``recorder`` every instruction is measured. With a ``window`` it runs on that many samples.
     """
     program = on_rank(program, rank)
-    writer = _Writer(program, rank, comm, device, random, training, sink, recorder, window)
+    receiver = AtOnce() if receiver is None else receiver
+    writer = _Writer(program, rank, comm, device, random, training, sink, receiver, recorder, window)
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
@@ -112,9 +126,12 @@ def compile_program(
 class _Writer:
     """Writes the source; ``bound`` are the objects that it names."""
 
-    def __init__(self, program, rank, comm, device, random, training, sink, recorder, window) -> None:
+    def __init__(
+        self, program, rank, comm, device, random, training, sink, receiver, recorder, window
+    ) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
         self.training, self.sink, self.recorder, self.window = training, sink, recorder, window
+        self.receiver = receiver
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed):"]
@@ -213,6 +230,8 @@ class _Writer:
             self.bound[f"op{n}"] = sfb_op(self.program, i, self.comm, self.sink or wait_now, self.factors)
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
+            if wgrad_of(i) is not None:
+                self.bound[f"op{n}"] = self._apart(i, self.bound[f"op{n}"])
         used = [(r is not None) for r in i.results]
         plain = self.bound[f"op{n}"]
         if self.recorder is not None and any(used):
@@ -232,6 +251,11 @@ class _Writer:
         if self.region_ends.get(n) in self.open_regions:
             self._line(f"del again{self.region_ends[n]}", None)
         self.held.update(r for r in i.results if r is not None)
+
+    def _apart(self, i: Instruction, plain: Callable[..., tuple]) -> Callable[..., tuple]:
+        local = local_call(self.program, i, self.rank, self.window)
+        around = nullcontext if self.recorder is None else partial(self.recorder.apart, i)
+        return wgrad_op(i, local, plain, self.receiver, around)
 
     def _region(self, keep: Keeper) -> Region:
         return Region(self.random, keep, at_once if self.recorder is None else self.recorder.wait)

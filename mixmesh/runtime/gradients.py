@@ -86,6 +86,7 @@ class _Progress:
     next: int = 0
     handles: list[Handle] = field(default_factory=list)
     arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
+    postponed: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
 
 class GradientReducer:
@@ -116,6 +117,7 @@ class GradientReducer:
         }
         self._task = -1
         self._progress = _Progress()
+        self._ready: dict[int, list[Callable[[Tensor], None]]] = {}  # by parameter, its hooks
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
         self._buckets: list[list[Tensor]] = []
@@ -140,7 +142,9 @@ class GradientReducer:
             for p in members:
                 cell = by_param.get(id(p))
                 self._first[id(p)] = comm.rank == (bucket.ranks[0] if cell is None else cell.keeper)
-                p.register_post_accumulate_grad_hook(self._hook(len(self._buckets), p))
+                hook = self._hook(len(self._buckets), p)
+                self._ready.setdefault(id(p), []).append(hook)
+                p.register_post_accumulate_grad_hook(hook)
             self._buckets.append(members)
             self._own.append(bucket)
 
@@ -204,6 +208,16 @@ class GradientReducer:
         """Takes a gradient that is on its way in buffers of ``size_bytes``. Those that have arrived
         meanwhile are added; where the backward pass is faster than the network, it waits."""
         self._take(lambda gradient: add(p, gradient), handle, size_bytes)
+
+    def arrived(self, p: Tensor, gradient: Tensor) -> None:
+        """Takes a gradient that autograd knows nothing of, the only one of its parameter."""
+        add(p, gradient)
+        for ready in self._ready.get(id(p), ()):
+            ready(p)
+
+    def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
+        """One that is made when the rest of the backward pass is over."""
+        self._progress.postponed.append((p, make))
 
     def _take(self, deliver: Callable[[Tensor], None], handle: Handle, size_bytes: int) -> None:
         arriving = self._progress.arriving
@@ -304,6 +318,10 @@ class GradientReducer:
 
     def _finish(self) -> None:
         progress = self._progress
+        with torch.no_grad():
+            for p, make in progress.postponed:
+                self.arrived(p, make())
+        progress.postponed.clear()
         self._start_ready(all_of_them=True)
         while progress.arriving:
             self._land()

@@ -239,6 +239,7 @@ class ParallelModel(nn.Module):
                 run.random,
                 training=self.training,
                 sink=run.reducer.sink,
+                receiver=run.reducer,
                 recorder=run.recorder,
                 window=None if size is None else Window(steps.samples, size, run.random),
             )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..cost.placed import DUAL_COLLECTIVE
 from ..ir import Instruction
-from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name
+from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name, wgrad_name
 from .comm import Channel, Comm
 
 SYNCHRONISATIONS = 15  # of the clocks: one barrier each
@@ -109,6 +109,15 @@ class Recorder:
                 return call(*args)
 
         return run
+
+    @contextmanager
+    def apart(self, i: Instruction) -> Iterator[None]:
+        """A weight's gradient, wherever in the backward pass that is."""
+        paused = self.leave()
+        with self.span(wgrad_name(i.result), i.op):
+            yield
+        if paused is not None:
+            self._enter(paused.name, paused.op)
 
     def outside(self, x: Tensor | None) -> None:
         """The backward of what made ``x`` is no instruction's computation."""

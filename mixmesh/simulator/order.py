@@ -17,9 +17,9 @@ from ..cost.placed import (
     is_stored,
     summed_params,
 )
-from ..ir import LEAVES, Instruction, Program, owned_type, release_points
+from ..ir import LEAVES, Instruction, Program, late_point, owned_type, release_points, wgrad_of
 from ..rules import RULES
-from ..timeline import factors_name, gradient_name, product_name, repeated_name
+from ..timeline import factors_name, gradient_name, product_name, repeated_name, wgrad_name
 from .values import Call, Step
 
 if TYPE_CHECKING:
@@ -125,6 +125,10 @@ class Backward(Order):
     """Autograd runs nodes in the reverse of the order in which they were made."""
 
     def event(self, at: int) -> tuple[str, str]:
+        count = len(self.program.instructions)
+        if at < -count:  # of a weight, as far below
+            name, op = super().event(~at - count)
+            return wgrad_name(name), op
         if at < 0:  # a second run, by the complement of the instruction's index
             name, op = super().event(~at)
             return repeated_name(name), op
@@ -162,12 +166,24 @@ class Backward(Order):
                             self.close(awaited=repeated_name(name))
                 if n in sheet.factor_work_of:
                     self._factors(n, i)
+                if wgrad_of(i) == "first":
+                    self._weight(n, n, points)
                 self.works.append(sheet.work_of[n])
                 self.at.append(n)
-            if n in points:
+            if n in points and not (i is not None and wgrad_of(i) == "first"):
                 self.close(point=n)
             for redistribution in moved.get(n, ()):
                 self._gradient(redistribution)
+        for n in sorted(sheet.wgrad_work_of, reverse=True):
+            if wgrad_of(program.instructions[n]) == "last":
+                self._weight(n, late_point(program, n), points)
+
+    def _weight(self, n: int, point: int, points: set[int]) -> None:
+        """The gradient of a weight, apart, which may be the last one at ``point``."""
+        self.works.append(self.sheet.wgrad_work_of[n])
+        self.at.append(~n - len(self.program.instructions))
+        if point in points:
+            self.close(point=point)
 
     def _compute_again(self, region: Repeat, coming: set[str]) -> None:
         """A region's second run, which awaits what is gathered again and read there."""
@@ -258,8 +274,8 @@ Points = tuple[tuple[int, tuple[int, ...]], ...]
 def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is. A rank that makes no use of a parameter is in
-    none: it sends its zeros when its pass ends.
+    A point is the instruction after whose backward that is, or below all of them (``late_point``). A rank
+    that makes no use of a parameter is in none: it sends its zeros when its pass ends.
     """
     out: dict[str, Points] = {}
     for first in summed_params(program):
@@ -277,7 +293,8 @@ def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
                 types = (p.type,) if user.is_redistribution else user.types
                 taking = [program.participants(t) for t in types]
                 if len(left) == len(everyone) and taking.count(everyone) == len(taking):
-                    found.append((n, everyone))  # nearly always
+                    late = wgrad_of(user) == "last" and p.result == user.inputs[1]
+                    found.append((late_point(program, n) if late else n, everyone))  # nearly always
                     break
                 who = left.intersection(*taking)
                 if who:

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..cost.sums import GradientSum
+from ..ir import NEVER
 from ..timeline import bucket_name, parameters_name
 from .values import Call
 
 if TYPE_CHECKING:
     from .simulation import Simulation
 
-AT_THE_END = -2  # a point below all others
+AT_THE_END = NEVER  # a point below all others
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,21 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...ir import Cut, Instruction, Partial, Program, Shard, TensorType, owned_type, region_of, release_points
+from ...ir import (
+    NEVER,
+    Cut,
+    Instruction,
+    Partial,
+    Program,
+    Shard,
+    TensorType,
+    last_points,
+    late_point,
+    owned_type,
+    region_of,
+    release_points,
+    wgrad_of,
+)
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..micro_steps import unmarked
@@ -213,6 +227,7 @@ class Walk:
         self.values: dict[str, _View] = {}
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
+        self.late: dict[int, tuple[_Storage, ...]] = {}  # what weight gradients are made of, by index
         self.flying: deque[_Storage] = deque()
         self.flying_bytes = 0.0
         self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
@@ -467,7 +482,8 @@ class Walk:
         if last.is_redistribution:  # nobody uses the loss
             self._move_back(last)
         again: dict[str, _Storage] = {}  # gathered once more
-        complete = {self.uses.get(p.result, [0])[0] for p in program.params if synchronised(program, p)}
+        points = last_points(program)
+        complete = {points.get(p.result, 0) for p in program.params if synchronised(program, p)}
         missing = [{p.result for p in s.params} for s in self.scatters]
         ends = {repeat.first: at for at, repeat in self.repeats.items()}
         for n in range(len(program.instructions) - 1, -1, -1):
@@ -502,13 +518,30 @@ class Walk:
                 if moved.result in program.requires_grad:
                     self._move_back(moved)
             if n in complete:
-                self.complete[n] = self.ledger.now(BUCKET)
-                here = {name for name in i.inputs if name in self.owned and self.uses[name][0] == n}
-                for s, names in zip(self.scatters, missing) if here else ():
-                    if names & here:
-                        names -= here
-                        if not names:
-                            self._scatter(s)
+                self._complete(n, {name for name in i.inputs if points[name] == n}, missing)
+        for n in sorted(self.late, reverse=True):
+            self._compute_late(n)
+            point, weight = late_point(program, n), program.instructions[n].inputs[1]
+            if point in complete:
+                self._complete(point, {weight}, missing)
+
+    def _complete(self, point: int, names: set[str], missing: list[set[str]]) -> None:
+        """The last gradients of these values are there. ``missing`` are those of each bucket with owners."""
+        self.complete[point] = self.ledger.now(BUCKET)
+        here = names.intersection(self.owned)
+        for s, left in zip(self.scatters, missing) if here else ():
+            if left & here:
+                left -= here
+                if not left:
+                    self._scatter(s)
+
+    def _compute_late(self, n: int) -> None:
+        """The gradient of a weight, of what was held until now."""
+        i = self.program.instructions[n]
+        made = self._new(self.program.types[i.inputs[1]])
+        self.ledger.moment(f"gradient of %{i.inputs[1]}", *self._footprint(self.kinds[n]).backward)
+        self.ledger.drop(*self.late.pop(n))
+        self._accumulate(i.inputs[1], made)
 
     def _compute_again(self, repeat: Repeat, again: Mapping[str, _Storage]) -> None:
         """A region runs a second time, and now keeps what its backward needs."""
@@ -542,7 +575,7 @@ class Walk:
         outgoing = self._outgoing(i)
         arriving: list[tuple[str, _View]] = []
         for position, (name, t, takes) in enumerate(zip(i.inputs, kind.inputs, kind.takes)):
-            if not takes:
+            if not takes or (position == 1 and wgrad_of(i) == "last"):
                 continue
             g = outgoing[0] if outgoing else None
             if row.passes and g is not None:
@@ -561,7 +594,11 @@ class Walk:
             sizes = call.inputs[0].size_bytes + call.outputs[0].size_bytes
             beside = (*beside, (float(sizes), whole(i.type)))
         self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside)
-        self.ledger.drop(*(g.storage for g in outgoing), *self.saved.pop(n, ()))
+        done = *(g.storage for g in outgoing), *self.saved.pop(n, ())
+        if wgrad_of(i) == "last":
+            self.late[n] = done
+        else:
+            self.ledger.drop(*done)
         for name, view in arriving:
             self._accumulate(name, view)
 
@@ -701,7 +738,7 @@ def bucket_moments(
     """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
     the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``,
     ``summed`` the order of the program's sums."""
-    first_use = {program.params[s.place].result: max(s.first_use, 0) for s in summed}
+    first_use = {program.params[s.place].result: 0 if s.first_use == NEVER else s.first_use for s in summed}
     every_use = first_uses(program) if program.copies else {}
     for bucket in gradient_sums(program, order=summed):
         last = min(first_use[i.result] for i in bucket.params)

@@ -1,0 +1,161 @@
+"""Products whose weight's gradient is computed apart from their input's (``wgrad``, see ``ir.wgrad``).
+
+PyTorch's node for ``linear`` or a convolution makes the gradients of input and weight in one go. Here it
+makes that of the input alone, and the parameters go around autograd: their gradients are made when the
+program says so, and handed to whoever sums them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..ir import Instruction, wgrad_of
+from ..rules import RULES, LocalCall
+
+LocalOp = Callable[..., tuple[Tensor]]
+
+
+class Receiver(Protocol):
+    """Who takes the gradients of parameters."""
+
+    def arrived(self, p: Tensor, gradient: Tensor) -> None:
+        """One that is complete."""
+
+    def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
+        """One that is to be made after the rest of the backward pass."""
+
+
+class AtOnce:
+    """A receiver where nothing is summed."""
+
+    def arrived(self, p: Tensor, gradient: Tensor) -> None:
+        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+    def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
+        self.arrived(p, make())
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The gradients of ``linear``, of which x has any number of dims."""
+
+    def of_input(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gy @ weight
+
+    def of_weight(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return gy.flatten(0, -2).T @ x.flatten(0, -2)
+
+    def of_bias(self, gy: Tensor) -> Tensor:
+        return gy.flatten(0, -2).sum(0)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The gradients of a convolution of ``dims`` dims of space."""
+
+    dims: int
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    @classmethod
+    def of(cls, local: LocalCall) -> Convolution:
+        """Of a call ``convNd(x, weight, bias, stride, padding, dilation, groups)``, as a rank makes it."""
+        rule = RULES[local.call.op]
+        args, kwargs = local.call.args, local.call.kwargs
+        if rule.local is not None:
+            args, kwargs = rule.local(local)
+        dims = len(local.in_shapes[0]) - 2
+        named = dict(kwargs)
+
+        def given(position: int, name: str, default: int):
+            return args[position] if position < len(args) else named.get(name, default)
+
+        def each(value) -> tuple[int, ...]:
+            value = (value,) if isinstance(value, int) else tuple(value)
+            return value * dims if len(value) == 1 else value
+
+        stride, padding, dilation = (
+            each(given(*of)) for of in ((3, "stride", 1), (4, "padding", 0), (5, "dilation", 1))
+        )
+        return cls(dims, stride, padding, dilation, given(6, "groups", 1))
+
+    def _backward(self, gy: Tensor, x: Tensor, weight: Tensor, which: int) -> Tensor:
+        how = (self.stride, self.padding, self.dilation, False, (0,) * self.dims, self.groups)
+        mask = [which == 0, which == 1, False]
+        return torch.ops.aten.convolution_backward(gy, x, weight, None, *how, mask)[which]
+
+    def of_input(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(gy, x, weight, 0)
+
+    def of_weight(self, gy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return self._backward(gy, x, weight, 1)
+
+    def of_bias(self, gy: Tensor) -> Tensor:
+        return gy.sum([0, *range(2, gy.dim())])
+
+
+def wgrad_op(
+    i: Instruction,
+    local: LocalCall,
+    plain: LocalOp,
+    receiver: Receiver,
+    around: Callable[[], AbstractContextManager] = nullcontext,
+) -> LocalOp:
+    """The local operator of an instruction with ``wgrad``. ``plain`` is the one without; the making of a
+    weight's gradient happens within ``around()``."""
+    gradients = Linear() if i.op == "aten.linear" else Convolution.of(local)
+    how = _How(plain, gradients, receiver, wgrad_of(i) == "last", around)
+
+    def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
+        params = (weight,) if bias is None else (weight, bias)
+        apart = torch.is_grad_enabled() and x.requires_grad and x.numel() > 0
+        if not apart or not all(p.is_leaf and p.requires_grad for p in params):
+            return plain(x, *params)
+        return (_Product.apply(x, params, how),)
+
+    return run
+
+
+@dataclass(frozen=True)
+class _How:
+    plain: LocalOp
+    gradients: Linear | Convolution
+    receiver: Receiver
+    is_last: bool
+    around: Callable[[], AbstractContextManager]
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, params: tuple[Tensor, ...], how: _How) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.params, ctx.how = params, how
+        (y,) = how.plain(x, *(p.detach() for p in params))
+        return y
+
+    @staticmethod
+    def backward(ctx, gy: Tensor):
+        (x,), how = ctx.saved_tensors, ctx.how
+        weight, *bias = ctx.params
+        held = weight.detach()
+
+        def make() -> Tensor:
+            with how.around():
+                return how.gradients.of_weight(gy, x, held)
+
+        if not how.is_last:
+            how.receiver.arrived(weight, make())
+        gx = how.gradients.of_input(gy, x, held)
+        for p in bias:
+            how.receiver.arrived(p, how.gradients.of_bias(gy))
+        if how.is_last:
+            how.receiver.postponed(weight, make)
+        return gx, None, None
