@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 
 import pytest
 import torch
 from gloo_world import assert_passed, run_world
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from programs import make_plan
 from torch import nn
 
@@ -18,15 +15,9 @@ from mixmesh.buckets import with_buckets
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import peak_memory_bytes
-from mixmesh.cost.sums import gradient_sums
-from mixmesh.errors import VerificationError
-from mixmesh.ir import parse_program, separable, with_wgrads
+from mixmesh.ir import separable, with_wgrads
 from mixmesh.plan_file import MicroBatch
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.runtime.train import train
-from mixmesh.simulator import simulate
-from mixmesh.timeline import wgrad_name
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 

@@ -5,6 +5,7 @@ and report all read.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -323,6 +324,14 @@ class Sheet:
                 (self.wgrad_work_of if apart == "wgrad" else self.factor_work_of)[n] = found[1]
             if found[2] is not None:
                 self.again_work_of[n] = found[2]
+
+    def with_owners(self, program: Program) -> Sheet:
+        """That of the same program with other owners of its parameters."""
+        made = copy(self)
+        made.program, made.pattern = program, self.pattern_of(program)
+        for known in ("optimized", "cuts"):  # which are of what owners step
+            made.__dict__.pop(known, None)
+        return made
 
     def pattern_of(self, program: Program) -> tuple:
         """What decides which collectives there are and between whom: the ranks that take part, and what

@@ -110,6 +110,18 @@ def order_of_sums(program: Program) -> tuple[Summed, ...]:
     return tuple(sorted(found, key=lambda s: -s.first_use))
 
 
+def with_other_owners(program: Program, order: tuple[Summed, ...]) -> tuple[Summed, ...]:
+    """``order_of_sums`` of a program, where ``order`` is that of the same with other owners."""
+    found = []
+    for s in order:
+        if s.cell is None:
+            owned, stage = _owners(program, program.params[s.place])
+            if (owned, stage) != (s.kind.owned, s.kind.stage):
+                s = s._replace(kind=s.kind._replace(owned=owned, stage=stage))
+        found.append(s)
+    return tuple(found)
+
+
 def _owners(program: Program, param: Instruction) -> tuple[str | None, int]:
     owned = owned_type(program, param)
     return (None, 0) if owned is None else (owned.ratio, stage_of(param))

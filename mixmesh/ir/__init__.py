@@ -47,7 +47,7 @@ __all__ = [
     "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
     "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "separable",
-    "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "wgrad_of", "with_attrs",
-    "with_regions", "with_wgrads",
+    "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "wgrad_of",
+    "with_attrs", "with_regions", "with_wgrads",
     "without_needless_names",
 ]  # fmt: skip

@@ -1,7 +1,9 @@
-"""What every plan that was found gets at the end: the best ways to sum gradients, orders and buckets."""
+"""What every plan that was found gets at the end: the best ways to sum gradients, orders, buckets, and when
+the gradients of weights are computed."""
 
 from __future__ import annotations
 
+from .apart import apart
 from .ordered import ordered
 from .synced import flat, synced
 from .task import Proposal, Task
@@ -15,4 +17,5 @@ def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         return flat(task, proposal)
     if proposal.planner not in SUMMED_AT_ONCE:
         proposal = synced(task, proposal, quick=quick)
-    return flat(task, ordered(task, proposal, quick=quick))
+    proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
+    return flat(task, proposal)

@@ -19,30 +19,30 @@ from .task import Proposal, Task
 
 EXPOSED = 0.05  # of the step that sums of gradients must take, beyond what hides
 MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those that work by element
-QUICK_EXPOSED = 0.1  # the same where there is little time, and
-QUICK_INSTRUCTIONS = 600  # of a program that is small enough
+QUICK_INSTRUCTIONS = 1500  # of a program that there is time for
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
-RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
-FEW, QUICK_FEW = 4, 2  # proposals of a planner that are tried, of those that are
+RUN_BYTES, QUICK_BYTES = (4e6, 16e6), (4e6,)  # of buckets of which some have owners
+FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 HOPEFUL = 1.15  # times the best or faster
-TRIED = 12  # runs of buckets of each size
-SEARCHED = 40  # where there is time
+TRIED = 40  # runs of buckets of each size
+QUICK_TRIED = 10  # where there is little time
 
 
 def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> Proposal:
     """The best of some proposals, each with its gradients summed in the fastest of its ways: what is slower
     as long as nothing hides sums may be the fastest where something does."""
-    best, *others = sorted(proposals, key=lambda p: p.key)
-    seen: set[tuple] = set()
-    for proposal in (best, *others):
-        known = id(proposal.program.instructions), supports(proposal.program)
-        far = proposal.timeline.step_s > HOPEFUL * best.timeline.step_s
-        if len(seen) == (QUICK_FEW if quick else FEW) or far or not proposal.feasible:
-            break
-        if known not in seen:
-            seen.add(known)
-            best = min(best, synced(task, proposal, quick=quick), key=lambda p: p.key)
+    best = min(proposals, key=lambda p: p.key)
+    near = [p for p in proposals if p.feasible and p.timeline.step_s <= HOPEFUL * best.timeline.step_s]
+    known: dict[tuple, Proposal] = {}
+    for proposal in sorted(near, key=lambda p: p.key):
+        known.setdefault((id(proposal.program.instructions), supports(proposal.program)), proposal)
+    with task.timed("sync"):
+        floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in known.items()}
+    # first those that hidden sums would leave fastest
+    for key in sorted(known, key=floor_s.__getitem__)[: QUICK_FEW if quick else FEW]:
+        if floor_s[key] < best.timeline.step_s:
+            best = min(best, synced(task, known[key], quick=quick), key=lambda p: p.key)
     return best
 
 
@@ -54,9 +54,7 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     step_s = best.timeline.step_s
     exposed = step_s - floor_s
     on_cpu = any(d.kind == "cpu" for d in task.costs.cluster.devices)
-    small = (
-        len(program.instructions) <= QUICK_INSTRUCTIONS and not on_cpu and exposed > QUICK_EXPOSED * step_s
-    )
+    small = len(program.instructions) <= QUICK_INSTRUCTIONS and not on_cpu
     if zero_stage(program) or exposed < EXPOSED * step_s or (quick and not small):
         return best
 
@@ -67,8 +65,8 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         # what is gathered in small pieces is there for the first layers while the others still travel
         made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, seconds, mixed=False)]
     else:
-        most = TRIED if quick else SEARCHED
-        made = [best_run(with_buckets(program, size), task.costs, seconds, most) for size in RUN_BYTES]
+        sizes, most = (QUICK_BYTES, QUICK_TRIED) if quick else (RUN_BYTES, TRIED)
+        made = [best_run(with_buckets(program, size), task.costs, seconds, most) for size in sizes]
     for program in made:
         found = task.judge(proposal.planner, program)
         if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - MARGIN)):

@@ -75,6 +75,8 @@ class Task:
         self._programs: dict[tuple[bool, int], Program] = {}
         # by the identity of instructions, which are kept alive
         self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
+        # by the identity of all instructions but those that load parameters
+        self._same_but_owners: dict[tuple[int, ...], list[Simulation]] = {}
         self._first: dict[tuple[int, tuple[bool, ...], bool], Simulation] = {}
 
     @contextmanager
@@ -180,11 +182,19 @@ class Task:
             # what is not of the ranks is known from the first such program
             alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), accumulating)
             like = self._first.get(alike)
+            others = tuple([id(i) for i in program.instructions if i.op != "param"])
+            twins = [] if accumulating else self._same_but_owners.setdefault(others, [])
+            twin = next((t for t in twins if t.differs_in_owners(program)), None)
             with self.timed("simulate"):
-                made = Simulation(
-                    program, self.costs, self.optimizer_states, accumulating=accumulating, like=like
-                )
+                if twin is not None:
+                    made = twin.with_owners(program)
+                else:
+                    made = Simulation(
+                        program, self.costs, self.optimizer_states, accumulating=accumulating, like=like
+                    )
             self._simulations[key] = (program, made)
+            if twin is None:
+                twins.append(made)
             self._first.setdefault(alike, made)
         return self._simulations[key][1]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
+from copy import copy
 from functools import cached_property
 
 import numpy as np
@@ -12,8 +13,8 @@ from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
 from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
-from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed
-from ..ir import Buckets, Program, once_program, samples_of
+from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed, with_other_owners
+from ..ir import Buckets, Program, once_program, samples_of, support
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
 from .order import Backward, Forward, ready_points
@@ -91,6 +92,26 @@ class Simulation:
         self.once_forward = None if once is None else Forward(self, self.once)
         is_pipeline = self.samples is not None and bool(self.samples.stages)
         self.pipeline = Pipeline(self) if is_pipeline else None
+
+    def differs_in_owners(self, program: Program) -> bool:
+        """Whether ``program``, whose computations must be those of this one, has the same ranks in them, and
+        in all parameters."""
+        names = [name for name in self.sheet.ratio_names if name is not None]
+        if any(support(program.ratio_of[n]) != support(self.step.ratio_of[n]) for n in names):
+            return False
+        return all(a.types == b.types for a, b in zip(program.params, self.step.params))
+
+    def with_owners(self, program: Program) -> Simulation:
+        """The simulation of the same program with other owners of its parameters, whose gradients are there
+        when they were. Not in micro-steps."""
+        made = copy(self)
+        made.step = program
+        made.sheet = self.sheet.with_owners(program)
+        made.memory = PeakMemory(self.costs, self.memory.optimizer_states, kinds=self.sheet.kinds)
+        made._sums = {}
+        made.summed = with_other_owners(program, self.summed)
+        made.forward = Forward(made, made.sheet)
+        return made
 
     def run(self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the

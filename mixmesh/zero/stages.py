@@ -25,6 +25,7 @@ from ..ir import (
     print_instruction,
     stage_of,
     support,
+    with_attrs,
 )
 
 STAGES = (0, 1, 2, 3)
@@ -68,16 +69,16 @@ def with_owners(program: Program, owners: Mapping[str, Ratio], stage: int = 1) -
 
     Raises PlanError if an owner does not hold its parameter.
     """
-    program = replace(program, instructions=tuple(map(_plain, program.instructions)))
+    program = program.changed(instructions=tuple(map(_plain, program.instructions)))
     out = []
     for i in program.instructions:
         if i.op == "param" and i.result in owners:
             shares = owners[i.result]
             _check_held(program, i, shares)
             program, ratio = _with_ratio(program, shares)
-            i = replace(i, attrs=(*i.attrs, ("owned", ratio), ("stage", stage)))
+            i = with_attrs(i, (*i.attrs, ("owned", ratio), ("stage", stage)))
         out.append(i)
-    return replace(program, instructions=tuple(out))
+    return program.changed(instructions=tuple(out))
 
 
 def _check_held(program: Program, i: Instruction, shares: Ratio) -> None:
@@ -102,7 +103,7 @@ def zero_stage(program: Program) -> int:
 def _plain(i: Instruction) -> Instruction:
     if i.op != "param" or i.attr("owned") is None:
         return i
-    return replace(i, attrs=tuple((k, v) for k, v in i.attrs if k not in ("owned", "stage")))
+    return with_attrs(i, tuple((k, v) for k, v in i.attrs if k not in ("owned", "stage")))
 
 
 def _is_candidate(program: Program, i: Instruction) -> bool:
@@ -124,7 +125,7 @@ def _with_ratio(program: Program, shares: Ratio) -> tuple[Program, str]:
         name = f"z{n}"
     if name in program.ratio_of:
         return program, name
-    return replace(program, ratios=(*program.ratios, (name, shares))), name
+    return program.changed(ratios=(*program.ratios, (name, shares))), name
 
 
 def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Program:
