@@ -12,6 +12,8 @@ TAG (TPDS'23) choose per group of operators; here it is per bucket, and the simu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import islice
 
 from .cost import CostModel
 from .cost.sums import GradientSum, gradient_sums
@@ -74,7 +76,7 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
     can, buckets = ownable_buckets(program)
     if not buckets:
         return program
-    owners = [list(options(program, costs, s))[1] for s in buckets]
+    owners = [next(islice(options(program, costs, s), 1, None)) for s in buckets]
     known: dict[tuple[int, int], tuple[float, Program]] = {}
 
     def tried(first: int, last: int) -> float:
@@ -127,8 +129,8 @@ def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Rati
     yield None
     parts = () if program.levels is None else program.levels.parts(s.ranks, s.size_bytes)
     if parts:
-        yield make_ratio([1.0 if r in leaders(parts) else 0.0 for r in range(program.world_size)])
-    even = make_ratio([1.0 if r in s.ranks else 0.0 for r in range(program.world_size)])
+        yield _alike(program.world_size, leaders(parts))
+    even = _alike(program.world_size, s.ranks)
     yield even
     batch = program.ratios[0][1]
     shared = all(batch[r] > 0 for r in s.ranks)
@@ -137,5 +139,11 @@ def options(program: Program, costs: CostModel, s: GradientSum) -> Iterator[Rati
     yield from (_server(program, r) for r in sorted(kinds.values()))
 
 
+@lru_cache(maxsize=256)
+def _alike(world_size: int, ranks: tuple[int, ...]) -> Ratio:
+    inside = frozenset(ranks)
+    return make_ratio([1.0 if r in inside else 0.0 for r in range(world_size)])
+
+
 def _server(program: Program, rank: int) -> Ratio:
-    return make_ratio([1.0 if r == rank else 0.0 for r in range(program.world_size)])
+    return _alike(program.world_size, (rank,))

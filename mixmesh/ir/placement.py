@@ -84,6 +84,7 @@ def even_ratio(world_size: int) -> Ratio:
     return make_ratio([1.0] * world_size)
 
 
+@lru_cache(maxsize=4096)
 def support(ratio: Ratio) -> tuple[int, ...]:
     """The ranks that take part: those with a share above zero."""
     return tuple(j for j, share in enumerate(ratio) if share > 0)
