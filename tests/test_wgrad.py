@@ -15,9 +15,17 @@ from mixmesh.buckets import with_buckets
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import separable, with_wgrads
+from mixmesh.cost.memory import peak_memory_bytes
+from mixmesh.cost.sums import gradient_sums
+from mixmesh.errors import VerificationError
+from mixmesh.ir import parse_program, separable, wgrad_of, with_wgrads
 from mixmesh.plan_file import MicroBatch
+from mixmesh.planner import make_plan as plan_of
+from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.runtime.recording import Recorder
+from mixmesh.simulator import simulate
+from mixmesh.timeline import gradient_name, wgrad_name
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 
@@ -143,6 +151,34 @@ def frozen(_) -> None:
         torch.testing.assert_close(model(**batch(0)), single(**batch(0)), rtol=1e-9, atol=1e-9)
 
 
+def costs() -> CostModel:
+    return CostModel(Cluster.parse(CLUSTER))
+
+
+class Recorded:
+    """The names of a recorded step are those of the simulated one."""
+
+    def __init__(self, marks) -> None:
+        self.marks = marks
+
+    def __call__(self, _) -> None:
+        plan = PlanOf(self.marks)()
+        mine = model_of()
+        model, sharded = parallelize(
+            mine, torch.optim.SGD(mine.parameters()), plan, device="cpu", timeout_s=60
+        )
+        recorder = Recorder(model.comm)
+        with model.recorded(recorder):
+            model(**batch(0)).backward()
+        rank = model.comm.rank
+        timeline = simulate(plan.program, costs(), events=True)
+        wanted = {e.name for e in timeline.events if e.rank == rank and e.name.endswith("weight grad")}
+        computed = sorted((e for e in recorder.events(0.0) if e.stream == "compute"), key=lambda e: e.start_s)
+        assert len(wanted) == 4 and wanted <= {e.name for e in computed}
+        for one, two in itertools.pairwise(computed):
+            assert one.end_s <= two.start_s + 1e-6, f"{one} overlaps {two}"
+
+
 TWO_EACH = (MicroBatch(4, 2, 2), MicroBatch(2, 2, 2), MicroBatch(1, 2, 1))
 CHECKS = {
     "first": Training(PlanOf(("first",))),
@@ -155,6 +191,8 @@ CHECKS = {
     "owners in micro-steps": Training(PlanOf(("last", "first"), stage=2, micro_batches=TWO_EACH)),
     "accumulates": accumulates,
     "without gradients": frozen,
+    "recorded first": Recorded(("first",)),
+    "recorded last": Recorded(("last",)),
 }
 
 
@@ -166,3 +204,129 @@ def world():
 @pytest.mark.parametrize("name", CHECKS)
 def test_trains_as_one_device_does(world, name):
     assert_passed(world[name])
+
+
+def test_products_of_own_parameters_are_separable():
+    program = plain()
+    weights = {program.producers[program.instructions[n].inputs[1]].args[0] for n in separable(program)}
+    assert weights == {"conv.weight", "square.weight", "up.weight", "down.weight"}  # not the tied head
+
+
+def test_text_has_it():
+    program = marked(plain(), ("first", "last"))
+    assert 'wgrad="first"' in str(program) and 'wgrad="last"' in str(program)
+    assert parse_program(str(program)) == program
+
+
+def test_all_ranks_in_one_process_ignore_it():
+    model = model_of()
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    interpret(marked(plain(), ("last",)), tensors, batch(0)).loss.backward()
+    single = model_of()
+    single(**batch(0)).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, single.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("aten.gelu(", "aten.gelu(", "cannot be computed apart"),
+        ("aten.linear(", "aten.linear(", "first or last"),
+    ],
+)
+def test_what_cannot_be_apart_is_refused(old, new, message):
+    when = "soon" if "first" in message else "last"
+    program = plain()
+    n = next(n for n, i in enumerate(program.instructions) if i.op == old.rstrip("("))
+    with pytest.raises(VerificationError, match=message):
+        check_program(with_wgrads(program, {n: when}))
+
+
+def completed(program, marks) -> list[str]:
+    """The parameters in the order in which their sums are started."""
+    made = with_buckets(marked(program, marks), 1.0)
+    return [p.args[0] for s in gradient_sums(made) for p in s.params]
+
+
+def test_what_is_last_is_summed_last():
+    usual, late = completed(plain(), (None,)), completed(plain(), ("last", None, None, None))
+    assert usual.index("conv.weight") < usual.index("table.weight")
+    assert late.index("conv.weight") == len(late) - 1
+    assert [name for name in late if name != "conv.weight"] == [n for n in usual if n != "conv.weight"]
+
+
+def events(marks):
+    timeline = simulate(marked(plain(), marks), costs(), events=True)
+    return timeline, {e.name: e for e in timeline.events if e.rank == 0}
+
+
+def test_simulated_order():
+    program = plain()
+    conv, square, up, _ = (program.instructions[n].result for n in separable(program))
+    usual, named = events((None,))
+    assert wgrad_name(up) not in named
+    first, named = events(("first",))
+    assert named[wgrad_name(up)].end_s <= named[gradient_name(up)].start_s
+    last, named = events(("last",))
+    assert named[wgrad_name(up)].start_s >= named[gradient_name(conv)].end_s
+    assert named[wgrad_name(up)].end_s <= named[wgrad_name(square)].start_s  # in the usual order
+    for timeline in (first, last):
+        assert timeline.compute_s == pytest.approx(usual.compute_s)
+        assert timeline.communication_s == pytest.approx(usual.communication_s)
+
+
+def test_what_is_last_is_held_until_then():
+    """In the middle of the backward pass of a chain, of every product its input and its result's gradient."""
+    width, samples, layers = 512, 4096, 6
+    chain = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.chain = chain
+
+        def forward(self, x):
+            return (self.chain(x) ** 2).mean()
+
+    graph = trace(Loss(), {"x": torch.zeros(samples, width)}).graph
+    program = data_parallel(graph, costs(), UNEVEN)
+    usual, late = (peak_memory_bytes(marked(program, marks), costs(), 0)[0] for marks in ((None,), ("last",)))
+    tensor_bytes = samples * UNEVEN[0] * width * 4
+    # all inputs are held when the pass begins, and as it goes on one gradient more for each that stays
+    assert late - usual == pytest.approx((layers - 2) * tensor_bytes, rel=0.3)
+
+
+THIN = """\
+name = "thin"
+[network]
+bandwidth_gbit_per_s = 20
+latency_us = 20
+[[machine]]
+name = "a"
+devices = [{ device = "V100-16GB" }]
+[[machine]]
+name = "b"
+devices = [{ device = "V100-16GB" }]
+"""
+
+
+def test_the_planner_takes_it_where_it_is_faster():
+    """A table is complete last and summed for as long as some products take; those can come after it."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(8192, 2048)
+            self.layers = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(12)))
+
+        def forward(self, ids):
+            return (self.layers(self.table(ids)) ** 2).mean()
+
+    graph = trace(Words(), {"ids": torch.zeros(128, 128, dtype=torch.long)}).graph
+    thin = Cluster.parse(THIN)
+    plan = plan_of(graph, thin, planner="hap")
+    marks = [wgrad_of(i) for i in plan.program.instructions if i.op == "aten.linear"]
+    assert marks[0] == "last" and marks[-1] == "first"
+    without = simulate(with_wgrads(plan.program, {}), CostModel(thin))
+    assert plan.predicted_step_s < 0.97 * without.step_s
