@@ -69,7 +69,7 @@ def steps_of(most: int) -> tuple[float, float] | None:
     made = trace(whole.model, batch).graph
     before = [p.clone() for p in whole.model.parameters()]
     whole.model.most = most
-    found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, CPU, 0.05)
+    found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05)
     assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
     return found
 

@@ -83,7 +83,7 @@ def profile(
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], comm.device, left_s)
+    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory")

@@ -28,7 +28,7 @@ def measure_steps(
     share: float,
     costs: CostModel,
     device_class: int,
-    device: torch.device,
+    meter: Meter,
     budget_s: float,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
@@ -37,7 +37,12 @@ def measure_steps(
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
     be survived, and halved if it does.
+
+    Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
+    its length. Its CPU seconds do not, and become real ones as those of the operators do.
     """
+    device = meter.device
+    clock = Meter(device, emulated=False)
     give_back()  # what measuring operators left in the heap
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
@@ -76,26 +81,27 @@ def measure_steps(
         batch = part(count)
         step(batch)
         dist.barrier()
-        measured = statistics.median(repeated(partial(step, batch), budget_s / len(FACTORS)))
+        measured = statistics.median(repeated(clock, partial(step, batch), budget_s / len(FACTORS)))
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
         optimize()
-        optimizer_s.append(statistics.median(Meter.wall(optimizer.step) for _ in range(REPEATS)))
+        optimizer_s.append(statistics.median(meter.once(optimizer.step) for _ in range(REPEATS)))
         optimizer.zero_grad()
     model.load_state_dict(state)
     if not optimizer_s:
         return None
     scale = statistics.mean(scales) if scales else 1.0
-    return scale, statistics.median(optimizer_s) / max(size_bytes, 1)
+    real = scale if meter.emulated else 1.0
+    return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
 
 
-def repeated(step: Callable[[], object], budget_s: float) -> list[float]:
+def repeated(clock: Meter, step: Callable[[], object], budget_s: float) -> list[float]:
     """Seconds of each step, for about ``budget_s`` and three steps at least."""
     started = time.perf_counter()
     times: list[float] = []
     while len(times) < REPEATS or time.perf_counter() - started < budget_s:
-        times.append(Meter.wall(step))
+        times.append(clock.once(step))
     return times
 
 
