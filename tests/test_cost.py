@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, cluster, graph
 
 from mixmesh.baselines import data_parallel
+from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
 from mixmesh.cost.placed import Sheet, held_share, op_time
@@ -62,9 +63,53 @@ def test_ring_of_one_is_free():
 
 
 def test_ring_crosses_the_slowest_link():
-    """2 (n - 1) / n of the bytes at 10 Gbit/s, and 2 (n - 1) latencies of the network."""
-    fit = ring_fit(cluster(THREE, 10), "all_reduce", (0, 1, 2))
-    assert fit.latency_s == pytest.approx(4 * 10e-6) and fit.s_per_byte == pytest.approx(4 / 3 / 1.25e9)
+    """2 (n - 1) / n of the bytes at 10 Gbit/s, and 2 latencies for every hop of the link that it takes."""
+    within = THREE.replace("]\n[[machine]]", "]\nlink_latency_us = 1\n[[machine]]")
+    fit = ring_fit(cluster(within, 10), "all_reduce", (0, 1, 2))
+    assert fit.latency_s == pytest.approx(2 * (1e-6 + 10e-6)) and fit.s_per_byte == pytest.approx(
+        4 / 3 / 1.25e9
+    )
+    assert ring_fit(cluster(within, 10), "all_gather", (0, 1, 2)).latency_s == pytest.approx(1e-6 + 10e-6)
+
+
+MACHINES = "[network]\nbandwidth_gbit_per_s = 80\nlatency_us = 20\n" + 5 * (
+    "[[machine]]\nlink_latency_us = 3\n"
+    "devices = [{ name = 'a', tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 200, count = 3 }]\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("machines", "depth"), [(1, 0), (2, 1), (3, 2), (4, 2), (5, 3)], ids=lambda n: f"{n}"
+)
+def test_small_sums_of_gpus_go_along_trees(machines, depth):
+    """Two hops inside each machine and the depth of a tree between them, there and back; large sums ring."""
+    n, slope = 3 * machines, 1e-10 if machines > 1 else 8e-11  # 100 Gbit/s inside
+    fit = ring_fit(Cluster.parse(MACHINES), "all_reduce", tuple(range(n)))
+    ring_s = 2 * (2 * machines * 3e-6 + (machines - 1) * 20e-6)
+    assert fit.latency_s == pytest.approx(2 * (2 * 3e-6 + depth * 20e-6))
+    assert fit.s_per_byte == pytest.approx(2 * (n - 1) / n * slope)
+    assert fit.seconds(0) == fit.latency_s
+    assert fit.seconds(1e9) == pytest.approx(ring_s + 1e9 * fit.s_per_byte)
+
+
+def test_a_sum_takes_the_faster_way_at_every_size():
+    costs = Cluster.parse(MACHINES)
+    fit = ring_fit(costs, "all_reduce", tuple(range(15)))
+    assert len(fit.lines) == 2
+    for size in (1, 1e3, 1e6, 3e6, 1e7, 1e9):
+        assert fit.seconds(size) == min(latency + slope * size for latency, slope in fit.lines)
+    levelled = ring_fit(costs, "levelled_all_reduce", tuple(range(15)))
+    leaders = ring_fit(costs, "all_reduce", (0, 3, 6, 9, 12))
+    reduce = ring_fit(costs, "reduce", (0, 1, 2))
+    for size in (1, 1e6, 1e9):
+        assert levelled.seconds(size) == pytest.approx(leaders.seconds(size) + 2 * reduce.seconds(size))
+
+
+def test_gloo_sums_along_a_ring():
+    """Whatever the size: every hop waits for the processes at its ends."""
+    on_cpus = MACHINES.replace("memory_gib = 4", "memory_gib = 4, kind = 'cpu'")
+    fit = ring_fit(Cluster.parse(on_cpus), "all_reduce", tuple(range(15)))
+    assert not fit.lines and fit.latency_s == pytest.approx(28 * (20e-6 + 5e-5))
 
 
 def test_emulated_devices_wait_for_their_processes_too():

@@ -3,11 +3,16 @@
 ``size_bytes`` is always that of the whole tensor. The estimate is that of a
 ring over the ranks in order: every byte crosses the slowest link, which is a machine's NIC as soon as
 the ring leaves the machine (Thakur et al., "Optimization of Collective Communication Operations in
-MPICH", 2005, section 3).
+MPICH", 2005, section 3). That is what gloo does with tensors of all sizes. NCCL sums small ones along trees
+(``tree_line``).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..cluster import Cluster
@@ -28,19 +33,27 @@ COLLECTIVES = (
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
 SMALL_BYTES = 2**20
+NCCL_TREE_RATE = (
+    0.9  # of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
+)
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFit:
-    """``latency_s + s_per_byte * size_bytes`` for all ranks together."""
+    """``latency_s + s_per_byte * size_bytes`` for all ranks together. Where one algorithm is the fastest for
+    few bytes and another for many, each is one of the ``lines``, and these are the latency of the first and
+    the slope of the last."""
 
     latency_s: float
     s_per_byte: float
+    lines: tuple[tuple[float, float], ...] = ()
 
     def seconds(self, size_bytes: float, skew: float | None = None) -> float:
         """``skew``, the largest piece over the mean one, matters to what was measured, and not here."""
-        return self.latency_s + self.s_per_byte * size_bytes
+        if not self.lines:
+            return self.latency_s + self.s_per_byte * size_bytes
+        return min([latency_s + s_per_byte * size_bytes for latency_s, s_per_byte in self.lines])
 
     def algorithm(self, size_bytes: float, skew: float | None = None) -> str | None:
         """Nothing was measured: the runtime's own choice."""
@@ -64,37 +77,87 @@ def default_algorithm(collective: str, size_bytes: float, backend: str, skew: fl
     return "broadcasts" if collective == "all_gather" else "reduces"
 
 
+def fastest_of(lines: Iterable[tuple[float, float]]) -> CollectiveFit:
+    """Of algorithms, each (latency_s, s_per_byte), the fastest at every size."""
+    kept: list[tuple[float, float]] = []
+    for latency_s, s_per_byte in sorted(lines):
+        if not kept or s_per_byte < kept[-1][1]:
+            kept.append((latency_s, s_per_byte))
+    return CollectiveFit(kept[0][0], kept[-1][1], tuple(kept) if len(kept) > 1 else ())
+
+
+def in_turn(stages: Iterable[CollectiveFit]) -> CollectiveFit:
+    """One after the other."""
+    ways = itertools.product(*(f.lines or ((f.latency_s, f.s_per_byte),) for f in stages))
+    return fastest_of((sum(a for a, _ in way), sum(b for _, b in way)) for way in ways)
+
+
 def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> CollectiveFit:
-    """The estimate for ``collective`` over ``ranks`` from the links of the cluster. ``send`` is from the
-    first of two ranks to the second."""
+    """The estimate for ``collective`` over ``ranks`` from the links of the cluster: a ring, and between GPUs,
+    for sums of few bytes, trees. ``send`` is from the first of two ranks to the second."""
     n = len(ranks)
     if n < 2:
         return CollectiveFit(0.0, 0.0)
     if collective in FLAT:
-        stages = level_fits(cluster, FLAT[collective], ranks)
-        return CollectiveFit(sum(f.latency_s for f in stages), sum(f.s_per_byte for f in stages))
-    hops = list(zip(ranks, ranks[1:] + ranks[:1]))
-    slowest = min(cluster.bandwidth_between(a, b) for a, b in hops)
-    latency = max(cluster.latency_between(a, b) + hop_s(cluster, a, b) for a, b in hops)
+        return in_turn(level_fits(cluster, FLAT[collective], ranks))
+    slowest = min(cluster.bandwidth_between(a, b) for a, b in ring_of(ranks))
+    through = through_s(cluster, ranks)
     machines = {cluster.machine_index_of(r) for r in ranks}
     match collective:
         case "all_reduce":
-            return CollectiveFit(2 * (n - 1) * latency, 2 * (n - 1) / n / slowest)
+            ring = (2 * through, 2 * (n - 1) / n / slowest)
+            trees = [tree_line(cluster, ranks, slowest)] if on_gpus(cluster, ranks) else []
+            return fastest_of([ring, *trees])
         case "all_gather" | "reduce_scatter":
-            return CollectiveFit((n - 1) * latency, (n - 1) / n / slowest)
+            return CollectiveFit(through, (n - 1) / n / slowest)
         case "broadcast" | "reduce" | "send":
-            return CollectiveFit((n - 1) * latency, 1 / slowest)
+            return CollectiveFit(through, 1 / slowest)
         case "all_to_all":
             if len(machines) == 1:
-                return CollectiveFit((n - 1) * latency, (n - 1) / n**2 / slowest)
+                return CollectiveFit(through, (n - 1) / n**2 / slowest)
             # each machine's NIC carries what its ranks send to the others
             load = max(
                 sum(1 for r in ranks if cluster.machine_index_of(r) == m)
                 * sum(1 for r in ranks if cluster.machine_index_of(r) != m)
                 for m in machines
             )
-            return CollectiveFit((n - 1) * latency, load / n**2 / slowest)
+            return CollectiveFit((n - 1) * slowest_hop_s(cluster, ranks), load / n**2 / slowest)
     raise ValueError(f"unknown collective {collective!r}")
+
+
+def through_s(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    """Latency from the first rank through all to the last. Between GPUs each hop has that of its own link, as
+    in NCCL's model; between processes on CPUs, which wait for each other at each hop, the slowest one's."""
+    if on_gpus(cluster, ranks):
+        return sum(cluster.latency_between(a, b) for a, b in itertools.pairwise(ranks))
+    return (len(ranks) - 1) * slowest_hop_s(cluster, ranks)
+
+
+def slowest_hop_s(cluster: Cluster, ranks: tuple[int, ...]) -> float:
+    return max(cluster.latency_between(a, b) + hop_s(cluster, a, b) for a, b in ring_of(ranks))
+
+
+def ring_of(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(ranks, ranks[1:] + ranks[:1]))
+
+
+def tree_line(cluster: Cluster, ranks: tuple[int, ...], bytes_per_s: float) -> tuple[float, float]:
+    """Latency and seconds per byte of a sum up a tree of machines, within which ranks are a chain, and down
+    again: 2 (ranks of a machine - 1) hops inside and 2 log2(machines) between.
+
+    Two trees carry half of the bytes each, and a machine is inside one of them only, so that about 2 of every
+    byte pass each NIC, whatever the number of machines (Sanders, Speck, Träff, "Two-tree algorithms for full
+    bandwidth broadcast, reduction and scan", 2009). The hops are those of ``ncclTopoTuneModel`` in NCCL's
+    src/graph/tuning.cc; its log2 is rounded down, the depth of a tree is not.
+    """
+    sizes = Counter(map(cluster.machine_index_of, ranks))
+    inside_s = max((k - 1) * cluster.machines[m].link_latency_s for m, k in sizes.items())
+    depth = math.ceil(math.log2(len(sizes)))
+    return 2 * (inside_s + depth * cluster.latency_s), 2 / (NCCL_TREE_RATE * bytes_per_s)
+
+
+def on_gpus(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
+    return all(cluster.devices[r].kind == "gpu" for r in ranks)
 
 
 def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
