@@ -14,6 +14,9 @@ from gloo_world import run_world
 from pipelines import chain, pipelined
 from programs import make_plan
 from small_graphs import THREE, cluster
+from test_coalesced import Branches
+from test_coalesced import packed as with_packed_sums
+from test_coalesced import pictures as for_branches
 from test_gloo import BATCH, PROGRAMS, TAIL, UNEVEN, Mlp, batch, stored
 from torch import nn
 
@@ -83,7 +86,11 @@ def pictures() -> dict[str, torch.Tensor]:
 
 
 # models by a parameter that no other one has
-MODELS = {"tokens.weight": (Attention, sentences), "norm2.weight": (Normed, pictures)}
+MODELS = {
+    "tokens.weight": (Attention, sentences),
+    "norm2.weight": (Normed, pictures),
+    "shortcut.0.weight": (Branches, for_branches),
+}
 
 
 HAND = {
@@ -163,10 +170,18 @@ def normed_program(ratio) -> str:
 NORMED = {"batch norm": [0.5, 0.25, 0.25], "batch norm, a rank of nothing": [0.02, 0.58, 0.4]}
 
 
+def packed_programs() -> dict[str, str]:
+    program = data_parallel(trace(Branches(), for_branches()).graph, COSTS, make_ratio([0.5, 0.3, 0.2]))
+    return {name: str(with_packed_sums(program, runs)) for name, runs in PACKED.items()}
+
+
+PACKED = {"packed sums": 1, "packed sums in two runs": 2}
+
+
 def all_programs() -> dict[str, str]:
     by_hand = {name: f"program p world={WORLD} {{ {text}" for name, text in (PROGRAMS | HAND).items()}
     normed = {name: normed_program(ratio) for name, ratio in NORMED.items()}
-    return by_hand | attention_programs() | normed
+    return by_hand | attention_programs() | normed | packed_programs()
 
 
 Collective = tuple[str, int, tuple[int, ...]]  # name, whole bytes, ranks
@@ -298,13 +313,21 @@ ATTENTION += tuple(f"two levels {price:g}" for price in TWO_LEVELS)
     "name",
     [
         *PROGRAMS, *HAND, *(f"attention {how}" for how in ATTENTION), *STAGES, *ACCUMULATIONS, *PIPELINES,
-        *NORMED,
+        *NORMED, *PACKED,
     ],
 )  # fmt: skip
 def test_simulated_collectives_are_the_executed(executed, name):
     text, ranks = executed[name]
     assert any(ranks)
     assert [Counter(found) for found in ranks] == simulated(text)
+
+
+def test_packed_sums_are_one_in_either_pass(executed):
+    """The stem's 4 channels, then 3 + 2 + 2 and the shortcut's 12; as many in the backward pass."""
+    _, ranks = executed["packed sums"]
+    for found in ranks:
+        for channels in (4, 3 + 2 + 2 + 12):
+            assert found.count(("all_reduce", 2 * 8 * channels, (0, 1, 2))) == 2
 
 
 @pytest.mark.parametrize("name", NORMED)

@@ -86,7 +86,8 @@ class Synthesis:
 
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
-        return self.bounds(self.task.data_parallel(self.task.shares(ranks)), ranks)[2]
+        program = self.task.data_parallel(self.task.shares(ranks))
+        return self.bounds(self.task.packed(program), ranks)[2]
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int]
@@ -140,6 +141,7 @@ class Synthesis:
             if program is None:
                 break  # another price or ratio led to the same program
             tried.seen.add(number)
+            program = self.task.packed(program)
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
             tried.floors_s.append(floor_s)

@@ -1,27 +1,35 @@
-"""The execution order and the buckets of a plan that was found, where the simulator says that they pay."""
+"""The execution order, the packed sums and the buckets of a plan that was found, where the simulator says
+that they pay."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ..buckets import merged
-from ..order import GAIN, ready_seconds, reordered
+from ..ir import Program, regions
+from ..order import GAIN, coalesced, in_runs, levels_of_sums, ready_seconds, reordered, separated
 from .task import Proposal, Task
 
 QUICK_INSTRUCTIONS = 3000  # some sixty layers, of which each follows from the one before
+RUNS = (1, 2)  # in which the sums of a level are packed: all in one, or so that one travels beside computing
 
 
 def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
-    """The proposal in the fastest of its orders, with the fastest of its buckets; itself if none is faster
-    and fits. If it is to be ``quick``, a large program keeps its order."""
-    if proposal.timeline.step_s <= max(proposal.timeline.compute_s) * (1 + GAIN):
+    """The proposal in the fastest of its orders, with its small sums apart or packed and the fastest of its
+    buckets; itself if none is faster and fits. If it is to be ``quick``, a large program without small sums
+    keeps its order, and one with its sums packed in one too."""
+    if not waits(proposal):
         return proposal  # a rank that always computes does not get faster by another order
-    best = proposal
     large = quick and len(proposal.program.instructions) > QUICK_INSTRUCTIONS
-    with task.timed("order"):
-        programs = () if large else reordered(proposal.program, proposal.simulation.sheet)
-    for program in programs:
-        best = min(best, task.best_buckets(proposal.planner, program), key=lambda p: p.key)
+    apart = separated(proposal.program)
+    forms = summed_otherwise(task, proposal.program, apart, RUNS[1:] if large else RUNS)
+    keeps = large and not (forms and apart is proposal.program)
+    best = proposal if keeps else in_order(task, proposal)
+    for program in forms:
+        if waits(best):
+            made = task.best_buckets(proposal.planner, program)
+            best = min(best, in_order(task, made), key=lambda p: p.key)
     with task.timed("order"):
         ready_s = ready_seconds(best.program, best.simulation.sheet)
         program = merged(best.program, task.costs, ready_s)
@@ -30,3 +38,35 @@ def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
         made = task.judge(proposal.planner, program, best.simulation)
         best = min(best, made, key=lambda p: p.key)
     return replace(best, gap=proposal.gap)
+
+
+def waits(proposal: Proposal) -> bool:
+    """Whether the rank that computes longest waits for the others."""
+    return proposal.timeline.step_s > max(proposal.timeline.compute_s) * (1 + GAIN)
+
+
+def in_order(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal in the fastest of its orders."""
+    with task.timed("order"):
+        programs = reordered(proposal.program, proposal.simulation.sheet)
+    made = [task.best_buckets(proposal.planner, program) for program in programs]
+    return min((proposal, *made), key=lambda p: p.key)
+
+
+def summed_otherwise(
+    task: Task, program: Program, apart: Program, every: Sequence[int] = RUNS
+) -> list[Program]:
+    """The program with its small sums ``apart``, and packed in so many runs of each level, but for the way
+    that it has them."""
+    if regions(program):
+        return []
+    with task.timed("order"):
+        groups = levels_of_sums(apart, task.costs)
+        forms = [apart, *(coalesced(apart, in_runs(groups, runs)) for runs in every)] if groups else []
+    by_sums = {num_sums(form): form for form in forms}
+    by_sums.pop(num_sums(program), None)
+    return list(by_sums.values())
+
+
+def num_sums(program: Program) -> int:
+    return sum(i.op == "all_reduce" for i in program.instructions)

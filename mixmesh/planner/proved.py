@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import InputError
+from ..order import separated
 from ..ratios import with_ratio
 from ..synthesis import prove
 from .hap import shape_of
@@ -24,7 +25,7 @@ def check_limit(limit_s: float | None) -> None:
 def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
     """The proposal with the gap that HiGHS proves within ``limit_s``, or the program that it finds, if that
     is faster in simulation. Itself if no search found it."""
-    searched = task.searched.get(shape_of(proposal.program))
+    searched = task.searched.get(shape_of(separated(proposal.program)))
     if searched is None:
         return proposal
     problem, found = searched
@@ -34,6 +35,6 @@ def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
     best = replace(proposal, gap=replace(found, bound_s=exact.bound_s).gap)
     if exact.cost_s < found.cost_s * (1 - CHEAPER):
         program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
-        made = replace(task.best_buckets(proposal.planner, program), gap=exact.gap)
+        made = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
         best = min(best, polish(task, made), key=lambda p: p.key)
     return best
