@@ -61,6 +61,13 @@ def _kind(program: Program, costs: CostModel, i: Instruction) -> tuple | None:
     return t.value.dtype, source.ratio, t.ratio, i.attrs, i.result in program.requires_grad
 
 
+def most_saved_s(program: Program, costs: CostModel, groups: Groups) -> float:
+    """Seconds of a step that packing groups cannot save more than: the latencies of both passes."""
+    sums = [(program.instructions[members[0]], len(members) - 1) for members in groups]
+    fits = [(costs.collective("all_reduce", program.participants(i.type)), saved) for i, saved in sums]
+    return sum(2 * saved * fit.latency_s for fit, saved in fits)
+
+
 def in_runs(groups: Groups, runs: int) -> Groups:
     """Each group in so many runs of about equal length, of two sums at least."""
     out = []

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 from ..buckets import merged
 from ..ir import Program, regions
-from ..order import GAIN, coalesced, in_runs, levels_of_sums, ready_seconds, reordered, separated
+from ..order import (
+    GAIN,
+    coalesced,
+    in_runs,
+    levels_of_sums,
+    most_saved_s,
+    ready_seconds,
+    reordered,
+    separated,
+)
 from .task import Proposal, Task
 
 QUICK_INSTRUCTIONS = 3000  # some sixty layers, of which each follows from the one before
@@ -22,9 +31,9 @@ def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
     if not waits(proposal):
         return proposal  # a rank that always computes does not get faster by another order
     large = quick and len(proposal.program.instructions) > QUICK_INSTRUCTIONS
-    apart = separated(proposal.program)
-    forms = summed_otherwise(task, proposal.program, apart, RUNS[1:] if large else RUNS)
-    keeps = large and not (forms and apart is proposal.program)
+    unpacked = separated(proposal.program)
+    forms = summed_otherwise(task, proposal, unpacked, RUNS[1:] if large else RUNS)
+    keeps = large and not (forms and unpacked is proposal.program)
     best = proposal if keeps else in_order(task, proposal)
     for program in forms:
         if waits(best):
@@ -54,15 +63,18 @@ def in_order(task: Task, proposal: Proposal) -> Proposal:
 
 
 def summed_otherwise(
-    task: Task, program: Program, apart: Program, every: Sequence[int] = RUNS
+    task: Task, proposal: Proposal, unpacked: Program, every: Sequence[int]
 ) -> list[Program]:
-    """The program with its small sums ``apart``, and packed in so many runs of each level, but for the way
-    that it has them."""
+    """The proposal's program with its small sums apart, as ``unpacked`` has them, and packed in so many runs
+    of each level, but for the way that it has them; none where that cannot save enough."""
+    program, step_s = proposal.program, proposal.timeline.step_s
     if regions(program):
         return []
     with task.timed("order"):
-        groups = levels_of_sums(apart, task.costs)
-        forms = [apart, *(coalesced(apart, in_runs(groups, runs)) for runs in every)] if groups else []
+        groups = levels_of_sums(unpacked, task.costs)
+        if most_saved_s(unpacked, task.costs, groups) < GAIN * step_s:
+            return []
+        forms = [unpacked, *(coalesced(unpacked, in_runs(groups, runs)) for runs in every)]
     by_sums = {num_sums(form): form for form in forms}
     by_sums.pop(num_sums(program), None)
     return list(by_sums.values())

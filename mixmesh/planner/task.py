@@ -16,7 +16,7 @@ from ..cost.placed import supports
 from ..errors import Infeasible
 from ..ir import Buckets, Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
-from ..order import coalesced, levels_of_sums
+from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES, Units
 from ..simulator import MicroBatches, Simulation, Timeline
@@ -75,7 +75,7 @@ class Task:
         self._data_parallel: dict[Ratio, Program] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
-        self._packed: dict[int, tuple[Program, Program | None]] = {}  # by the identity of instructions
+        self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
         # by the identity of instructions, which are kept alive
         self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
         # by the identity of all instructions but those that load parameters
@@ -154,13 +154,13 @@ class Task:
         key = id(program.instructions)
         if key not in self._packed:
             groups = levels_of_sums(program, self.costs)
-            self._packed[key] = program, coalesced(program, groups) if groups else None
-        made = self._packed[key][1]
-        if made is None:
+            made = coalesced(program, groups) if groups else None
+            self._packed[key] = program, made, most_saved_s(program, self.costs, groups)
+        _, made, most_s = self._packed[key]
+        if made is None or most_s < MUCH * (apart_s := self.usual_s("hap", program)):
             return program
         made = made.changed(ratios=program.ratios, levels=program.levels)
-        faster = self.usual_s("hap", made) < self.usual_s("hap", program) * (1 - MUCH)
-        return made if faster else program
+        return made if self.usual_s("hap", made) < apart_s * (1 - MUCH) else program
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
