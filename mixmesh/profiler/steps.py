@@ -52,11 +52,20 @@ def measure_steps(
     rows = max((t.shape[0] for t in tensors), default=1)
     state = {k: v.detach().clone() for k, v in model.state_dict().items()}
 
-    def step(batch: Any) -> None:
+    def backward(batch: Any) -> None:
         out = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
         loss.backward()
+
+    def step(batch: Any) -> None:
+        backward(batch)
         optimizer.zero_grad()
+
+    def optimizer_step_s(batch: Any) -> float:
+        backward(batch)  # gradients and memory as in training: on zeros in new memory it takes twice as long
+        took_s = meter.once(optimizer.step)
+        optimizer.zero_grad()
+        return took_s
 
     def optimize() -> None:
         for p in model.parameters():
@@ -85,9 +94,8 @@ def measure_steps(
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
-        optimize()
-        optimizer_s.append(statistics.median(meter.once(optimizer.step) for _ in range(REPEATS)))
-        optimizer.zero_grad()
+        optimizer_step_s(batch)
+        optimizer_s.append(statistics.median(optimizer_step_s(batch) for _ in range(REPEATS)))
     model.load_state_dict(state)
     if not optimizer_s:
         return None
