@@ -221,7 +221,8 @@ class _Estimate:
             fits = np.tri(count + 1, k=-1, dtype=bool).T  # at least one group
             for r in ranks:
                 c, share = self.costs.class_of[r], counts[r] / self.space.batch
-                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share)
+                adding = self.costs.accumulation_s(r, 1.0) * self.params
+                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share + adding)
                 held = self.constant[r] + self.stored + (flying * self.kept + self.passing) * share
                 fits &= held <= self.usable[r]
             self._stages[key] = stage_s, fits

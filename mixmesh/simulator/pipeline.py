@@ -70,7 +70,7 @@ class Pipeline:
         self.forward, self.backward = map(_Works.of, (simulation.forward, simulation.backward))
         self.moves = tuple(self._moves())
         for move in self.moves:
-            simulation.channel(move.purpose, move.exchange.ranks)
+            simulation.channel(move.purpose, move.exchange.ranks, move.exchange)
 
     def _moves(self) -> Iterator[_Move]:
         program, sheet, samples = self.simulation.step, self.simulation.sheet, self.simulation.samples
@@ -138,6 +138,8 @@ class _Clocks:
                 run.work_in_turn(made.order, made.works, made.at, table)
             else:
                 run.work(total)
+            if backward:
+                run.accumulate(kinds)
             for m in mine:
                 if m.sender == stage:
                     self._occupy(m, kinds)
