@@ -13,6 +13,7 @@ from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, cut
 from torch import nn
 
 from mixmesh.baselines import data_parallel
+from mixmesh.buckets import with_buckets
 from mixmesh.check import check_plan, check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
@@ -37,7 +38,7 @@ from mixmesh.planner.placed import model_parallel
 from mixmesh.planner.task import Task
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
-from mixmesh.timeline import ACCUMULATION
+from mixmesh.timeline import ACCUMULATION, BUCKET
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
@@ -136,6 +137,24 @@ def test_every_micro_step_but_the_first_adds_to_gradients():
             held = sum(p.type.value.size_bytes * held_share(made, p.type, rank) for p in made.params)
             steps = micro_batches[rank].steps or 1
             assert added == pytest.approx([3 * held / device.memory_bytes_per_s] * (steps - 1))
+
+
+def test_sums_of_a_stage_start_in_its_last_backward_pass():
+    """Bucket by bucket; those that stages share wait for the earliest stage."""
+    program = with_buckets(chain(model_of(), batch(), THREE_STAGES), 200)
+    timeline = simulate(program, COSTS, micro_batches=pipelined(program, 4).micro_batches, events=True)
+    ends = {
+        rank: max(e.end_s for e in timeline.events if e.rank == rank and e.stream == "compute" and e.op)
+        for rank in range(4)
+    }
+    sums: dict[str, tuple[set, float]] = {}
+    for e in timeline.events:
+        if e.name.startswith(BUCKET):
+            sums.setdefault(e.name, (set(), e.start_s))[0].add(e.rank)
+    within = sorted(start for ranks, start in sums.values() if ranks == {1, 2})
+    assert len(within) > 2 and within[0] < max(ends[1], ends[2]) and within[0] < ends[0]
+    shared = [start for ranks, start in sums.values() if ranks == {0, 3}]  # the table, the head's weight too
+    assert len(shared) == 1 and shared[0] >= ends[0]
 
 
 def test_a_link_is_used_in_both_directions_at_once(traced):
