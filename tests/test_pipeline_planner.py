@@ -259,6 +259,19 @@ def test_a_pipeline_where_the_network_is_slow(traced):
     assert operators[0] > max(operators[1], operators[2]) > 0
 
 
+def test_a_search_of_placements_is_followed_by_pipelines(traced):
+    """Where one is faster than all that was found it is the plan, and says so; where there is little to gain
+    none is looked at."""
+    slow = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 3")
+    plan = make_plan(traced, Cluster.parse(slow), planner="placed", search_s=1)
+    assert plan.planner == "pipeline" and plan.order == "1f1b"
+    steps = {c.planner: c.predicted_step_s for c in plan.candidates}
+    assert set(steps) == {"pipeline", "placed"} and steps["pipeline"] < steps["placed"]
+    fast = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 1e5")
+    plan = make_plan(traced, Cluster.parse(fast), planner="placed", search_s=1)
+    assert plan.planner == "placed" and [c.planner for c in plan.candidates] == ["placed"]
+
+
 def test_a_plan_of_the_planner_trains_as_one_device():
     model = model_of()
     traced = trace(model, batch())

@@ -5,8 +5,9 @@ set of the faster ones and every number of micro-steps, the borders between stag
 stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
 of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
 
-``hopeful`` is the part of this that ``auto`` has the time for: where the best plan is far from computing all
-the time, chains are estimated, and those that are faster than it are simulated.
+``hopeful`` is the part of this that ``auto`` has the time for, and that follows a search of placements: where
+the best plan is far from computing all the time, chains are estimated, and those that are faster than it are
+simulated.
 """
 
 from __future__ import annotations
