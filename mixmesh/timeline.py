@@ -10,6 +10,8 @@ Both kinds use the same names, so that they can be laid side by side:
     parameters of w +3   the gather of what their owners have stepped (ZeRO stages 1 and 2)
     y factors            a gather of a factor of a weight's gradient (``sfb``); ``y factors product``
     all_reduce of the loss
+    accumulation         adding the gradients of a micro-step to earlier ones (predicted; where it is measured
+                         it is a part of what made them)
     optimizer            the optimizer's step, with which a timeline begins
 """
 
@@ -80,6 +82,7 @@ def wgrad_name(result: str) -> str:
 
 
 LOSS_SUM = "all_reduce of the loss"
+ACCUMULATION = "accumulation"
 
 
 BUCKET = "gradients of "

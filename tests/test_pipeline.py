@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -216,11 +217,17 @@ class Training:
         )
         if self.delays is not None:
             delay(model, random.Random(100 * self.delays + model.comm.rank))
+        started = counted_sums(model)
         for step in range(4):
             expected, loss = single(**batch(step)), model(**batch(step))
             close(loss, expected, "loss")
             expected.backward()
+            # sums do not wait for ``backward``, but for those of owners
+            before = len(started)
+            plain = [n for n, b in enumerate(model._runtime.reducer._own) if not b.owned]
+            assert started[-len(plain) :] == plain if plain else not before
             loss.backward()
+            assert len(started) == before
             same_gradients(single, model)
             for o in (optimizer, sharded):
                 o.step()
@@ -228,6 +235,19 @@ class Training:
         whole = single.state_dict()
         for name, value in model.full_state_dict().items():
             close(value, whole[name], name)
+
+
+def counted_sums(model) -> list[int]:
+    """The buckets that are summed from now on, as they start."""
+    reducer, started = model._runtime.reducer, []
+    start = reducer._sum
+
+    def counted(index, flat):
+        started.append(index)
+        return start(index, flat)
+
+    reducer._sum = counted
+    return started
 
 
 def delay(model, draw: random.Random) -> None:
@@ -266,6 +286,30 @@ def check_any_loop(_) -> None:
         model(**batch(3)).backward()
     model(**batch(4)).backward()
     (single(**batch(3)) + single(**batch(4))).backward()
+    same_gradients(single, model)
+    for pair in ((single, model), (single, model)):  # what is there is zero, not nothing
+        for one in pair:
+            one.zero_grad(set_to_none=False)
+            one(**batch(6)).backward()
+    same_gradients(single, model)
+    for one in (single, model):  # two losses, in one backward pass and in two
+        one.zero_grad()
+        (one(**batch(1)) + one(**batch(2))).backward()
+        first, second = one(**batch(3)), one(**batch(4))
+        first.backward()
+        second.backward()
+    same_gradients(single, model)
+    for one in (single, model):  # sums that are on their way already, and a loss that is not to be summed
+        one.zero_grad()
+        loss = one(**batch(5))
+        with one.no_sync() if one is model else nullcontext():
+            loss.backward()
+        one(**batch(6)).backward()
+    same_gradients(single, model)
+    with model.no_sync():
+        loss = model(**batch(1))
+    (loss + model(**batch(2))).backward()
+    (single(**batch(1)) + single(**batch(2))).backward()
     same_gradients(single, model)
     norm = nn.utils.clip_grad_norm_(single.parameters(), 1.0)
     torch.testing.assert_close(model.clip_grad_norm_(1.0).double(), norm.double(), rtol=1e-6, atol=0)

@@ -9,19 +9,21 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, model_of, pipelined
+from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, cut_into, model_of, pipelined
 from torch import nn
 
 from mixmesh.baselines import data_parallel
+from mixmesh.buckets import with_buckets
 from mixmesh.check import check_plan, check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Held, Memory, Walked, flight_of
 from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
+from mixmesh.cost.placed import held_share
 from mixmesh.ir import even_ratio, samples_of, support
 from mixmesh.placement import Space, make_grouping
-from mixmesh.plan_file import Plan, schedule
+from mixmesh.plan_file import MicroBatch, Plan, schedule
 from mixmesh.planner.make import make_plan
 from mixmesh.planner.pipelines import (
     GROUPS,
@@ -34,8 +36,9 @@ from mixmesh.planner.pipelines import (
 )
 from mixmesh.planner.placed import model_parallel
 from mixmesh.planner.task import Task
-from mixmesh.simulator import simulate
-from mixmesh.simulator.pipeline import together
+from mixmesh.simulator import Simulation, simulate
+from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
+from mixmesh.timeline import ACCUMULATION, BUCKET
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
@@ -106,7 +109,7 @@ def test_stages_compute_at_the_same_time():
         latency_us = 0
         [[machine]]
         devices = [
-          { name = "d", tflop_per_s = 1e-3, memory_gib = 4, memory_gbyte_per_s = 1e-2, count = 4 },
+          { name = "d", tflop_per_s = 1e-3, memory_gib = 4, memory_gbyte_per_s = 1, count = 4 },
         ]"""
     )
     costs = CostModel(cluster)
@@ -119,6 +122,55 @@ def test_stages_compute_at_the_same_time():
     assert timeline.step_s < 0.6 * whole.step_s
     assert timeline.step_s >= longest and optimizer_s < longest
     assert timeline.step_s <= longest * (8 + 3 + 1) / 8 * 1.2
+
+
+def test_every_micro_step_but_the_first_adds_to_gradients():
+    program, cluster = chain(model_of(), batch(), FOUR_STAGES), COSTS.cluster
+    spread = data_parallel(trace(model_of(), batch()).graph, COSTS, even_ratio(4))
+    for made, micro_batches in (
+        (program, pipelined(program, 6).micro_batches),
+        (spread, (MicroBatch(1, 3, 1),) * 3 + (MicroBatch(0, 0, 3),)),
+    ):
+        timeline = simulate(made, COSTS, micro_batches=micro_batches, events=True)
+        for rank, device in enumerate(cluster.devices):
+            added = [e.end_s - e.start_s for e in timeline.events if (e.rank, e.name) == (rank, ACCUMULATION)]
+            held = sum(p.type.value.size_bytes * held_share(made, p.type, rank) for p in made.params)
+            steps = micro_batches[rank].steps or 1
+            assert added == pytest.approx([3 * held / device.memory_bytes_per_s] * (steps - 1))
+
+
+def test_sums_of_a_stage_start_in_its_last_backward_pass():
+    """Bucket by bucket; those that stages share wait for the earliest stage."""
+    program = with_buckets(chain(model_of(), batch(), THREE_STAGES), 200)
+    timeline = simulate(program, COSTS, micro_batches=pipelined(program, 4).micro_batches, events=True)
+    ends = {
+        rank: max(e.end_s for e in timeline.events if e.rank == rank and e.stream == "compute" and e.op)
+        for rank in range(4)
+    }
+    sums: dict[str, tuple[set, float]] = {}
+    for e in timeline.events:
+        if e.name.startswith(BUCKET):
+            sums.setdefault(e.name, (set(), e.start_s))[0].add(e.rank)
+    within = sorted(start for ranks, start in sums.values() if ranks == {1, 2})
+    assert len(within) > 2 and within[0] < max(ends[1], ends[2]) and within[0] < ends[0]
+    shared = [start for ranks, start in sums.values() if ranks == {0, 3}]  # the table, the head's weight too
+    assert len(shared) == 1 and shared[0] >= ends[0]
+
+
+def test_a_link_is_used_in_both_directions_at_once(traced):
+    """Activations to a stage share a link with gradients that come to it, and not with what leaves it."""
+    costs = CostModel(Cluster.parse(SLOW_NETWORK))
+    stages = [[float(r == n) for r in range(3)] for n in range(3)]
+    simulation = Simulation(cut_into(traced.graph, stages, costs), costs, accumulating=True)
+    number = {key: n for key, n in simulation.channels.items() if key[0] in (ACTIVATIONS, GRADIENTS)}
+    assert len(number) == 4
+    named = {n: key for key, n in number.items()}
+
+    def rivals(key: tuple) -> set:
+        return {named[n] for n, _ in simulation.rivals[number[key]] if n in named}
+
+    assert rivals((ACTIVATIONS, (0, 1))) == {(GRADIENTS, (1, 2))}
+    assert rivals((ACTIVATIONS, (1, 2))) == {(GRADIENTS, (0, 1))}
 
 
 @pytest.mark.parametrize("what", ("tflop_per_s = 1,", "bandwidth_gbit_per_s = 10"))
@@ -195,7 +247,7 @@ def test_a_pipeline_where_the_network_is_slow(traced):
     check_program(plan.program)
     task = task_of(traced.graph, cluster)
     without = [p for p in model_parallel(task) if p.micro_batches is None]
-    assert plan.predicted_step_s < 0.8 * min(p.timeline.step_s for p in without)
+    assert plan.predicted_step_s < 0.9 * min(p.timeline.step_s for p in without)
     spread = make_plan(traced, cluster, planner="ddp-proportional")
     assert plan.predicted_step_s < spread.predicted_step_s
     # a device that is twice as fast gets more of the model
@@ -205,6 +257,19 @@ def test_a_pipeline_where_the_network_is_slow(traced):
             (rank,) = plan.program.participants(i.type)
             operators[rank] += 1
     assert operators[0] > max(operators[1], operators[2]) > 0
+
+
+def test_a_search_of_placements_is_followed_by_pipelines(traced):
+    """Where one is faster than all that was found it is the plan, and says so; where there is little to gain
+    none is looked at."""
+    slow = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 3")
+    plan = make_plan(traced, Cluster.parse(slow), planner="placed", search_s=1)
+    assert plan.planner == "pipeline" and plan.order == "1f1b"
+    steps = {c.planner: c.predicted_step_s for c in plan.candidates}
+    assert set(steps) == {"pipeline", "placed"} and steps["pipeline"] < steps["placed"]
+    fast = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 1e5")
+    plan = make_plan(traced, Cluster.parse(fast), planner="placed", search_s=1)
+    assert plan.planner == "placed" and [c.planner for c in plan.candidates] == ["placed"]
 
 
 def test_a_plan_of_the_planner_trains_as_one_device():

@@ -427,6 +427,17 @@ def test_the_summary_takes_the_best_placement_of_every_case():
     assert (made["tag_best_case"]["over_weakest"], made["tag_best_case"]["over_baseline"]) == (6.0, 3.0)
 
 
+def test_the_summary_says_where_pipelines_are_faster():
+    rows = [row("tag", 1.0, 1), row("pipeline", 0.5, None), row("tag", 0.5, 1, workload="v"),
+            row("pipeline", 1.0, None, workload="v"), row("tag", 0.5, 1, workload="no micro-steps"),
+            row("tag", None, 1, workload="u"), row("pipeline", 1.0, None, workload="u")]  # fmt: skip
+    made = summary(rows)["pipelines"]
+    assert set(made) == {"tag"}
+    # of three cases with both in one, and in one where nothing else fits
+    assert (made["tag"]["cases"], made["tag"]["faster"]) == (3, 2)
+    assert made["tag"]["alone"] == pytest.approx(8**0.5) and made["tag"]["together"] == pytest.approx(4.0)
+
+
 def test_calls_are_counted_over_seeds():
     traces = [((3, 0.9), (20, 0.5)), ((7, 0.6),), ()]
     assert better_after(traces, 1.0) == (3, 7, None)

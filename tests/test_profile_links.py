@@ -15,6 +15,7 @@ from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
 from mixmesh.cost.gaps import gaps
+from mixmesh.cost.placed import Exchange, sent_between
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio, parse_program
 from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links
@@ -104,6 +105,24 @@ def test_other_groups_are_estimated_from_the_one_most_alike():
 def test_nothing_measured_is_the_estimate_of_the_links():
     cost = costs(measured("all_reduce", "", 6, 18)).collective("all_gather", ALL)
     assert isinstance(cost, CollectiveFit) and cost.algorithm(MB) is None
+
+
+def test_what_goes_one_way_is_like_what_one_sends_another():
+    """Links that are full both ways are slower here, and nothing comes back from the next stage."""
+    both = measured("all_to_all", "", 2, 30, 480)
+    one = measured("send", "", 1, 9, 144, ranks=(0, 2))
+    model = costs(both, one)
+    to_next = Exchange("all_to_all", 4 * 2**20, ALL, sent_between((0.5, 0.5, 0.0), (0.0, 0.0, 1.0)))
+    assert to_next.is_one_way  # of 4 MB all cross the NICs
+    assert to_next.seconds(model) == pytest.approx((9 + 135 * 3 / 15) * 1e-3)
+    back = Exchange("all_to_all", 4 * 2**20, ALL, sent_between((0.0, 0.0, 1.0), (0.5, 0.5, 0.0)))
+    assert back.is_one_way and back.seconds(model) == pytest.approx(to_next.seconds(model), rel=0.2)
+    turned = Exchange("all_to_all", 2**20, ALL, sent_between((0.4, 0.3, 0.3), (0.2, 0.3, 0.5)))
+    assert not turned.is_one_way
+    name, ranks, size_bytes = turned.as_measured(model.cluster)
+    assert (name, ranks) == ("all_to_all", ALL)
+    # 0.2 of it cross the NICs, where an even one has 2/9 there
+    assert size_bytes == pytest.approx(2**20 * 0.2 / (2 / 9))
 
 
 # --- rest ---------------------------------------------------------------------------------------------------
@@ -267,6 +286,8 @@ def test_groups_tell_links_apart():
     assert vital["all_gather", "broadcasts", ALL] == pytest.approx(0.6 * 3 / 1.2)  # pieces by speed
     sent = {c.ranks for c in link_cases(cluster(), "gloo") if c.collective == "send"}
     assert sent == {(0, 1), (0, 2)}
+    # between machines it is what stages of a pipeline need
+    assert ("send", "", (0, 2)) in vital and ("send", "", (0, 1)) not in vital
 
 
 def make_comm() -> Comm:

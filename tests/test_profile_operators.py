@@ -63,6 +63,21 @@ def test_products_with_a_parameter_are_measured_as_they_are_cut():
     assert not found[op_key(call_of(node["aten.matmul"], made.types))].cuts  # of two activations
 
 
+def test_micro_batches_are_measured_after_all_else_that_operators_need():
+    made = graph(BODY.format(n=64), 1)
+    found, _ = measured_ops(made, (0.25, 0.5), time.perf_counter() + 60)
+    for measured in found.values():
+        assert [x for x, _ in measured.forward.points] == [x for x, _ in measured.backward.points]
+    shares = {key: [x for x, _ in measured.forward.points] for key, measured in found.items()}
+    # a sixteenth of the likely share, which is twice the least: two of 64 rows
+    linear = op_key(call_of(next(n for n in made.nodes if n.op == "aten.linear"), made.types))
+    assert shares[linear] == [2 / 64, 0.25, 0.5]
+    few = graph(BODY.format(n=4), 1)
+    found, _ = measured_ops(few, (0.25, 0.5), time.perf_counter() + 60)
+    linear = op_key(call_of(next(n for n in few.nodes if n.op == "aten.linear"), few.types))
+    assert [x for x, _ in found[linear].forward.points] == [0.25, 0.5]  # no fewer than one row
+
+
 def test_without_time_for_them_there_are_none():
     made = graph(BODY.format(n=32), 1)
     found, skipped = measured_ops(made, (0.5,), 0.0)

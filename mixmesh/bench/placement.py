@@ -34,6 +34,7 @@ CALLS = 1000  # strategies that each search may ask for
 SEEDS = 5  # of a tree search's chance
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
 BASELINES = (*DATA_PARALLEL, "single")
+SEARCHES = ("uniform", "tag", "heterog", "local")
 CLAIM = 1.30  # HeteroG over the best of its data parallel baselines, geometric mean
 
 
@@ -226,6 +227,11 @@ def summary(rows: Sequence[Row]) -> dict:
     return {
         "heterog_speedup": by_links,
         "claim": CLAIM,
+        "pipelines": {
+            name: asdict(found)
+            for name in SEARCHES
+            if (found := _with_pipelines(name, list(by_case.values()))).cases
+        },
         "tag_calls_over_uniform": {name: asdict(found) for name, found in races.items()},
         "tag_best_case": most
         and {
@@ -234,6 +240,29 @@ def summary(rows: Sequence[Row]) -> dict:
             "over_baseline": most.over_baseline,
         },
     }
+
+
+@dataclass(frozen=True)
+class WithPipelines:
+    """Of cases with both, in how many a pipeline is ``faster`` than what a search found, or fits where that
+    does not; geometric means of speed-ups over data parallelism, of the search and of the faster one."""
+
+    cases: int
+    faster: int
+    alone: float | None
+    together: float | None
+
+
+def _with_pipelines(method: str, by_case: Sequence[dict[str, Row]]) -> WithPipelines:
+    pairs = [(m[method], m["pipeline"]) for m in by_case if {method, "pipeline"} <= {*m}]
+    steps = [(a.step_s or math.inf, b.step_s or math.inf) for a, b in pairs]
+    comparable = [(a, b) for a, b in pairs if a.speedup]
+    return WithPipelines(
+        len(pairs),
+        sum(b < a for a, b in steps),
+        geometric_mean([a.speedup for a, _ in comparable]),
+        geometric_mean([max(a.speedup, b.speedup or 0.0) for a, b in comparable]),
+    )
 
 
 def _best(rows: Sequence[Row]) -> list[float]:

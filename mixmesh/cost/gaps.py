@@ -88,14 +88,15 @@ def _collectives(program: Program, costs: CostModel) -> Iterator[str]:
     estimated: set[Exchange] = set()
     beyond: list[tuple[float, Exchange, float]] = []
     for exchange in exchanges(program):
-        cost = costs.collective(exchange.performed, exchange.ranks)
+        name, ranks, size_bytes = exchange.as_measured(costs.cluster)
+        cost = costs.collective(name, ranks)
         if not isinstance(cost, MeasuredCollective):
             estimated.add(exchange)
             continue
         if not cost.is_measured:
             estimated.add(exchange)
-        if not cost.covers(exchange.size_bytes):
-            times = exchange.size_bytes / cost.largest_bytes
+        if not cost.covers(size_bytes):
+            times = size_bytes / cost.largest_bytes
             beyond.append((times, exchange, cost.largest_bytes))
     if estimated:
         worst = max(estimated, key=lambda e: (e.size_bytes, e.name))

@@ -175,6 +175,12 @@ class CostModel:
         # Adam reads weight, gradient and two moments and writes three of them
         return 7 * size_bytes / device.memory_bytes_per_s
 
+    def accumulation_s(self, rank: int, size_bytes: float) -> float:
+        """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read
+        and one is written, as fast as operators bound by memory."""
+        device = self.cluster.devices[rank]
+        return work_s(0, 3 * size_bytes, device, half=False) * self._class_scale(device, product=False)
+
     def slowdown(self, rank: int) -> float:
         """By how much of itself computing on ``rank`` takes longer while a collective is under way."""
         measured = self._measured(self.cluster.devices[rank])
@@ -263,7 +269,7 @@ def roofline_s(call: Call, device: Device) -> float:
     return work_s(call_flop(call), moved_bytes(call), device, half=half)
 
 
-def work_s(flop: int, moved: int, device: Device, *, half: bool) -> float:
+def work_s(flop: int, moved: float, device: Device, *, half: bool) -> float:
     rate = device.half_flop_per_s if half and device.half_flop_per_s else device.flop_per_s
     return max(flop / (rate * EFFICIENCY), moved / device.memory_bytes_per_s)
 

@@ -82,12 +82,30 @@ class Exchange:
     def seconds(self, costs: CostModel) -> float:
         if len(self.ranks) < 2 or self.sent == ():
             return 0.0
-        size_bytes = self.size_bytes
-        if self.sent:
-            # what was measured or estimated sends every pair as much: scaled to what the fullest link carries
-            usual = max(self.link_s_per_byte(costs.cluster, usual=True).values())
-            size_bytes *= max(self.link_s_per_byte(costs.cluster).values()) / usual
-        return costs.collective(self.performed, self.ranks).seconds(size_bytes)
+        name, ranks, size_bytes = self.as_measured(costs.cluster)
+        return costs.collective(name, ranks).seconds(size_bytes)
+
+    def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
+        """The collective that takes as long: its name, between whom it is, and of how many bytes.
+
+        What ranks have sent each other is scaled to what the fullest link carries, as a collective sends
+        every pair as much. Where some ranks only send and the others only receive it is like one sending to
+        another: links that are full both ways at once are slower.
+        """
+        if not self.sent:
+            return self.performed, self.ranks, self.size_bytes
+        load = max(self.link_s_per_byte(cluster).values())
+        if self.is_one_way:
+            a, b, _ = max(self.sent, key=lambda pair: pair[2])
+            usual = max(sent_s_per_byte(cluster, ((a, b, 1.0),)).values())
+            return "send", (a, b), self.size_bytes * load / usual
+        usual = max(self.link_s_per_byte(cluster, usual=True).values())
+        return self.performed, self.ranks, self.size_bytes * load / usual
+
+    @property
+    def is_one_way(self) -> bool:
+        """Whether nobody both sends and receives."""
+        return bool(self.sent) and not {a for a, _, _ in self.sent} & {b for _, b, _ in self.sent}
 
     def lag_s(self, costs: CostModel) -> float:
         """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
@@ -383,6 +401,15 @@ class Sheet:
         return out
 
     @cached_property
+    def gradients(self) -> dict[Cut, int]:
+        """Bytes of the gradients that micro-steps add up, by how they are cut."""
+        out: dict[Cut, int] = {}
+        for i in self.program.params:
+            if i.result in self.program.requires_grad:
+                out[i.type.cut] = out.get(i.type.cut, 0) + i.type.value.size_bytes
+        return out
+
+    @cached_property
     def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
         """By the result of a redistribution, and whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}
@@ -438,6 +465,11 @@ class Sheet:
         """Seconds of the optimizer's step on every rank."""
         held = self.held_bytes(self.optimized, program)
         return tuple(self.costs.optimizer_s(rank, size) for rank, size in enumerate(held))
+
+    def accumulation_s(self, program: Program) -> tuple[float, ...]:
+        """Seconds in which every rank adds the gradients of a micro-step to those of earlier ones."""
+        held = self.held_bytes(self.gradients, program)
+        return tuple(self.costs.accumulation_s(rank, size) for rank, size in enumerate(held))
 
     def held_bytes(self, sizes: dict[Cut, float], program: Program) -> list[float]:
         """Bytes on every rank of what has ``sizes`` in whole."""

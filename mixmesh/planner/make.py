@@ -51,9 +51,10 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 }
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, "hap", "two-level", "pipeline")
-QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed
+QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed, and what follows a search
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
-SEARCHING = ("placed", "heterog", "tag")  # as long as they may
+# as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
+SEARCHING = ("placed", "heterog", "tag")
 LEARNED = ("heterog", "tag")
 LAST_RESORT = ("poplar", "model-parallel")  # and where nothing else fits
 NEEDS = {
@@ -148,6 +149,8 @@ def _make_plan(
     quick = planner == "auto" and search_s is None
     if quick:
         names, last = AUTO, LAST_RESORT
+    elif planner in SEARCHING:
+        names = (planner, "pipeline")
     elif planner == "auto":
         searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
         names, search_s = (*AUTO, *SLOW, *searching), search_s / len(searching)
@@ -163,7 +166,9 @@ def _make_plan(
         if name == "two-level" and quick and not promising(task):
             continue
         task.progress(f"planning: {name}")
-        propose = QUICK.get(name, PROPOSERS[name]) if quick else PROPOSERS[name]
+        after_search = planner in SEARCHING and name != planner
+        shortly = quick or (after_search and task.best_s < float("inf"))
+        propose = QUICK.get(name, PROPOSERS[name]) if shortly else PROPOSERS[name]
         proposals = list(propose(task))
         if proposals:
             summed = name in SUMMED_AT_ONCE

@@ -5,8 +5,9 @@ set of the faster ones and every number of micro-steps, the borders between stag
 stage or transfer is fastest, among those that fit (a dynamic programme over the groups of operators). A step
 of m micro-steps is then estimated as one micro-step through all stages and m - 1 times the slowest.
 
-``hopeful`` is the part of this that ``auto`` has the time for: where the best plan is far from computing all
-the time, chains are estimated, and those that are faster than it are simulated.
+``hopeful`` is the part of this that ``auto`` has the time for, and that follows a search of placements: where
+the best plan is far from computing all the time, chains are estimated, and those that are faster than it are
+simulated.
 """
 
 from __future__ import annotations
@@ -221,7 +222,8 @@ class _Estimate:
             fits = np.tri(count + 1, k=-1, dtype=bool).T  # at least one group
             for r in ranks:
                 c, share = self.costs.class_of[r], counts[r] / self.space.batch
-                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share)
+                adding = self.costs.accumulation_s(r, 1.0) * self.params
+                stage_s = np.maximum(stage_s, self.fixed[c] + self.slope[c] * share + adding)
                 held = self.constant[r] + self.stored + (flying * self.kept + self.passing) * share
                 fits &= held <= self.usable[r]
             self._stages[key] = stage_s, fits

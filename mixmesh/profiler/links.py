@@ -133,7 +133,8 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
-            cases.append(Case("send", "", ranks[:2], declared[:2], PAIR if across else MACHINE))
+            # between machines it is what stages of a pipeline send each other
+            cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
     return cases
 
 

@@ -30,9 +30,21 @@ class Meter:
             torch.cuda.synchronize(self.device)
         return clock() - started
 
-    def best(self, work: Callable[[], object], at_least_s: float = 2e-3) -> float:
-        """The median of a few runs after a first one, short work repeated until the clock can tell."""
+    def best(
+        self,
+        work: Callable[[], object],
+        at_least_s: float = 2e-3,
+        between: Callable[[], object] | None = None,
+    ) -> float:
+        """The median of a few runs after a first one, short work repeated until the clock can tell; with
+        something ``between`` runs, each on its own."""
         first = self.once(work)
+        if between is not None:
+            runs = []
+            for _ in range(REPEATS + 2):
+                between()
+                runs.append(self.once(work))
+            return statistics.median(runs)
         inner = max(1, math.ceil(at_least_s / max(first, 1e-7))) if first < at_least_s else 1
         inner = min(inner, 50)
 

@@ -33,6 +33,8 @@ from ..trace.dtypes import TORCH_DTYPE
 from .meter import Meter
 
 LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
+LEAST = 1 / 16  # the same, of a small micro-batch
+EVICTED_BYTES = 8 * 2**20  # written before each run of one: about what the rest of a pass goes through
 COPIES = 5  # of an operator's inputs and outputs, that it takes with its gradients and what it works with
 FILLED = 0.9  # of a device's memory
 
@@ -66,7 +68,15 @@ def measure_ops(
             found[key] = made
         else:
             skipped.append(node.op)
-    # with what is left of the time: products whose weight is cut, each a little
+    # with what is left of the time: micro-batches, whose cost no line through larger shares tells
+    least = shares[0] / LESS * LEAST
+    for number, (key, (node, call)) in enumerate(order):
+        if time.perf_counter() > deadline:
+            break
+        if key in found:
+            progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
+            found[key] = with_share(found[key], bench, node, call, least)
+    # then products whose weight is cut, each a little
     weighted = [(key, node, call) for key, (node, call) in order if key in found and has_weight(graph, node)]
     for number, (key, node, call) in enumerate(weighted):
         if time.perf_counter() > deadline:
@@ -142,6 +152,21 @@ def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) ->
     return None if curves is None else OpMeasurement(*curves, call_flop(call), moved_bytes(call))
 
 
+def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
+    """Measured at a smaller share, too, if whole elements make one. Few samples do little work on a weight,
+    which then has to come from memory as in training: a loop over one operator would find it in the cache."""
+    strategy = next(iter(sharded(call)), None)
+    if strategy is None:
+        return known
+    curves = measure_curves(bench, node, call, strategy, (share,), evict=True)
+    if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
+        return known
+    forward, backward = (
+        Curve((*less.points, *curve.points)) for less, curve in zip(curves, (known.forward, known.backward))
+    )
+    return replace(known, forward=forward, backward=backward)
+
+
 def measure_cuts(
     bench: Bench, node: Node, call: Call, shares: Sequence[float]
 ) -> dict[str, tuple[Curve, Curve]]:
@@ -165,17 +190,23 @@ def sharded(call: Call) -> list[Strategy]:
 
 
 def measure_curves(
-    bench: Bench, node: Node, call: Call, strategy: Strategy | None, shares: Sequence[float]
+    bench: Bench,
+    node: Node,
+    call: Call,
+    strategy: Strategy | None,
+    shares: Sequence[float],
+    *,
+    evict: bool = False,
 ) -> tuple[Curve, Curve] | None:
     """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
-    memory for it: then it is estimated by its class."""
+    memory for it: then it is estimated by its class. With ``evict``, out of cold caches."""
     forward, backward = [], []
     for target in shares if strategy is not None else (1.0,):
         if not bench.has_room(COPIES * share_bytes(call, strategy, target)):
             continue
         try:
             program, real_share = shard_program(bench.graph, node, strategy, bench.units, min(target, 1.0))
-            forward_s, backward_s = time_op(program, bench.meter, bench.device)
+            forward_s, backward_s = time_op(program, bench.meter, bench.device, evict=evict)
         except (RuntimeError, IndexError, ValueError, NotImplementedError):
             return None
         if forward and forward[-1][0] == real_share:
@@ -213,7 +244,9 @@ def shard_program(
     return Program("op", 2, (("r0", ratio),), (*leaves, body), loss), exact
 
 
-def time_op(program: Program, meter: Meter, device: torch.device) -> tuple[float, float]:
+def time_op(
+    program: Program, meter: Meter, device: torch.device, *, evict: bool = False
+) -> tuple[float, float]:
     """Seconds forward and backward of rank 0's part of a one-instruction program."""
     body = program.instructions[-1]
     run = local_op(program, body, 0, device, RandomPolicy())
@@ -227,14 +260,17 @@ def time_op(program: Program, meter: Meter, device: torch.device) -> tuple[float
         shape = local_shape(t.value, t.placement, program.ratio(t.ratio), 0)
         made[i.result] = example(t.value.dtype, shape, smallest, device)
     inputs = [made[name] for name in body.inputs]
-    forward_s = meter.best(lambda: run(*inputs))
+    other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
+    between = other.zero_ if evict else None
+    forward_s = meter.best(lambda: run(*inputs), between=between)
     out = [t for t in run(*inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
     leaves = [t for t in made.values() if t.requires_grad]
     if not out or not leaves:
         return forward_s, 0.0
     grads = [torch.ones_like(t) for t in out]
     backward_s = meter.best(
-        lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True, allow_unused=True)
+        lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True, allow_unused=True),
+        between=between,
     )
     return forward_s, backward_s
 

@@ -71,10 +71,13 @@ class Sums(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Gradients taken away from their parameters, and which of them are sums over ranks."""
+    """Gradients taken away from their parameters, and which of them are sums over ranks. Those of the buckets
+    ``early`` are, or will be when ``handles`` are through."""
 
     gradients: list[tuple[Tensor, Tensor]]
     summed: set[int]
+    early: tuple[int, ...] = ()
+    handles: Sequence[Handle] = ()
 
 
 @dataclass
@@ -87,6 +90,7 @@ class _Progress:
     handles: list[Handle] = field(default_factory=list)
     arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
     postponed: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    whole: set[int] = field(default_factory=set)  # buckets whose sums were delivered
 
 
 class GradientReducer:
@@ -173,7 +177,13 @@ class GradientReducer:
 
     def take(self) -> Taken:
         """The gradients of this rank, whose parameters have none afterwards."""
-        taken = Taken([(p, p.grad) for p in self._all if p.grad is not None], self._summed)
+        progress, self._progress = self._progress, _Progress()
+        taken = Taken(
+            [(p, p.grad) for p in self._all if p.grad is not None],
+            self._summed,
+            tuple(n for n, missing in enumerate(progress.missing) if missing is not None),
+            progress.handles,
+        )
         self._summed = set()
         for p, _ in taken.gradients:
             p.grad = None
@@ -184,6 +194,49 @@ class GradientReducer:
         for p, gradient in taken.gradients:
             p.grad = gradient
         self._summed = taken.summed
+
+    @contextmanager
+    def early(self, held: Taken):
+        """A backward pass within it starts sums before anyone has called ``backward``: a sum that is scaled
+        afterwards is the sum of what is scaled. ``take`` hands over what it has started. A bucket waits for
+        ``backward`` if gradients are ``held`` that are to be summed with its own, or if it has owners or
+        copies."""
+        waiting = {id(p) for p, _ in held.gradients}
+        self._progress = _Progress(
+            [
+                {id(p) for p in members} if plain and waiting.isdisjoint(map(id, members)) else None
+                for members, b in zip(self._buckets, self._own)
+                for plain in [self._is_summed(b) and not (b.owned or b.cells or b.late)]
+            ]
+        )
+        yield
+        self._start_ready(all_of_them=True)
+
+    def deliver(self, taken: Taken, scale: Callable[[Tensor], Tensor]) -> None:
+        """Within a backward pass that has begun: adds what was taken before it. What is a sum stays one where
+        nothing is there yet; elsewhere it becomes the first rank's addend."""
+        progress = self._progress
+        for handle in taken.handles:
+            handle.wait()
+        for n in progress.whole:  # of another loss of this pass
+            for p in self._buckets[n]:
+                self._summed.discard(id(p))
+                if not self._first[id(p)]:
+                    p.grad.zero_()
+            progress.missing[n] = set() if self._is_summed(self._own[n]) else None
+        progress.whole.clear()
+        dropped: set[int] = set()
+        for n in taken.early:
+            members = self._buckets[n]
+            if all(p.grad is None for p in members):
+                progress.whole.add(n)
+                progress.missing[n] = None
+                self._summed.update(map(id, members))
+            else:
+                dropped.update(id(p) for p in members if not self._first[id(p)])
+        for p, gradient in taken.gradients:
+            if id(p) not in dropped:
+                add(p, scale(gradient))
 
     def begin(self) -> None:
         """Called inside a backward pass, before any gradient of it is ready."""

@@ -6,7 +6,8 @@ that it returns runs that of the last one and sums the gradients, so the user's 
 the earlier passes start from the gradient of the step before, and what they gave is scaled by the quotient.
 
 The stages of a pipeline run all their passes within the forward call, the last backward passes too (see
-``pipeline``): those of a stage wait for other stages', so none may wait for the user's.
+``pipeline``): those of a stage wait for other stages', so none may wait for the user's. Sums of gradients
+start in the last of them, and are scaled when ``backward`` comes.
 
 Ranks take as many micro-steps as each likes where only gradients of replicated parameters are summed. Where
 they meet in every micro-step (gathers of ZeRO stage 3) all take as many, those without samples too. Stage 2
@@ -30,7 +31,7 @@ from ..ir import (
     once_program,
 )
 from ..plan_file import Plan, accumulation, schedule
-from .gradients import Sums, Taken, add
+from .gradients import GradientReducer, Sums
 from .pipeline import Stage
 
 
@@ -83,10 +84,10 @@ class MicroSteps:
 
 
 class Earlier:
-    """The gradients of all micro-steps but the last, waiting for its backward pass."""
+    """The gradients of all micro-steps but the last, or in a pipeline of all, waiting for ``backward``."""
 
-    def __init__(self, taken: Taken, seed: Tensor) -> None:
-        self._taken: Taken | None = taken
+    def __init__(self, reducer: GradientReducer, seed: Tensor) -> None:
+        self._reducer, self._taken = reducer, reducer.take()
         self._seed = seed
 
     @torch.no_grad()
@@ -100,8 +101,7 @@ class Earlier:
         taken, self._taken = self._taken, None
         factor = gradient / self._seed
         scaled = factor.device.type != "cpu" or factor.item() != 1
-        for p, g in taken.gradients:
-            add(p, g.mul_(factor) if scaled else g)
+        self._reducer.deliver(taken, lambda g: g.mul_(factor) if scaled else g)
 
 
 @torch.no_grad()

@@ -7,9 +7,10 @@ loop runs unchanged under ``torchrun``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,10 +169,11 @@ class ParallelModel(nn.Module):
         learns = torch.is_grad_enabled()
         before = run.reducer.take() if learns else None
         if steps.is_pipeline:
-            value, updated = self._pipeline(steps, params, buffers, inputs)
+            last = partial(run.reducer.early, before) if learns else nullcontext
+            value, updated = self._pipeline(steps, params, buffers, inputs, last)
             earlier = None
             if learns:
-                earlier = Earlier(run.reducer.take(), run.seed)
+                earlier = Earlier(run.reducer, run.seed)
                 run.reducer.put_back(before)
             return _Forward(None, [], value, earlier), updated
         value, start = self._zero(), 0
@@ -190,12 +192,15 @@ class ParallelModel(nn.Module):
         run.random.micro_step = 0
         earlier = None
         if learns:
-            earlier = Earlier(run.reducer.take(), run.seed)
+            earlier = Earlier(run.reducer, run.seed)
             run.reducer.put_back(before)
         return _Forward(local, tokens, value, earlier), updated
 
-    def _pipeline(self, steps: MicroSteps, params, buffers, inputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """All passes of this rank's stage: the value of its addend of the loss, and new values of buffers."""
+    def _pipeline(
+        self, steps: MicroSteps, params, buffers, inputs, last: Callable[[], AbstractContextManager]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
+        the loss, and new values of buffers."""
         run, size, count = self._runtime, steps.sizes[0], len(steps.sizes)
         value, updated = self._zero(), {}
         if steps.stage is None:
@@ -213,7 +218,8 @@ class ParallelModel(nn.Module):
             return local, handed
 
         leave = (lambda: None) if run.recorder is None else run.recorder.leave
-        steps.stage.run(run.comm, forward, run.seed if torch.is_grad_enabled() else None, leave)
+        seed = run.seed if torch.is_grad_enabled() else None
+        steps.stage.run(run.comm, forward, seed, last, leave)
         run.random.micro_step = 0
         return value, updated
 

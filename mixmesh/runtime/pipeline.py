@@ -5,14 +5,16 @@ pass does. Nobody waits for what it sends before the step ends; what it receives
 ahead, so that it travels while the one before is computed. Activations and gradients have groups of their
 own, on each of which micro-steps follow each other in order, so no stage can wait for one that waits for it.
 
-The stages' passes run within the forward call. The gradients of all micro-steps then wait for ``backward`` of
-the loss, with which they are summed between the ranks of a stage (see ``micro_steps``).
+The stages' passes run within the forward call. In the last backward pass the gradients of all micro-steps
+begin to be summed between the ranks of a stage, and between stages that share a weight; then they wait for
+``backward`` of the loss (see ``micro_steps``).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -112,11 +114,12 @@ class Stage:
         comm: Comm,
         forward: Forward,
         seed: Tensor | None,
+        last_backward: Callable[[], AbstractContextManager] = nullcontext,
         after_backward: Callable[[], object] = lambda: None,
     ) -> None:
         """All micro-steps. ``forward`` is called with the number of one and what comes from earlier stages;
         it gives this rank's addend of the loss, and what goes to later ones by name. ``seed`` is the loss's
-        gradient; without one there are no backward passes."""
+        gradient; without one there are no backward passes. The last runs within ``last_backward``."""
         learns = seed is not None
         returning = [t for t in self.outgoing if t.has_gradient] if learns else []
         activations = _Ahead(self.micro_steps, [partial(t.pass_on, comm, None) for t in self.incoming])
@@ -126,7 +129,10 @@ class Stage:
         passes = passes_of(self.number, self.stages, self.micro_steps)
         for is_backward, k in passes if learns else [p for p in passes if not p[0]]:
             if is_backward:
-                sent += self._backward(comm, kept.pop(k), gradients.next(), seed)
+                arrived = gradients.next()
+                with last_backward() if k + 1 == self.micro_steps else nullcontext():
+                    sent += self._backward(comm, kept.pop(k), arrived, seed)
+                del arrived
                 after_backward()
             else:
                 received = [

@@ -70,7 +70,7 @@ class Pipeline:
         self.forward, self.backward = map(_Works.of, (simulation.forward, simulation.backward))
         self.moves = tuple(self._moves())
         for move in self.moves:
-            simulation.channel(move.purpose, move.exchange.ranks)
+            simulation.channel(move.purpose, move.exchange.ranks, move.exchange)
 
     def _moves(self) -> Iterator[_Move]:
         program, sheet, samples = self.simulation.step, self.simulation.sheet, self.simulation.samples
@@ -83,13 +83,15 @@ class Pipeline:
                 yield _Move(gradient_name(i.result), *reversed(ends), True, back)
 
     def run(self, run: Run, micro_steps: int, seconds: tuple[Seconds, Seconds], sums: Sums) -> None:
-        """All passes of a step, the sum of the loss and those of gradients."""
+        """All passes of a step, the sum of the loss and those of gradients: each starts in the last backward
+        pass of every stage, or at the end if it is for owners or copies."""
+        run.begin(sums)
         _Clocks(self, run, micro_steps, seconds).passes()
         if self.simulation.loss is not None:
             run.start(self.simulation.loss, LOSS_SUM)
-        late = [(n, call.exchange.ranks) for n, call in enumerate(sums.calls)]
+        late = [(n, call.exchange.ranks) for n, call in enumerate(sums.calls) if n not in sums.plain]
         run.active = [True] * len(run.clock)
-        run.begin(replace(sums, issues={AT_THE_END: late}))
+        run.sums = replace(sums, issues={AT_THE_END: late})
         run.end_of_backward(seconds[1])
 
 
@@ -132,12 +134,12 @@ class _Clocks:
             for m in mine:
                 if m.receiver == stage:
                     self._receive(m, k)
-            total, table = self.work[stage, backward]
-            if run.keep_events:
-                made = pipeline.backward if backward else pipeline.forward
-                run.work_in_turn(made.order, made.works, made.at, table)
+            if backward:
+                run.accumulate(kinds)
+            if backward and k == self.micro_steps - 1:
+                self._last_backward(stage)
             else:
-                run.work(total)
+                self._work(self.pipeline.backward if backward else self.pipeline.forward, stage, backward)
             for m in mine:
                 if m.sender == stage:
                     self._occupy(m, kinds)
@@ -145,6 +147,36 @@ class _Clocks:
                     self._fly(m, k)
         for (m, _), end in self.ends.items():
             self.run.until(end, self.kinds[m.sender])
+
+    def _work(self, made: _Works, stage: int, backward: bool) -> None:
+        total, table = self.work[stage, backward]
+        if self.run.keep_events:
+            self.run.work_in_turn(made.order, made.works, made.at, table)
+        else:
+            self.run.work(total)
+
+    def _last_backward(self, stage: int) -> None:
+        """Every rank of the stage starts sums where its gradients are complete, those that are left when the
+        pass is over."""
+        run, order, (_, table) = self.run, self.pipeline.backward.order, self.work[stage, True]
+        mine = {*self.pipeline.stages[stage]}
+        busy = iter((order.counts @ np.array(table).reshape(len(table), -1)).tolist())
+        for step in order.steps:
+            if step.works:
+                seconds = next(busy)
+                if run.keep_events:
+                    run.work_in_turn(order, step.works, step.at, table)
+                elif any(seconds):
+                    run.work(seconds)
+            if step.point is not None:
+                self._issue(step.point, mine)
+        self._issue(AT_THE_END, mine)
+
+    def _issue(self, point: int, mine: set[int]) -> None:
+        for n, ranks in self.run.sums.issues.get(point, ()):
+            here = tuple(r for r in ranks if r in mine)
+            if here and n in self.run.sums.plain:
+                self.run.issue(n, here)
 
     def _receive(self, m: _Move, k: int) -> None:
         self.run.until(self.ends[m, k], self.kinds[m.receiver])

@@ -285,12 +285,14 @@ class Simulation:
             lag_s,
         )
 
-    def channel(self, purpose: str, ranks: tuple[int, ...]) -> int:
-        """The number of a process group. All are known before the first step is simulated."""
+    def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
+        """The number of a process group. All are known before the first step is simulated. One that is only
+        used for exchanges like ``one_way`` crosses no other links than that."""
         key = (purpose, ranks)
         if key not in self.channels:
             number = self.channels[key] = len(self.channels)
-            crossed = links_of(self.costs.cluster, ranks)
+            cluster = self.costs.cluster
+            crossed = set(one_way.link_s_per_byte(cluster) if one_way else links_of(cluster, ranks))
             mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
             self.rivals.append([])
             for other, theirs in enumerate(self.crossed):

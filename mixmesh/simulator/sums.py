@@ -28,6 +28,7 @@ class Sums:
     gathers: tuple[tuple[str, Call], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
     late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
+    plain: frozenset[int] = frozenset()  # those of whole gradients, for all ranks
 
 
 NO_SUMS = Sums((), (), {})
@@ -57,4 +58,5 @@ def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
             gathers.append((parameters_name(names), simulation.call(s.gather, "gradient")))
     late = frozenset(k for k, s in enumerate(sums) if s.late)
     names = tuple(bucket_name(n, s.ranks if s.cells else ()) for s, n in zip(sums, members))
-    return Sums(names, tuple(calls), issues, tuple(gathers), gather_of, late)
+    plain = frozenset(k for k, s in enumerate(sums) if not (s.owned or s.cells or s.late))
+    return Sums(names, tuple(calls), issues, tuple(gathers), gather_of, late, plain)

@@ -79,6 +79,12 @@ def summed_up(made: dict) -> str:
         f"links {links}: " + ", ".join(f"{name} {mean(value)}" for name, value in means.items())
         for links, means in made["heterog_speedup"].items()
     ]
+    for name, found in made["pipelines"].items():
+        lines.append(
+            f"a pipeline is faster than what {name} found in {found['faster']} of {found['cases']} cases: "
+            f"over the best data parallelism {mean(found['alone'])} without them, "
+            f"{mean(found['together'])} with them"
+        )
     best = made["tag_best_case"]
     if best:
         lines.append(
