@@ -18,6 +18,8 @@ from mixmesh.cost import CostModel
 from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import VerificationError
+from mixmesh.explain import explain_plan
+from mixmesh.explain.judge import with_wgrads_of
 from mixmesh.ir import parse_program, separable, wgrad_of, with_wgrads
 from mixmesh.plan_file import MicroBatch
 from mixmesh.planner import make_plan as plan_of
@@ -330,3 +332,12 @@ def test_the_planner_takes_it_where_it_is_faster():
     assert marks[0] == "last" and marks[-1] == "first"
     without = simulate(with_wgrads(plan.program, {}), CostModel(thin))
     assert plan.predicted_step_s < 0.97 * without.step_s
+    told = "\n".join(explain_plan(plan, thin).sentences)
+    assert f"{marks.count('first')} weight gradients are computed before" in told
+    assert f"{marks.count('last')} weight gradients are computed after" in told
+
+
+def test_alternatives_have_what_the_plan_has():
+    program = marked(plain(), ("last", "first"))
+    assert with_wgrads_of(program, plain()) == program
+    assert with_wgrads_of(plain(), program) == plain()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..cost import CostModel
 from ..errors import PlanError
-from ..ir import Program, Replicate, Samples, support
+from ..ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads
 from ..placement.split import is_joined
 from ..plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..planner.ordered import ordered
@@ -58,16 +58,18 @@ class Judge:
         return Judged(self.task.judge("plan", self.plan.program, simulation, micro_batches=rows))
 
     def best(self, program: Program) -> Judged:
-        """The program in its best buckets, with the plan's owners of gradients, in as many micro-steps if it
-        can run in them; if it does not fit, with regions that are computed again."""
-        program = with_owners_of(self.plan.program, replace(program, dtypes=self.plan.program.dtypes))
-        made = self.in_micro_steps(program)
+        """The program in its best buckets, with owners and weight gradients as in the plan, in as many
+        micro-steps if it can run in them; if it does not fit, with regions that are computed again."""
+        made = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
         if not made.fits:
             recompute = recomputed_within if is_joined(program) else recomputed
-            again = self.in_micro_steps(with_owners_of(self.plan.program, recompute(made.program)))
+            again = self.in_micro_steps(self.as_planned(recompute(made.program)))
             if again.fits:
                 return replace(again, proposal=fewest(self.task, again.proposal))
         return made
+
+    def as_planned(self, program: Program) -> Program:
+        return with_wgrads_of(self.plan.program, with_owners_of(self.plan.program, program))
 
     def ordered(self, judged: Judged) -> Judged:
         """In the fastest of its orders, as plans are that take the batch at once."""
@@ -117,6 +119,14 @@ def with_owners_of(plan: Program, made: Program) -> Program:
         attrs += (("owned", name), ("stage", like.attr("stage")))
         out.append(replace(i, attrs=attrs))
     return replace(made, ratios=tuple(ratios.items()), instructions=tuple(out)) if held else made
+
+
+def with_wgrads_of(plan: Program, made: Program) -> Program:
+    """``made`` with those gradients of weights apart that the plan has apart, where they can be."""
+    when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
+    able = separable(made) if when else ()
+    found = {n: when.get(made.instructions[n].results[0]) for n in able}
+    return with_wgrads(made, {n: wgrad for n, wgrad in found.items() if wgrad is not None})
 
 
 def alike(plan: Program, one, made: Program, other) -> bool:

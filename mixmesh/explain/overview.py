@@ -10,7 +10,7 @@ from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.calls import is_computation
-from ..ir import Instruction, Program, local_bytes, regions, shard_sizes, stages_of, support
+from ..ir import Instruction, Program, local_bytes, regions, shard_sizes, stages_of, support, wgrad_of
 from ..placement.lift import operator_name, ratios_of
 from ..placement.split import is_joined, split
 from ..plan_file import Plan
@@ -187,6 +187,10 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"The backward pass computes {count} of {every} operators again, in {len(parts)} regions."
     if program.factored:
         yield f"{len(program.factored)} weight gradients are computed from gathered factors."
+    if count := sum(wgrad_of(i) == "first" for i in program.instructions):
+        yield f"{count} weight gradients are computed before those of their inputs."
+    if count := sum(wgrad_of(i) == "last" for i in program.instructions):
+        yield f"{count} weight gradients are computed after the rest of the backward pass."
     if plan.bound_s:
         yield f"No plan can be faster than {seconds_text(plan.bound_s)}."
     others = [c for c in plan.candidates if c.planner != plan.planner]
