@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..ir import Program, separable, with_wgrads
+from ..zero import with_owners, zero_stage
+from .synced import SMALL_INSTRUCTIONS, owned_runs
 from .task import Proposal, Task
 
 EXPOSED = 0.03  # of the step that sums of gradients must take, beyond what hides
@@ -29,16 +31,17 @@ def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
         able = [n for n in separable(program) if _is_summed(proposal, n)]
     if not able:
         return proposal
-    best: tuple[float, Program] | None = None
-    for part in QUICK_LASTS if quick else LASTS:
-        made = marked(program, able, round(part * len(able)))
-        found_s = task.usual_s(proposal.planner, made)
-        if best is None or found_s < best[0]:
-            best = found_s, made
-    assert best is not None
-    made = task.best_buckets(proposal.planner, best[1])
-    if made.feasible and made.timeline.step_s < step_s * (1 - GAIN):
-        return replace(made, gap=proposal.gap)
+    parts = QUICK_LASTS if quick else LASTS
+    programs = [marked(program, able, round(part * len(able))) for part in parts]
+    if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
+        programs = [min(programs, key=lambda p: task.usual_s(proposal.planner, p))]
+    best = min((task.best_buckets(proposal.planner, p) for p in programs), key=lambda p: p.key)
+    if zero_stage(program) == 1:
+        # sums that begin earlier leave other buckets to owners
+        runs = owned_runs(task, with_owners(best.program, {}), quick=quick)
+        best = min([best, *(task.judge(proposal.planner, p) for p in runs)], key=lambda p: p.key)
+    if best.feasible and best.timeline.step_s < step_s * (1 - GAIN):
+        return replace(best, gap=proposal.gap)
     return proposal
 
 

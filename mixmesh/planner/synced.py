@@ -19,14 +19,14 @@ from .task import Proposal, Task
 
 EXPOSED = 0.05  # of the step that sums of gradients must take, beyond what hides
 MARGIN = 0.02  # of the step that must be saved: owners keep optimizers to those that work by element
-QUICK_INSTRUCTIONS = 1500  # of a program that there is time for
+SMALL_INSTRUCTIONS, QUICK_INSTRUCTIONS = 600, 1500  # of a program that there is time for, and for some of it
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
-RUN_BYTES, QUICK_BYTES = (4e6, 16e6), (4e6,)  # of buckets of which some have owners
+RUN_BYTES, LARGE_BYTES = (4e6, 16e6), (4e6,)  # of buckets of which some have owners
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 HOPEFUL = 1.15  # times the best or faster
 TRIED = 40  # runs of buckets of each size
-QUICK_TRIED = 8  # where there is little time
+QUICK_TRIED, LARGE_TRIED = 12, 8  # where there is little time, and of larger programs then
 
 
 def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> Proposal:
@@ -58,20 +58,32 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     if zero_stage(program) or exposed < EXPOSED * step_s or (quick and not small):
         return best
 
-    def seconds(p: Program) -> float:
-        return task.simulation(p).step_s(p)
-
     if on_cpu:
+
+        def seconds(p: Program) -> float:
+            return task.simulation(p).step_s(p)
+
         # what is gathered in small pieces is there for the first layers while the others still travel
         made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, seconds, mixed=False)]
     else:
-        sizes, most = (QUICK_BYTES, QUICK_TRIED) if quick else (RUN_BYTES, TRIED)
-        made = [best_run(with_buckets(program, size), task.costs, seconds, most) for size in sizes]
+        made = owned_runs(task, program, quick=quick)
     for program in made:
         found = task.judge(proposal.planner, program)
         if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - MARGIN)):
             best = replace(found, gap=proposal.gap)
     return best
+
+
+def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
+    """The program, which has no owners, with owners of a run of its buckets, of several sizes of these."""
+    sizes, most = RUN_BYTES, QUICK_TRIED if quick else TRIED
+    if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
+        sizes, most = LARGE_BYTES, LARGE_TRIED
+
+    def seconds(p: Program) -> float:
+        return task.simulation(p).step_s(p)
+
+    return [best_run(with_buckets(program, size), task.costs, seconds, most) for size in sizes]
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
