@@ -33,10 +33,11 @@ def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
         return proposal
     parts = QUICK_LASTS if quick else LASTS
     programs = [marked(program, able, round(part * len(able))) for part in parts]
-    if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
+    hurried = quick and len(program.instructions) > SMALL_INSTRUCTIONS
+    if hurried:
         programs = [min(programs, key=lambda p: task.usual_s(proposal.planner, p))]
     best = min((task.best_buckets(proposal.planner, p) for p in programs), key=lambda p: p.key)
-    if zero_stage(program) == 1:
+    if zero_stage(program) == 1 and not hurried:
         # sums that begin earlier leave other buckets to owners
         runs = owned_runs(task, with_owners(best.program, {}), quick=quick)
         best = min([best, *(task.judge(proposal.planner, p) for p in runs)], key=lambda p: p.key)

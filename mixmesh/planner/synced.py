@@ -26,7 +26,7 @@ RUN_BYTES, LARGE_BYTES = (4e6, 16e6), (4e6,)  # of buckets of which some have ow
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 HOPEFUL = 1.15  # times the best or faster
 TRIED = 40  # runs of buckets of each size
-QUICK_TRIED, LARGE_TRIED = 12, 8  # where there is little time, and of larger programs then
+QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
 
 
 def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> Proposal:
