@@ -34,8 +34,9 @@ def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
     parts = QUICK_LASTS if quick else LASTS
     programs = [marked(program, able, round(part * len(able))) for part in parts]
     hurried = quick and len(program.instructions) > SMALL_INSTRUCTIONS
-    if hurried:
-        programs = [min(programs, key=lambda p: task.usual_s(proposal.planner, p))]
+    if hurried and task.usual_s(proposal.planner, programs[0]) > step_s * (1 - GAIN):
+        return proposal
+    programs = programs[:1] if hurried else programs
     best = min((task.best_buckets(proposal.planner, p) for p in programs), key=lambda p: p.key)
     if zero_stage(program) == 1 and not hurried:
         # sums that begin earlier leave other buckets to owners
