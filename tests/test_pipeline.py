@@ -3,6 +3,7 @@ delays anywhere stop nobody; a stage that is missing is named."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import time
@@ -28,7 +29,16 @@ from torch import nn
 
 from mixmesh.check import check_plan
 from mixmesh.errors import CollectiveError, InputError, PlanError
-from mixmesh.ir import in_flight, micro_step_program, once_program, parse_program, passes_of, samples_of
+from mixmesh.ir import (
+    in_flight,
+    micro_step_program,
+    once_program,
+    parse_program,
+    passes_of,
+    samples_of,
+    separable,
+    with_wgrads,
+)
 from mixmesh.job import Job
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime.data import shard_batches
@@ -50,6 +60,8 @@ PLANS = {
 }
 COUNTED = "three stages, 2, labels counted elsewhere"  # which of them count is moved once per step
 PLANS[COUNTED] = (THREE_STAGES, 2, ())
+APART = "three stages, 2, weight gradients apart"  # at once, as a stage's passes end in no sums of their own
+PLANS[APART] = (THREE_STAGES, 2, ())
 DROPOUT = 0.3
 DROPPING = {"three stages, 4, dropout": (THREE_STAGES, 4, ())}
 
@@ -64,7 +76,10 @@ def plan_of(name: str) -> Plan:
     stages, micro_steps, syncs = (PLANS | DROPPING)[name]
     model = model_of(dropout=DROPOUT if "dropout" in name else 0.0)
     last = ("cross_entropy_loss.sum",) if name == COUNTED else ()
-    return pipelined(chain(model, batch(), stages, syncs=syncs, last=last), micro_steps)
+    program = chain(model, batch(), stages, syncs=syncs, last=last)
+    if name == APART:
+        program = with_wgrads(program, dict(zip(separable(program), itertools.cycle(("last", "first")))))
+    return pipelined(program, micro_steps)
 
 
 def close(a, b, what="") -> None:

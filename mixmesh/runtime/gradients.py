@@ -269,8 +269,12 @@ class GradientReducer:
             ready(p)
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
-        """One that is made when the rest of the backward pass is over."""
-        self._progress.postponed.append((p, make))
+        """One that is made when the rest of the backward pass is over; at once in a pass that nothing ends,
+        such as those of a pipeline's stage."""
+        if self._task == torch._C._current_graph_task_id():
+            self._progress.postponed.append((p, make))
+        else:
+            self.arrived(p, make())
 
     def _take(self, deliver: Callable[[Tensor], None], handle: Handle, size_bytes: int) -> None:
         arriving = self._progress.arriving
