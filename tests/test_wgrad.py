@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import cache
 
 import pytest
 import torch
@@ -80,6 +81,7 @@ def batch(step: int) -> dict[str, torch.Tensor]:
     }
 
 
+@cache
 def plain(ratio=UNEVEN):
     graph = trace(model_of(), batch(0)).graph
     return with_buckets(data_parallel(graph, CostModel(Cluster.parse(CLUSTER)), ratio), 600.0)
