@@ -396,7 +396,12 @@ def check_stuck(_) -> None:
 
 CHECKS = {
     **{f"training, {name}": Training(name) for name in PLANS},
-    **{f"delays, {name}, {seed}": Training(name, seed) for name in PLANS for seed in range(2)},
+    **{
+        f"delays, {name}, {seed}": Training(name, seed)
+        for name in PLANS
+        if name != APART
+        for seed in range(2)
+    },
     "any loop": check_any_loop,
     "parts": check_parts,
     "dropout": check_dropout,
