@@ -124,9 +124,8 @@ def with_owners_of(plan: Program, made: Program) -> Program:
 def with_wgrads_of(plan: Program, made: Program) -> Program:
     """``made`` with those gradients of weights apart that the plan has apart, where they can be."""
     when = {i.results[0]: wgrad for i in plan.instructions if (wgrad := wgrad_of(i)) is not None}
-    able = separable(made) if when else ()
-    found = {n: when.get(made.instructions[n].results[0]) for n in able}
-    return with_wgrads(made, {n: wgrad for n, wgrad in found.items() if wgrad is not None})
+    named = ((n, made.instructions[n].result) for n in (separable(made) if when else ()))
+    return with_wgrads(made, {n: when[name] for n, name in named if name in when})
 
 
 def alike(plan: Program, one, made: Program, other) -> bool:

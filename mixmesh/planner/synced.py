@@ -59,12 +59,8 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         return best
 
     if on_cpu:
-
-        def seconds(p: Program) -> float:
-            return task.simulation(p).step_s(p)
-
         # what is gathered in small pieces is there for the first layers while the others still travel
-        made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, seconds, mixed=False)]
+        made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
     else:
         made = owned_runs(task, program, quick=quick)
     for program in made:
@@ -79,11 +75,7 @@ def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
     sizes, most = RUN_BYTES, QUICK_TRIED if quick else TRIED
     if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
         sizes, most = LARGE_BYTES, LARGE_TRIED
-
-    def seconds(p: Program) -> float:
-        return task.simulation(p).step_s(p)
-
-    return [best_run(with_buckets(program, size), task.costs, seconds, most) for size in sizes]
+    return [best_run(with_buckets(program, size), task.costs, task.step_s, most) for size in sizes]
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:

@@ -215,6 +215,10 @@ class Task:
             self._first.setdefault(alike, made)
         return self._simulations[key][1]
 
+    def step_s(self, program: Program) -> float:
+        """Seconds of a step in the program's own buckets, at once."""
+        return self.simulation(program).step_s(program)
+
     def judge(
         self,
         planner: str,

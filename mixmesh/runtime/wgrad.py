@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..ir import Instruction, wgrad_of
 from ..rules import RULES, LocalCall
+from .gradients import add
 
 LocalOp = Callable[..., tuple[Tensor]]
 
@@ -35,7 +36,7 @@ class AtOnce:
     """A receiver where nothing is summed."""
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
-        p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+        add(p, gradient)
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
         self.arrived(p, make())
