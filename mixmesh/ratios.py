@@ -241,7 +241,9 @@ def optimal_ratio(
     enough memory. ``sheet`` and ``memory``, of the
     same program, spare making them again. Raises Infeasible."""
     name, ratio = program.ratios[0]
-    for _ in range(MAX_REFITS if costs.profile else 1):
+    memory = memory or PeakMemory(costs, optimizer_states)
+
+    def solved(limited: bool) -> Ratio:
         lp = ratio_program(
             with_ratio(program, name, ratio),
             costs,
@@ -256,7 +258,16 @@ def optimal_ratio(
         for equal, share in zip(equal_ranks(costs, ranks), solve(lp).x):
             for rank in equal:
                 found[rank] = max(float(share), 0.0)
-        before, ratio = ratio, make_ratio(found)
+        return make_ratio(found)
+
+    def surely_fits(ratio: Ratio) -> bool:
+        most = memory.at_most(with_ratio(program, name, ratio))
+        return most is not None and all(most[r] <= usable_bytes(costs, r, headroom) for r in ranks)
+
+    for _ in range(MAX_REFITS if costs.profile else 1):
+        before, free = ratio, solved(limited=False)
+        # the best of all shares is the best of those that fit, if it does
+        ratio = free if not limited or surely_fits(free) else solved(limited=True)
         if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
             break
     return ratio

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import memory_runs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_graphs import GRAPHS, THREE, cluster, graph
+from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
@@ -18,12 +19,15 @@ from mixmesh.cost.memory import (
     HEAP_BYTES,
     SMALL_ALLOWANCE,
     Memory,
+    PeakMemory,
     held_moments,
     peak_memory_bytes,
 )
 from mixmesh.cost.memory.views import contiguous, reshaped
 from mixmesh.cost.placed import cut_shares
+from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import even_ratio, make_ratio, parse_program
+from mixmesh.planner import make_plan
 
 ONE = "program one world=1 {{\n  ratio r0 = [1.0]\n{}\n}}\n"
 FLOAT = 4
@@ -177,3 +181,26 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
         assert 0.98 * measured <= predicted <= 1.2 * measured
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+@pytest.mark.parametrize(
+    "where", [cluster(TWO), cluster(THREE), memory_runs.cpus(4)], ids=["two", "three", "cpus"]
+)
+def test_what_surely_fits_is_never_less_than_the_peak(name, where, monkeypatch):
+    """Of every program that planning meets."""
+    most, looked_at = PeakMemory.at_most, []
+
+    def held_against_the_walk(self, program):
+        found = most(self, program)
+        if found is not None:
+            assert all(a >= b for a, b in zip(found, self.peaks(program))), str(program)
+            looked_at.append(program)
+        return found
+
+    monkeypatch.setattr(PeakMemory, "at_most", held_against_the_walk)
+    for scale in (8, 128):
+        for planner in ("auto", "tensor-parallel", "segments", "model-parallel"):
+            with suppress(Infeasible, InputError):
+                make_plan(graph(GRAPHS[name], scale), where, planner=planner)
+    assert len(looked_at) > 10

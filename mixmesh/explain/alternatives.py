@@ -160,7 +160,7 @@ class Question:
 
     def _alternative(self, text: str, found: Judged, own: Judged, is_plan: bool = False) -> Alternative:
         added, removed = collectives_between(own.program, found.program, self.costs)
-        peaks = (j.proposal.timeline.peak_memory_bytes for j in (found, own))
+        peaks = (j.proposal.peak_memory_bytes for j in (found, own))
         if found.at_once:
             self.at_once[text] = found.at_once
         return Alternative(

@@ -21,14 +21,14 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     def excess(p: Proposal) -> tuple[float, int]:
         over = [
             (peak - usable_bytes(task.costs, rank, HEADROOM), rank)
-            for rank, peak in enumerate(p.timeline.peak_memory_bytes)
+            for rank, peak in enumerate(p.peak_memory_bytes)
         ]
         return max(over)
 
     closest = min(proposals, key=lambda p: excess(p)[0])
     over, rank = excess(closest)
     device = task.costs.cluster.devices[rank]
-    peak = closest.timeline.peak_memory_bytes[rank]
+    peak = closest.peak_memory_bytes[rank]
     if over <= 0 and task.cuts_what_is_whole(closest.program):
         return Infeasible(
             f"the {closest.planner} plan cuts parameters, and the job's optimizer steps whole ones only",

@@ -9,7 +9,7 @@ from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors
 from ..ir import Program, Ratio, regions
-from ..ratios import usable_bytes, with_ratio
+from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..synthesis import NoProgram, Prices, Problem, search
 from .polish import polish
@@ -194,8 +194,9 @@ class Synthesis:
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
         """Whether the shares would be others if all ranks had enough memory."""
-        held = zip(ranks, (made.timeline.peak_memory_bytes[r] for r in ranks))
-        if all(peak < FULL * usable_bytes(self.task.costs, r, HEADROOM) for r, peak in held):
+        if not made.timeline.peak_memory_bytes:
+            return False  # it surely fits
+        if all(made.peak_memory_bytes[r] < FULL * self.task.usable_bytes[r] for r in ranks):
             return False
         free = self.task.ratio(made.simulation, made.program, ranks, limited=False)
         pairs = zip(made.program.ratio_of["r0"], free or ())

@@ -199,7 +199,7 @@ def _make_plan(
         program=program,
         planner=chosen.planner,
         predicted_step_s=chosen.timeline.step_s,
-        predicted_peak_memory_bytes=chosen.timeline.peak_memory_bytes,
+        predicted_peak_memory_bytes=chosen.peak_memory_bytes,
         cluster_fingerprint=cluster.fingerprint,
         cluster_name=cluster.name,
         graph_fingerprint=graph.fingerprint,

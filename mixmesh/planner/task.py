@@ -46,6 +46,12 @@ class Proposal:
     def key(self) -> tuple[bool, float]:
         return (not self.feasible, self.timeline.step_s)
 
+    @cached_property
+    def peak_memory_bytes(self) -> tuple[int, ...]:
+        """Per rank; while plans are compared it is enough to know that they fit."""
+        known = self.timeline.peak_memory_bytes
+        return known or self.simulation.peak_memory_bytes(self.program, self.micro_batches)
+
 
 class Task:
     """A graph on a cluster: programs made once, simulated once, and judged by one measure."""
@@ -128,6 +134,11 @@ class Task:
         """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
         return max(sizes, default=1000)
+
+    @cached_property
+    def usable_bytes(self) -> tuple[float, ...]:
+        """Of the memory of every rank."""
+        return tuple(usable_bytes(self.costs, rank, HEADROOM) for rank in range(self.world_size))
 
     def memory(self, rank: int) -> int:
         return self.costs.cluster.devices[rank].memory_bytes
@@ -230,11 +241,8 @@ class Task:
         program = self.levelled(planner, program)
         simulation = simulation or self.simulation(program)
         with self.timed(step):
-            timeline = simulation.run(program, micro_batches)
-        fits = all(
-            peak <= usable_bytes(self.costs, rank, HEADROOM)
-            for rank, peak in enumerate(timeline.peak_memory_bytes)
-        )
+            timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
+        fits = all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
         fits = fits and self.agrees(program) and not self.cuts_what_is_whole(program)
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)

@@ -113,18 +113,32 @@ class Simulation:
         made.forward = Forward(made, made.sheet)
         return made
 
-    def run(self, program: Program, micro_batches: MicroBatches = None, *, events: bool = False) -> Timeline:
+    def run(
+        self,
+        program: Program,
+        micro_batches: MicroBatches = None,
+        *,
+        events: bool = False,
+        usable_bytes: Sequence[float] = (),
+    ) -> Timeline:
         """One step under the ratios and buckets of ``program``, whose instructions must be those that the
-        simulation was made from, in these micro-steps."""
+        simulation was made from, in these micro-steps. Where every rank surely needs less than
+        ``usable_bytes``, the timeline has no peaks (see ``peak_memory_bytes``)."""
         planned = self._schedule(program, micro_batches)
         run = self._run(program, program.buckets, planned, events=events)
+        most = self.memory.at_most(program) if usable_bytes else None
+        surely = most is not None and all(a <= b for a, b in zip(most, usable_bytes))
         return Timeline(
             max(run.clock),
-            self.memory.peaks(program, planned),
+            () if surely else self.memory.peaks(program, planned),
             tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
         )
+
+    def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
+        """Per rank."""
+        return self.memory.peaks(program, self._schedule(program, micro_batches))
 
     def step_s(
         self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None

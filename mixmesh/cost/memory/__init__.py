@@ -18,6 +18,7 @@ from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
 from ..placed import cut_shares
 from ..sums import Summed, order_of_sums
+from .bound import EVERYWHERE, Bound, has_bound
 from .walk import NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
@@ -37,8 +38,6 @@ ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
 SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
 MAX_PASSES = 32  # over what may be the peak
-
-EVERYWHERE: Cut = (0, 1, None)
 
 
 class Walked:
@@ -190,6 +189,7 @@ class PeakMemory:
         self._memories: dict[tuple, Memory] = {}
         self._kinds = kinds
         self._summed: tuple[Summed, ...] | None = None
+        self._bound = None if like is None else like._bound
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
         """Bytes per rank, with what the process itself takes.
@@ -210,6 +210,21 @@ class PeakMemory:
         return tuple(
             round(constant(rank, idle=is_idle(program, rank)) + tensors[key][rank])
             for rank, key in enumerate(kinds)
+        )
+
+    def at_most(self, program: Program) -> tuple[int, ...] | None:
+        """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without
+        the walk."""
+        if self.samples is not None or not has_bound(program):
+            return None
+        if self._bound is None:
+            self._bound = Bound(program, self.optimizer_states, self._kinds)
+        constant, held = self.costs.memory_constant_bytes, self._bound.held_bytes(program)
+        lost = [0.0 if d.kind == "gpu" else ALLOWANCE + SMALL_ALLOWANCE for d in self.costs.cluster.devices]
+        heap = [0 if d.kind == "gpu" else HEAP_BYTES for d in self.costs.cluster.devices]
+        return tuple(
+            round(constant(rank) + held[rank] * (1 + lost[rank]) + heap[rank])
+            for rank in range(program.world_size)
         )
 
     def of(

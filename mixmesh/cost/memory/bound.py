@@ -1,0 +1,153 @@
+"""What a program surely does not exceed: all that a step ever makes, as if nothing were let go of.
+
+One pass over the kinds of its instructions, a tenth of the walk's time. Where even this fits, which is
+usual, nobody needs to know the peak.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...ir import Cut, Program, owned_type, regions, wgrad_of
+from ...rules import Call
+from ..calls import Kind, kinds_of
+from ..model import VIEWS
+from ..placed import cut_shares
+from .kept import backward_bytes, extra_bytes, forward_bytes
+from .walk import BROADCAST_BYTES, LOOKUPS, Sizes, whole
+
+EVERYWHERE: Cut = (0, 1, None)
+# views whatever the strides; the rest of ``VIEWS`` may have to copy
+NEVER_COPY = VIEWS - {"aten.view"}
+
+
+class Bound:
+    """Bytes of a program under whatever ratios and buckets, by how they are cut, and ``at_first`` on every
+    rank."""
+
+    def __init__(self, program: Program, optimizer_states: int, kinds: Sequence[Kind | None] | None) -> None:
+        """``kinds`` are those of the program's computations, where they are known already."""
+        sizes: Sizes = {}
+        self.at_first = _at_first(program)
+        _stored(program, optimizer_states, sizes)
+        _computed(program, kinds_of(program) if kinds is None else kinds, sizes)
+        _gradients(program, sizes)
+        _moved(program, sizes)
+        self.cuts = tuple(sizes)
+        self.sizes = np.array([sizes[cut] for cut in self.cuts])
+
+    def held_bytes(self, program: Program) -> np.ndarray:
+        """Bytes per rank under the ratios of ``program``, without what a heap loses."""
+        shares = [cut_shares(cut, program.ratio(cut[2]), program.world_size) for cut in self.cuts]
+        in_steps = self.sizes @ np.array(shares).reshape(len(self.cuts), program.world_size)
+        return np.maximum(in_steps, self.at_first)
+
+
+def has_bound(program: Program) -> bool:
+    """Programs with what is made several times, or held in copies, have to be walked."""
+    return not program.copies and not regions(program)
+
+
+def _add(sizes: Sizes, cut: Cut, size_bytes: float) -> None:
+    sizes[cut] = sizes.get(cut, 0.0) + size_bytes
+
+
+def _at_first(program: Program) -> float:
+    """The whole model and batch, as they come, and the groups that values travel in (``Walk.set_up``)."""
+    leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
+    model = sum(i.type.value.size_bytes for i in leaves)
+    batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
+    largest = max((i.type.value.size_bytes for i in leaves), default=0)
+    return float(model + batch + 2 * min(model, BROADCAST_BYTES + largest) + 2 * largest)
+
+
+def _stored(program: Program, states: int, sizes: Sizes) -> None:
+    """Parameters with gradients and states, what the optimizer makes of them and the buckets of gradients;
+    with owners more buffers: gathered, made one and on its way."""
+    for i in program.instructions:
+        if i.op not in ("param", "buffer", "input", "const"):
+            continue
+        size = i.type.value.size_bytes
+        _add(sizes, i.type.cut, size)
+        if i.op == "input":
+            _add(sizes, EVERYWHERE, size)
+        if i.op == "param" and i.result in program.requires_grad:
+            owned = owned_type(program, i)
+            _add(sizes, (owned or i.type).cut, (states + 1) * size)
+            _add(sizes, i.type.cut, size)
+            _add(sizes, whole(i.type), size if owned is None else 4 * size)
+
+
+def _computed(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
+    """Results that are no views, with what is kept and needed beside."""
+    counts = Counter(map(id, kinds))
+    beside: Sizes = {}
+    for kind in {id(kind): kind for kind in kinds if kind is not None}.values():
+        count, call, cut = counts[id(kind)], kind.call, kind.work_type.cut
+        for t in kind.outputs if call.op not in NEVER_COPY else ():
+            _add(sizes, t.cut, count * t.value.size_bytes)
+        for t in kind.inputs if _may_copy(call) else ():
+            _add(sizes, t.cut, count * t.value.size_bytes)
+        _add(sizes, cut, count * extra_bytes(call))
+        # one of these at a time: temporaries, gradients that arrive and, of a second use, the sum
+        needs = [(forward_bytes(call) + backward_bytes(call), cut)]
+        needs += [(2.0 * t.value.size_bytes, t.cut) for t in (*kind.inputs, *kind.outputs)]
+        if call.op in LOOKUPS:
+            needs.append((2.0 * kind.outputs[0].value.size_bytes, whole(kind.outputs[0])))
+        here: Sizes = {}
+        for size, cut in needs:
+            _add(here, cut, size)
+        for cut, size in here.items():
+            beside[cut] = max(beside.get(cut, 0.0), size)
+    for cut, size in beside.items():
+        _add(sizes, cut, size)
+    for i in program.instructions:
+        if i.attrs and i.attr("sfb", False):  # the factors of all ranks
+            factors = program.types[i.inputs[0]].value.size_bytes + i.type.value.size_bytes
+            _add(sizes, whole(i.type), float(factors))
+
+
+def _gradients(program: Program, sizes: Sizes) -> None:
+    """The most at any time of the gradients of values, each there from the last use to what made the value.
+    Those of parameters, and of what weight gradients wait for, stay."""
+    grad = program.requires_grad
+    last: dict[str, int] = {}
+    size_of: dict[str, float] = {}
+    stay: set[str] = set()
+    for n, i in enumerate(program.instructions):
+        for name in i.inputs:
+            last[name] = n
+            if i.op == "aten.cat":  # each a view of the whole
+                size_of[name] = size_of.get(name, 0.0) + i.type.value.size_bytes
+        if wgrad_of(i) == "last":
+            stay.update(i.results)
+    changes: dict[Cut, list[tuple[int, float]]] = {}
+    for n, i in enumerate(program.instructions):
+        for name, t in zip(i.results, i.types) if not i.is_leaf else ():
+            if name in grad:
+                size = max(size_of.get(name, 0.0), t.value.size_bytes)
+                there = changes.setdefault(t.cut, [])
+                there.append((last.get(name, n) + 1, -size))
+                there.append((0 if name in stay else n, size))
+    for cut, there in changes.items():
+        times, by = np.array(sorted(there)).T
+        _add(sizes, cut, float(by.cumsum().max()))
+
+
+def _may_copy(call: Call) -> bool:
+    """Whether a product may keep a copy of an input, made to see it as one batch of matrices."""
+    return call.op == "aten.matmul" and len(call.outputs[0].shape) > 3
+
+
+def _moved(program: Program, sizes: Sizes) -> None:
+    """What redistributions bring and take back, and hold meanwhile, in both passes."""
+    for i in program.instructions:
+        if not i.is_redistribution:
+            continue
+        source, target = program.types[i.inputs[0]], i.type
+        for t in (source, target):
+            _add(sizes, t.cut, 5.0 * t.value.size_bytes)
+            _add(sizes, whole(t), 3.0 * t.value.size_bytes)
