@@ -11,17 +11,26 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...ir import Cut, Program, owned_type, regions, wgrad_of
+from ...ir import Cut, Instruction, Program, owned_type, regions, wgrad_of
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..model import VIEWS
 from ..placed import cut_shares
-from .kept import backward_bytes, extra_bytes, forward_bytes
+from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .walk import BROADCAST_BYTES, LOOKUPS, Sizes, whole
 
 EVERYWHERE: Cut = (0, 1, None)
 # views whatever the strides; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
+IN_MEMORY_ORDER = (
+    "aten.linear",
+    "aten.addmm",
+    "aten.mm",
+    "aten.embedding",
+    "aten.layer_norm",
+    "input",
+    "param",
+)
 
 
 class Bound:
@@ -33,7 +42,9 @@ class Bound:
         sizes: Sizes = {}
         self.at_first = _at_first(program)
         _stored(program, optimizer_states, sizes)
-        _computed(program, kinds_of(program) if kinds is None else kinds, sizes)
+        kinds = kinds_of(program) if kinds is None else kinds
+        _computed(program, kinds, sizes)
+        _beside(program, kinds, sizes)
         _gradients(program, sizes)
         _moved(program, sizes)
         self.cuts = tuple(sizes)
@@ -82,13 +93,61 @@ def _stored(program: Program, states: int, sizes: Sizes) -> None:
 
 
 def _computed(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
-    """Results that are no views, with what is kept and needed beside."""
+    """Results that are no views: all of those that may be kept, and the most at any time of those that go
+    with their last use."""
+    kept_names, last = _kept(program, kinds), _last_uses(program)
+    coming: dict[Cut, list[tuple[int, float]]] = {}
+    for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
+        if kind is None or kind.call.op in NEVER_COPY or _is_view(program, i):
+            continue
+        for name, t in zip(i.results, i.types):
+            if name in kept_names:
+                _add(sizes, t.cut, t.value.size_bytes)
+            else:
+                there = coming.setdefault(t.cut, [])
+                there += [(n, t.value.size_bytes), (last.get(name, n) + 1, -t.value.size_bytes)]
+    _most_at_once(coming, sizes)
+
+
+def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
+    """Values that may be held beyond their last use: by autograd, by a view, or by a redistribution."""
+    found: set[str | None] = {program.loss}
+    known: dict[int, tuple[list[int], list[int]]] = {}
+    for i, kind in zip(program.instructions, kinds):
+        if kind is None:
+            found.update(i.inputs)
+            continue
+        if id(kind) not in known:
+            row, every = row_of(kind.call), list(kept(kind.call, kind.takes))
+            inputs = [n for what, n in every if what == "input"]
+            looked_at = row.passes and not (row.strided and kind.call.op != "aten.broadcast_tensors")
+            known[id(kind)] = (
+                list(range(len(kind.inputs))) if looked_at else inputs,
+                [n for what, n in every if what == "result"],
+            )
+        inputs, results = known[id(kind)]
+        found.update(i.inputs[n] for n in inputs)
+        found.update(i.results[n] for n in results)
+    return found
+
+
+def _last_uses(program: Program) -> dict[str, int]:
+    return {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+
+
+def _most_at_once(coming: dict[Cut, list[tuple[int, float]]], sizes: Sizes) -> None:
+    """Adds, of bytes that come and go at numbered times, the most that are there."""
+    for cut, there in coming.items():
+        _, by = np.array(sorted(there)).T
+        _add(sizes, cut, float(by.cumsum().max()))
+
+
+def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
+    """What operators keep beside their results, and need meanwhile."""
     counts = Counter(map(id, kinds))
     beside: Sizes = {}
     for kind in {id(kind): kind for kind in kinds if kind is not None}.values():
         count, call, cut = counts[id(kind)], kind.call, kind.work_type.cut
-        for t in kind.outputs if call.op not in NEVER_COPY else ():
-            _add(sizes, t.cut, count * t.value.size_bytes)
         for t in kind.inputs if _may_copy(call) else ():
             _add(sizes, t.cut, count * t.value.size_bytes)
         _add(sizes, cut, count * extra_bytes(call))
@@ -113,28 +172,31 @@ def _computed(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> N
 def _gradients(program: Program, sizes: Sizes) -> None:
     """The most at any time of the gradients of values, each there from the last use to what made the value.
     Those of parameters, and of what weight gradients wait for, stay."""
-    grad = program.requires_grad
-    last: dict[str, int] = {}
-    size_of: dict[str, float] = {}
-    stay: set[str] = set()
-    for n, i in enumerate(program.instructions):
-        for name in i.inputs:
-            last[name] = n
-            if i.op == "aten.cat":  # each a view of the whole
-                size_of[name] = size_of.get(name, 0.0) + i.type.value.size_bytes
+    grad, last = program.requires_grad, _last_uses(program)
+    wholes: dict[str, float] = {}
+    stay: set[str | None] = set()
+    for i in program.instructions:
+        if i.op == "aten.cat":  # each a view of the whole
+            for name in i.inputs:
+                wholes[name] = wholes.get(name, 0.0) + i.type.value.size_bytes
         if wgrad_of(i) == "last":
             stay.update(i.results)
-    changes: dict[Cut, list[tuple[int, float]]] = {}
+    coming: dict[Cut, list[tuple[int, float]]] = {}
     for n, i in enumerate(program.instructions):
         for name, t in zip(i.results, i.types) if not i.is_leaf else ():
             if name in grad:
-                size = max(size_of.get(name, 0.0), t.value.size_bytes)
-                there = changes.setdefault(t.cut, [])
-                there.append((last.get(name, n) + 1, -size))
-                there.append((0 if name in stay else n, size))
-    for cut, there in changes.items():
-        times, by = np.array(sorted(there)).T
-        _add(sizes, cut, float(by.cumsum().max()))
+                size = max(wholes.get(name, 0.0), t.value.size_bytes)
+                there = coming.setdefault(t.cut, [])
+                there += [(last.get(name, n) + 1, -size), (0 if name in stay else n, size)]
+    _most_at_once(coming, sizes)
+
+
+def _is_view(program: Program, i: Instruction) -> bool:
+    """Whether a view surely is one: of what an operator made in memory order."""
+    if i.op != "aten.view":
+        return False
+    source = program.producers[i.inputs[0]]
+    return source.op in IN_MEMORY_ORDER and source.results[0] == i.inputs[0]
 
 
 def _may_copy(call: Call) -> bool:
@@ -143,11 +205,16 @@ def _may_copy(call: Call) -> bool:
 
 
 def _moved(program: Program, sizes: Sizes) -> None:
-    """What redistributions bring and take back, and hold meanwhile, in both passes."""
+    """What redistributions bring and take back, and hold until it has arrived; one at a time more, where it
+    is put in order."""
+    at_once: Sizes = {}
     for i in program.instructions:
         if not i.is_redistribution:
             continue
         source, target = program.types[i.inputs[0]], i.type
-        for t in (source, target):
-            _add(sizes, t.cut, 5.0 * t.value.size_bytes)
-            _add(sizes, whole(t), 3.0 * t.value.size_bytes)
+        size = float(target.value.size_bytes)
+        for cut in (source.cut, target.cut, whole(target)):
+            _add(sizes, cut, 2 * size)
+            at_once[cut] = max(at_once.get(cut, 0.0), 2 * size)
+    for cut, size in at_once.items():
+        _add(sizes, cut, size)
