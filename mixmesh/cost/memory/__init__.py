@@ -189,6 +189,7 @@ class PeakMemory:
         self._memories: dict[tuple, Memory] = {}
         self._kinds = kinds
         self._summed: tuple[Summed, ...] | None = None
+        self._has_bound: bool | None = None
         self._bound = None if like is None else like._bound
 
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
@@ -215,7 +216,9 @@ class PeakMemory:
     def at_most(self, program: Program) -> tuple[int, ...] | None:
         """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without
         the walk."""
-        if self.samples is not None or not has_bound(program):
+        if self._has_bound is None:
+            self._has_bound = self.samples is None and has_bound(program)
+        if not self._has_bound:
             return None
         if self._bound is None:
             self._bound = Bound(program, self.optimizer_states, self._kinds)
