@@ -178,6 +178,17 @@ def test_run_in_the_testbed(folder):
     assert "cpu@0.3" in done.stderr
 
 
+def test_profile_in_the_testbed_and_a_plan_by_it(folder):
+    done = mixmesh(
+        *"testbed --cluster two.toml -- mixmesh profile job.py --out p.json --budget 1 --json".split(),
+        cwd=folder, MIXMESH_TESTBED_FORCE_PLAIN="1",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert last(done.stdout)["devices"]
+    planned = mixmesh(*"plan job.py --cluster two.toml --profile p.json --json".split(), cwd=folder)
+    assert planned.returncode == 0 and last(planned.stdout)["cost_source"] == "profile", planned.stderr
+
+
 def test_the_testbed_refuses_the_plan_of_another_cluster(folder):
     (folder / "other.toml").write_text(TWO_DEVICES.replace("0.6", "0.5"))
     done = mixmesh(

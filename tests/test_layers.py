@@ -6,6 +6,8 @@ Modules of one row form one group and may import each other; groups of one layer
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -130,3 +132,17 @@ def test_no_cycle_at_start():
             capture_output=True,
         )
         assert done.returncode == 0, (name, done.stderr.decode())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_what_is_imported_exists(path):
+    """Also inside functions, where only a run of them would tell."""
+    package = [mixmesh.__name__, *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("mixmesh")):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            name = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            module = importlib.import_module(name)
+            for a in node.names:
+                found = hasattr(module, a.name) or importlib.util.find_spec(f"{name}.{a.name}")
+                assert found, f"{path.name}:{node.lineno}: {name} has no {a.name}"

@@ -46,9 +46,9 @@ def profile(
     from ..ir import even_ratio
     from ..job import load_job
     from ..profiler import profile as measure
+    from ..runtime.comm import leave
     from ..testbed import enter_device
     from ..trace import trace
-    from .run import leave
 
     loaded = load_job(job)
     graph = trace(loaded.model, loaded.batch).graph
