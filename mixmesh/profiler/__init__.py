@@ -157,8 +157,9 @@ def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
-    """Equal devices: the one in the middle by the time of a whole step."""
-    return sorted(profiles, key=lambda p: p.step_scale)[(len(profiles) - 1) // 2]
+    """Equal devices: the one in the middle by the time of a whole step; of two the slower, for which the
+    other waits."""
+    return sorted(profiles, key=lambda p: p.step_scale)[len(profiles) // 2]
 
 
 def likely_share(cluster: Cluster, rank: int) -> float:

@@ -20,6 +20,7 @@ from .meter import REPEATS, Meter
 
 FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
 TRIAL_S = 60.0  # of a first step
+LEAST_STEPS = 6
 
 
 def measure_steps(
@@ -90,7 +91,7 @@ def measure_steps(
         batch = part(count)
         step(batch)
         dist.barrier()
-        measured = statistics.median(repeated(clock, partial(step, batch), budget_s / len(FACTORS)))
+        measured = mean_s(clock, partial(step, batch), budget_s / len(FACTORS))
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
@@ -104,13 +105,16 @@ def measure_steps(
     return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
 
 
-def repeated(clock: Meter, step: Callable[[], object], budget_s: float) -> list[float]:
-    """Seconds of each step, for about ``budget_s`` and three steps at least."""
+def mean_s(clock: Meter, step: Callable[[], object], budget_s: float) -> float:
+    """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least. The first does not count, as
+    the device has rested before it; nor do the fastest and the slowest. Of steps that begin anywhere in a
+    quota's periods the mean is right, where the median of a few is one of two or three values."""
+    step()
     started = time.perf_counter()
     times: list[float] = []
-    while len(times) < REPEATS or time.perf_counter() - started < budget_s:
+    while len(times) < LEAST_STEPS or time.perf_counter() - started < budget_s:
         times.append(clock.once(step))
-    return times
+    return statistics.mean(sorted(times)[1:-1])
 
 
 def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
