@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ir import even_ratio, make_ratio
 from ..job import Job
 from ..planner import whole_counts
+from ..runtime.optimizers import fuse
 from ..runtime.train import endless
 
 Loss = Callable[[], float]  # the global loss of a step that was made; collective
@@ -76,6 +77,7 @@ def parallel_step(job: Job, wrap: Callable[[nn.Module], nn.Module], counts: Sequ
     first = sum(counts[:rank])
     model = wrap(job.model)
     optimizer = job.optimizer(model.parameters())
+    fuse(optimizer)  # as in our plans
     batches = endless(job.data, job.batch)
 
     def step() -> Loss:
@@ -92,6 +94,7 @@ def parallel_step(job: Job, wrap: Callable[[nn.Module], nn.Module], counts: Sequ
 def single_step(job: Job, rank: int) -> Step:
     """Steps of the whole batch on one rank, while the others have nothing to do."""
     optimizer = job.optimizer(job.model.parameters())
+    fuse(optimizer)
     batches = endless(job.data, job.batch)
 
     def step() -> Loss:

@@ -23,6 +23,7 @@ from mixmesh.plan_file import Plan
 from mixmesh.profiler import profile
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
+from mixmesh.runtime.optimizers import fuse
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.testbed import enter_device
 from mixmesh.trace import trace
@@ -64,6 +65,7 @@ def ddp_steps(rank: int, world_size: int) -> Callable[[], float]:
     made = job()
     model = nn.parallel.DistributedDataParallel(made.model, bucket_cap_mb=DDP_BUCKET_MB)
     optimizer = made.optimizer(model.parameters())
+    fuse(optimizer)  # as in our plans
     size = BATCH // world_size
     batches = iter(made.data)
 

@@ -15,6 +15,7 @@ from ..cost import CostModel
 from ..ir import Graph
 from ..rules import call_of
 from ..runtime.allocator import give_back
+from ..runtime.optimizers import fuse
 from .children import attempt_on
 from .meter import REPEATS, Meter
 
@@ -48,6 +49,7 @@ def measure_steps(
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())
+    fuse(optimizer)  # as in training
     size_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     tensors = [t for t in tensors_of(job.batch) if t.dim()]
     rows = max((t.shape[0] for t in tensors), default=1)

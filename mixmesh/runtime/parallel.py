@@ -464,6 +464,7 @@ def parallelize(
     runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed, origins)
     if optimizer is not None:
         optimizers.swap_params(optimizer, swapped, comm.rank)
+        optimizers.fuse(optimizer)
         if any(s.held.sizes or len(s.held.ranks) < comm.world_size for s in by_param.values()):
             optimizer.register_step_pre_hook(refuse_plain_scaler)
         if owned:

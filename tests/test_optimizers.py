@@ -1,0 +1,68 @@
+"""Large buffers, and optimizers whose steps one kernel makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mixmesh.cost.memory.walk import OWN_PIECE_BYTES
+from mixmesh.runtime.allocator import buffer, joined
+from mixmesh.runtime.optimizers import fuse
+
+KINDS = {
+    "SGD": lambda p, **how: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, **how),
+    "Adam": lambda p, **how: torch.optim.Adam(p, lr=0.1, **how),
+    "AdamW": lambda p, **how: torch.optim.AdamW(p, lr=0.1, **how),
+}
+
+
+@pytest.mark.parametrize("count", [3, OWN_PIECE_BYTES // 4 + 5])
+def test_a_buffer_holds_what_was_joined(count):
+    pieces = [torch.arange(count, dtype=torch.float32), torch.ones(2, 3).t(), torch.zeros(0)]
+    assert torch.equal(joined(pieces), torch.cat([p.reshape(-1) for p in pieces]))
+    made = buffer(count, torch.ones(1, dtype=torch.int64))
+    assert made.shape == (count,) and made.dtype == torch.int64
+
+
+def stepped(kind, how, fused: bool) -> list[torch.Tensor]:
+    """Parameters after three steps, one of them a piece without elements."""
+    torch.manual_seed(0)
+    params = [
+        torch.randn(5, 3, dtype=torch.float64, requires_grad=True),
+        torch.zeros(0, 3, requires_grad=True),
+    ]
+    optimizer = KINDS[kind](params, **how)
+    assert fuse(optimizer) is fused and bool(optimizer.param_groups[0]["fused"]) is fused
+    for _ in range(3):
+        params[0].grad = torch.randn_like(params[0])
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fused_step_is_the_same_step(kind):
+    for a, b in zip(stepped(kind, {}, fused=True), stepped(kind, {"foreach": False}, fused=False)):
+        assert torch.allclose(a, b, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(
+    "how", [{"foreach": True}, {"foreach": False}, {"fused": False}, {"differentiable": True}], ids=str
+)
+def test_what_the_user_chose_stays(how):
+    optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], **how)
+    before = dict(optimizer.param_groups[0])
+    assert not fuse(optimizer) and optimizer.param_groups[0] == before
+
+
+def test_optimizers_that_stay_as_they_are():
+    p = torch.ones(2, requires_grad=True)
+    p.grad = torch.ones(2)
+    warm = torch.optim.AdamW([p])
+    warm.step()
+    whole = torch.optim.SGD([torch.ones(2, dtype=torch.complex64, requires_grad=True)])
+
+    class Own(torch.optim.SGD):
+        pass
+
+    for optimizer in (warm, whole, torch.optim.Adagrad([p]), torch.optim.RMSprop([p]), Own([p])):
+        assert not fuse(optimizer) and not optimizer.param_groups[0].get("fused")
