@@ -1,12 +1,10 @@
-"""Large buffers, and optimizers whose steps one kernel makes."""
+"""Optimizers whose steps one kernel makes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from mixmesh.cost.memory.walk import OWN_PIECE_BYTES
-from mixmesh.runtime.allocator import buffer, joined
 from mixmesh.runtime.optimizers import fuse
 
 KINDS = {
@@ -14,14 +12,6 @@ KINDS = {
     "Adam": lambda p, **how: torch.optim.Adam(p, lr=0.1, **how),
     "AdamW": lambda p, **how: torch.optim.AdamW(p, lr=0.1, **how),
 }
-
-
-@pytest.mark.parametrize("count", [3, OWN_PIECE_BYTES // 4 + 5])
-def test_a_buffer_holds_what_was_joined(count):
-    pieces = [torch.arange(count, dtype=torch.float32), torch.ones(2, 3).t(), torch.zeros(0)]
-    assert torch.equal(joined(pieces), torch.cat([p.reshape(-1) for p in pieces]))
-    made = buffer(count, torch.ones(1, dtype=torch.int64))
-    assert made.shape == (count,) and made.dtype == torch.int64
 
 
 def stepped(kind, how, fused: bool) -> list[torch.Tensor]:

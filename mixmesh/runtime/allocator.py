@@ -15,20 +15,14 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from ..cost.memory.walk import OWN_PIECE_BYTES
+from ..cost.model import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
 TRIM_ABOVE = 1.0  # of what was planned, which has room for what a step more may add
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-MADV_HUGEPAGE = 14  # <sys/mman.h>
 
 
 def steady_heap() -> bool:
@@ -67,30 +61,3 @@ def grows() -> bool:
     name, version = platform.libc_ver()
     chosen = any(key.startswith("MALLOC_") for key in os.environ) or "LD_PRELOAD" in os.environ
     return name == "glibc" and not chosen and tuple(map(int, version.split(".")[:2])) < (2, 38)
-
-
-def buffer(size: int, like: Tensor) -> Tensor:
-    """``size`` elements of the dtype and device of ``like``, not initialised.
-
-    A large piece of memory is new from the kernel each time (see above). In pages of 4 KiB it takes a fault
-    for each, which for a buffer of gradients is three times the work of filling it; in pages of 2 MiB it is a
-    third on top. Linux gives them where they are asked for, unless its owner has forbidden it.
-    """
-    made = like.new_empty(size)
-    if made.device.type == "cpu" and made.nbytes >= OWN_PIECE_BYTES and (advise := _madvise()) is not None:
-        start = made.data_ptr() // PAGE_BYTES * PAGE_BYTES
-        end = -(-(made.data_ptr() + made.nbytes) // PAGE_BYTES) * PAGE_BYTES
-        # a refusal changes nothing
-        advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_HUGEPAGE)
-    return made
-
-
-def joined(pieces: Sequence[Tensor]) -> Tensor:
-    """The elements of all pieces in one new buffer, as ``torch.cat`` of one dim. No gradient passes."""
-    flat = [piece.detach().reshape(-1) for piece in pieces]
-    return torch.cat(flat, out=buffer(sum(piece.numel() for piece in flat), flat[0]))
-
-
-@cache
-def _madvise() -> Callable[..., int] | None:
-    return getattr(ctypes.CDLL(None), "madvise", None) if platform.system() == "Linux" else None

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..cost import default_algorithm
 from ..errors import InputError
-from .allocator import buffer, joined
 from .comm import Channel
 from .levels import ByLevels
 
@@ -70,7 +69,7 @@ def then(f: Callable[..., Tensor], *handles: Handle) -> Handle:
 
 
 def _gather_broadcasts(channel: Channel, mine: Tensor, counts: Sizes):
-    full = buffer(sum(counts), mine)
+    full = mine.new_empty(sum(counts))
     pieces = full.split(list(counts))
     pieces[channel.me].copy_(mine)
     works = [
@@ -85,14 +84,14 @@ def _gather_padded(channel: Channel, mine: Tensor, counts: Sizes):
     longest = max(counts)
     padded = mine.new_zeros(longest)
     padded[: mine.numel()] = mine
-    full = buffer(longest * len(counts), mine)
+    full = mine.new_empty(longest * len(counts))
     works = [channel.start(dist.all_gather_single, full, padded)]
     rows = full.view(len(counts), longest)
     return works, lambda: torch.cat([row[:count] for row, count in zip(rows, counts)])
 
 
 def _gather_all_to_all(channel: Channel, mine: Tensor, counts: Sizes):
-    full = buffer(sum(counts), mine)
+    full = mine.new_empty(sum(counts))
     sent = mine.repeat(len(counts))
     splits = [mine.numel()] * len(counts)
     works = [channel.start(dist.all_to_all_single, full, sent, list(counts), splits)]
@@ -100,7 +99,7 @@ def _gather_all_to_all(channel: Channel, mine: Tensor, counts: Sizes):
 
 
 def _gather_by_levels(levels: ByLevels, channel: Channel, mine: Tensor, counts: Sizes):
-    full = buffer(sum(counts), mine)
+    full = mine.new_empty(sum(counts))
     full.split(list(counts))[channel.me].copy_(mine)
     return [channel.start(levels.all_gather, full, counts)], lambda: full
 
@@ -184,7 +183,7 @@ def _scatter_all_reduce(channel: Channel, flat: Tensor, counts: Sizes):
 
 def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
     count, world_size = counts[channel.me], len(counts)
-    addends = buffer(world_size * count, flat).view(world_size, count)
+    addends = flat.new_empty(world_size, count)
     splits = [count] * world_size
     works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
     return works, lambda: (flat, addends)[1].sum(0)
@@ -279,10 +278,10 @@ def exchange(
     channel: Channel, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], *, async_op: bool = False
 ) -> list[Tensor] | Handle:
     """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes."""
-    width = sent[0].element_size()
-    flat = _stage(channel, joined(sent))
+    dtype, width = sent[0].dtype, sent[0].element_size()
+    flat = _stage(channel, torch.cat([piece.reshape(-1) for piece in sent]))
     counts = [math.prod(shape) for shape in shapes]
-    received = buffer(sum(counts), flat)
+    received = torch.empty(sum(counts), dtype=dtype, device=flat.device)
     bytes_in = [piece.numel() * width for piece in sent]
     bytes_out = [count * width for count in counts]
     works = []

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
 from ..ir import Cell, Parts, Program
-from .allocator import joined
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
 from .levels import ByLevels
@@ -330,7 +329,7 @@ class GradientReducer:
         if len(grads) == 1 and grads[0].is_contiguous():
             flat = grads[0].view(-1)
         else:
-            flat = joined(grads)
+            flat = torch.cat([g.reshape(-1) for g in grads])
         for p, piece in zip(members, flat.split([p.numel() for p in members])):
             p.grad = piece.view(p.shape)
             self._summed.add(id(p))
@@ -365,7 +364,7 @@ class GradientReducer:
             p.grad = grad
             self._summed.add(id(p))
             shared += boxes_of(grad, cell, self._origins[id(p)])
-        flat = joined(shared)
+        flat = torch.cat([box.reshape(-1) for box in shared])
         handle = self._sum(index, flat)
 
         def deliver(total: Tensor) -> None:

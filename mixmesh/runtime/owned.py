@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from ..cost.sums import IN_FLIGHT_BYTES
 from ..ir import Parts
-from .allocator import joined
 from .collectives import Handle, all_gather
 from .comm import Channel, Comm
 from .layout import Layout
@@ -65,7 +64,7 @@ def pack(group: Group, wholes: Sequence[Tensor], ranks: tuple[int, ...]) -> Tens
     """Whole tensors of a group as one flat buffer, ordered by owner. May be a view of a single one."""
     if len(group) == 1 and wholes[0].is_contiguous():
         return wholes[0].view(-1)
-    return joined([o.rows(x, rank) for rank in ranks for o, x in zip(group, wholes)])
+    return torch.cat([o.rows(x, rank).reshape(-1) for rank in ranks for o, x in zip(group, wholes)])
 
 
 def cut(group: Group, flat: Tensor, rank: int) -> list[Tensor]:
