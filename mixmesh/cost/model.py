@@ -29,7 +29,6 @@ VIEWS = frozenset(
         "split_with_sizes chunk slice.Tensor select.int unbind.int detach alias"
     ).split()
 )
-OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of a CPU's heap (``runtime.allocator``)
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # of `mixmesh run` with PyTorch 2.13: working, idle
 GPU_CONTEXT_BYTES = 600 * 2**20
 GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
@@ -176,23 +175,10 @@ class CostModel:
         # Adam reads weight, gradient and two moments and writes three of them
         return 7 * size_bytes / device.memory_bytes_per_s
 
-    def joining_s(self, rank: int, size_bytes: float) -> float:
-        """Seconds of copying gradients of ``size_bytes`` into one buffer, where that was measured: datasheets
-        tell of nothing else that is as cold."""
-        measured = self._measured(self.cluster.devices[rank])
-        if measured is None:
-            return 0.0
-        new_s = measured.new_pages_s_per_byte if size_bytes >= OWN_PIECE_BYTES else 0.0
-        return (measured.joining_s_per_byte + new_s) * size_bytes
-
     def accumulation_s(self, rank: int, size_bytes: float) -> float:
-        """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: as long as
-        copying them, or where that was not measured, two are read and one is written as fast as operators
-        bound by memory."""
+        """Seconds of adding gradients of ``size_bytes`` to what is there of earlier micro-steps: two are read
+        and one is written, as fast as operators bound by memory."""
         device = self.cluster.devices[rank]
-        measured = self._measured(device)
-        if measured is not None and measured.joining_s_per_byte > 0:
-            return measured.joining_s_per_byte * size_bytes
         return work_s(0, 3 * size_bytes, device, half=False) * self._class_scale(device, product=False)
 
     def slowdown(self, rank: int) -> float:

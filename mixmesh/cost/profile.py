@@ -53,8 +53,6 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     rested_s: _NotNegative = 0.0
     rested_speed: float = pydantic.Field(default=1.0, ge=1, allow_inf_nan=False)
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
-    joining_s_per_byte: _NotNegative = 0.0
-    new_pages_s_per_byte: _NotNegative = 0.0
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
@@ -121,8 +119,6 @@ class DeviceProfile:
     not tried. After a rest the device works at ``rested_speed`` times its usual pace until it is ``rested_s``
     ahead of it; a second of rest is good for a second of lead, up to that. ``beside_s`` is as ``host_s``, of
     the threads that communicate: what they take, a device that rests does not save up.
-    ``joining_s_per_byte``: of gradients that are copied into one buffer, and ``new_pages_s_per_byte`` beside
-    it of a buffer so large that its memory is new each time; 0 where that was not measured.
     """
 
     ops: dict[str, OpMeasurement]
@@ -137,8 +133,6 @@ class DeviceProfile:
     rested_s: float = 0.0
     rested_speed: float = 1.0
     beside_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    joining_s_per_byte: float = 0.0
-    new_pages_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -193,8 +187,6 @@ class Profile:
                 d.rested_s,
                 d.rested_speed,
                 d.beside_s,
-                d.joining_s_per_byte,
-                d.new_pages_s_per_byte,
             )
             for name, d in file.devices.items()
         }
@@ -237,8 +229,6 @@ class Profile:
                     "rested_s": d.rested_s,
                     "rested_speed": d.rested_speed,
                     "beside_s": d.beside_s,
-                    "joining_s_per_byte": d.joining_s_per_byte,
-                    "new_pages_s_per_byte": d.new_pages_s_per_byte,
                 }
                 for name, d in self.devices.items()
             },

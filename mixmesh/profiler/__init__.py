@@ -85,18 +85,17 @@ def profile(
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
     steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
     if steps is None:
-        steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0), 0.0, 0.0
+        steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory")
-    scale, optimizer_s, *joining_s = steps
+    scale, optimizer_s = steps
     # under a quota the thread's CPU seconds become real ones as the operators' do
     host_scale = scale if meter.emulated else 1.0
     if largest is not None and largest.excess_bytes is not None:
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
     mine = DeviceProfile(
-        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s,
-        *joining_s,
-    )  # fmt: skip
+        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+    )
     everyone: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everyone, (own, mine, skipped))
     devices = {}

@@ -139,22 +139,21 @@ def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple
 
 
 def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
-    """Of the computing thread: issuing the sum of a bucket of gradients, taking it and cutting it up again,
-    as the runtime's ``gradients`` does it. Joining them is measured with those of a step (``steps``)."""
+    """Of the computing thread: joining a bucket of gradients, issuing its sum, taking it and cutting it up
+    again, as the runtime's ``gradients`` does it."""
     device = meter.device
-    flat = torch.zeros(size_bytes // 4, device=device)
-    sizes = [flat.numel() // PIECES] * (PIECES - 1)
-    sizes.append(flat.numel() - sum(sizes))
+    pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
     clock = time.thread_time if device.type == "cpu" else time.perf_counter
 
     def once() -> float:
         started = clock()
+        flat = torch.cat(pieces)
         handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
         issued = clock() - started
         while not handle.is_ready():
             time.sleep(1e-4)
         started = clock()
-        handle.wait().split(sizes)
+        handle.wait().split([p.numel() for p in pieces])
         return issued + clock() - started
 
     once()

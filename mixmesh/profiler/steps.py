@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from ..cost import CostModel
-from ..cost.model import OWN_PIECE_BYTES
 from ..ir import Graph
 from ..rules import call_of
 from ..runtime.allocator import give_back
@@ -20,7 +19,7 @@ from ..runtime.optimizers import fuse
 from .children import attempt_on
 from .meter import REPEATS, Meter
 
-FACTORS = (0.8, 1.2)  # times the share that the device is likely to get
+FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
 TRIAL_S = 60.0  # of a first step
 LEAST_STEPS = 6
 
@@ -33,18 +32,16 @@ def measure_steps(
     device_class: int,
     meter: Meter,
     budget_s: float,
-) -> tuple[float, float, float, float] | None:
-    """Real seconds of a local step over the sum of its operators' in ``costs``, and seconds per byte: of an
-    optimizer's step, of gradients that are copied into one buffer, and beside these of a buffer with new
-    pages. None where the device has no memory for steps of the whole model.
+) -> tuple[float, float] | None:
+    """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
+    byte; None where the device has no memory for steps of the whole model.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
     be survived, and halved if it does.
 
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
-    its length. Its CPU seconds do not, and become real ones as those of the operators do; those of the copies
-    too.
+    its length. Its CPU seconds do not, and become real ones as those of the operators do.
     """
     device = meter.device
     clock = Meter(device, emulated=False)
@@ -67,14 +64,11 @@ def measure_steps(
         backward(batch)
         optimizer.zero_grad()
 
-    def ends_s(batch: Any) -> tuple[float, float, float]:
-        """Of the optimizer's step and, per byte, of joining a few gradients and all."""
+    def optimizer_step_s(batch: Any) -> float:
         backward(batch)  # gradients and memory as in training: on zeros in new memory it takes twice as long
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        few_s, all_s = (joining_s_per_byte(meter, some) for some in (in_the_heap(gradients), gradients))
         took_s = meter.once(optimizer.step)
         optimizer.zero_grad()
-        return took_s, few_s, all_s
+        return took_s
 
     def optimize() -> None:
         for p in model.parameters():
@@ -88,7 +82,7 @@ def measure_steps(
         optimize()
         step(part(count))
 
-    scales, ends = [], []
+    scales, optimizer_s = [], []
     for factor in FACTORS:
         count = max(1, round(rows * share * factor))
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
@@ -103,38 +97,14 @@ def measure_steps(
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:
             scales.append(measured / predicted)
-        ends_s(batch)
-        ends += [ends_s(batch) for _ in range(REPEATS)]
+        optimizer_step_s(batch)
+        optimizer_s.append(statistics.median(optimizer_step_s(batch) for _ in range(REPEATS)))
     model.load_state_dict(state)
-    if not ends:
+    if not optimizer_s:
         return None
     scale = statistics.mean(scales) if scales else 1.0
     real = scale if meter.emulated else 1.0
-    optimizer_s, few_s, all_s = (real * statistics.median(seconds) for seconds in zip(*ends))
-    few_s = few_s or all_s
-    return scale, optimizer_s / max(size_bytes, 1), few_s, max(all_s - few_s, 0.0)
-
-
-def in_the_heap(gradients: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As many, the smallest first, as a buffer holds that is no piece of memory of its own."""
-    found, size_bytes = [], 0
-    for gradient in sorted(gradients, key=lambda g: g.nbytes):
-        size_bytes += gradient.nbytes
-        if size_bytes >= OWN_PIECE_BYTES:
-            break
-        found.append(gradient)
-    return found
-
-
-def joining_s_per_byte(meter: Meter, gradients: list[torch.Tensor]) -> float:
-    """0.0 where there is nothing to join."""
-    if len(gradients) < 2:
-        return 0.0
-
-    def join() -> None:
-        torch.cat([g.reshape(-1) for g in gradients])
-
-    return meter.once(join) / sum(g.nbytes for g in gradients)
+    return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
 
 
 def mean_s(clock: Meter, step: Callable[[], object], budget_s: float) -> float:

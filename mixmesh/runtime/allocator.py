@@ -18,7 +18,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from ..cost.model import OWN_PIECE_BYTES
+from ..cost.memory.walk import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
 TRIM_ABOVE = 1.0  # of what was planned, which has room for what a step more may add

@@ -308,11 +308,6 @@ class Run:
     def issue(self, k: int, ranks: tuple[int, ...]) -> None:
         """These ranks' part in a gradient sum is there."""
         call = self.sums.calls[k]
-        if size_bytes := self.sums.joined_bytes[k]:
-            for kind in self.alike.of(ranks):
-                seconds = self.simulation.costs.joining_s(self.alike.firsts[kind], size_bytes)
-                self.advance(kind, seconds)
-                self.busy[kind] += seconds
         self.occupy(call, self.alike.of(ranks))
         self.issued[k] = max(self.issued[k], self.last(ranks))
         self.left[k] -= len(ranks)

@@ -282,13 +282,9 @@ class Simulation:
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
-        # nobody waits for a sum of gradients within a pass: there only joining them takes of a device's pace
-        taking = [
-            self.rests[r][0] and not (purpose == "gradient" and self.costs.joining_s(r, 1)) for r in ranks
-        ]
         beside = tuple(
-            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if takes else 0.0
-            for r, takes in zip(ranks, taking)
+            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
+            for r in ranks
         )
         channel = self.channel(purpose, exchange.ranks)
         return Call(

@@ -29,7 +29,6 @@ class Sums:
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
     late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
     plain: frozenset[int] = frozenset()  # those of whole gradients, for all ranks
-    joined_bytes: tuple[int, ...] = ()  # per sum, of gradients that are copied into one buffer
 
 
 NO_SUMS = Sums((), (), {})
@@ -60,5 +59,4 @@ def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
     late = frozenset(k for k, s in enumerate(sums) if s.late)
     names = tuple(bucket_name(n, s.ranks if s.cells else ()) for s, n in zip(sums, members))
     plain = frozenset(k for k, s in enumerate(sums) if not (s.owned or s.cells or s.late))
-    joined = tuple(s.size_bytes if len(s.params) > 1 else 0 for s in sums)
-    return Sums(names, tuple(calls), issues, tuple(gathers), gather_of, late, plain, joined)
+    return Sums(names, tuple(calls), issues, tuple(gathers), gather_of, late, plain)

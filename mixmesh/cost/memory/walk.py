@@ -32,7 +32,6 @@ from ...ir import (
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..micro_steps import unmarked
-from ..model import OWN_PIECE_BYTES
 from ..placed import (
     DUAL_COLLECTIVE,
     first_uses,
@@ -48,6 +47,7 @@ from .views import contiguous, is_dense, reshaped, view_of
 Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
+OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
 BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
 
 
