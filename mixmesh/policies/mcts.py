@@ -13,12 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..placement import Action, Space
 from .evaluate import Actions, Evaluator, Outcome
-from .seeds import data_parallel, everywhere
+from .improve import Improvement
+from .seeds import best_alike, data_parallel, everywhere
 
 Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choices
 # given how many groups are decided, a strategy, and what the judge says of it; None: nothing new to say
@@ -27,6 +29,8 @@ OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
 EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
+REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
+IMPROVED = 1  # changes of the best strategy after each playout
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
 
@@ -75,8 +79,14 @@ class Tree:
         self.order = order_of_groups(self.space)
         self._rests: dict[Action, tuple[Outcome, Actions]] = {}  # by the first choice
         self.rng = np.random.default_rng(seed)
-        start = next(data_parallel(self.space))
+        start = next(data_parallel(self.space)) if priors is None else best_alike(evaluate)
         self.root = Node((), 0.0, evaluate(start), start)
+        self.improvement = None
+        if priors is not None:
+            self.improvement = Improvement(self.space, evaluate, partial(priors, 0), start, seed)
+            for _ in range(REFINED):
+                if evaluate.spent or self.improvement.advised() is None:
+                    break
         self._expand(self.root)
 
     def run(self, max_playouts: int | None = None) -> None:
@@ -86,6 +96,9 @@ class Tree:
             if self.evaluate.spent:
                 break
             self.playout()
+            for _ in range(IMPROVED if self.improvement else 0):
+                if not self.evaluate.spent:
+                    self.improvement.step()
 
     def playout(self) -> None:
         """One way down to a new node, or to a strategy that is complete."""
@@ -129,6 +142,12 @@ class Tree:
             self._rests[first] = self.evaluate(copies), copies
         return self._rests[first]
 
+    def _judged(self, strategy: Actions) -> Outcome:
+        outcome = self.evaluate(strategy)
+        if self.improvement:
+            self.improvement.offer(strategy, outcome)
+        return outcome
+
     def _select(self, node: Node) -> int:
         """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
         tried, total = node.visits, node.visits.sum()
@@ -143,7 +162,7 @@ class Tree:
     def _leaf(self, parent: Node, action: Action) -> Node:
         decided = (*parent.decided, action)
         strategy = self.completed(decided)
-        outcome = self.evaluate(strategy)
+        outcome = self._judged(strategy)
         advice = parent.advice if parent.decided else None
         return Node(decided, reward(outcome, self.base_s), outcome, strategy, advice=advice)
 
@@ -173,6 +192,6 @@ class Tree:
         if node.decided:
             best = tuple(self.space.actions(k)[int(p.argmax())] for k, p in enumerate(advice))
             strategy = self._with(node.decided, best)
-            outcome = self.evaluate(strategy)
+            outcome = self._judged(strategy)
             if outcome.key < self._rest(node.decided[0])[0].key:
                 self._rests[node.decided[0]] = outcome, strategy
