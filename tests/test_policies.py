@@ -344,6 +344,21 @@ def test_what_a_policy_advises_is_judged_first_and_where_it_is_good_nothing_else
     assert [(n, o.step_s) for n, o in evaluate.improved if n > seeded] == [(seeded + 1, 1.0)]
 
 
+def test_a_policy_that_is_sure_and_wrong_keeps_the_search_from_no_devices():
+    s = space(count=4)
+    order = order_of_groups(s)
+    evaluate, base_s = searched(s)
+
+    def advice(decided, current, outcome):
+        return tuple(np.eye(len(s.actions(k)))[0] for k in range(len(s.groups)))
+
+    tree = Tree(evaluate, base_s, advice)
+    ways = {(a.device_groups, a.shares) for a in s.actions(order[0])}
+    tree.run(2 * len(ways))
+    tried = {tree.root.choices[n] for n in tree.root.children}
+    assert {(a.device_groups, a.shares) for a in tried} == ways
+
+
 def test_changes_alone_find_what_no_tree_has_told_them():
     s = space(count=4)
     wanted = everywhere(s, s.actions(0)[-1])[:2] + everywhere(s, s.actions(0)[0])[2:]

@@ -7,6 +7,10 @@ searched as widely as good ones. The search explores less, as rewards here are s
 first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute. And
 a policy that is asked of a group says what all others are to be as well: the strategy that follows it in all
 is judged, and where it is better than copies of the first choice, it is what groups not decided are like.
+
+A search with a policy begins with what that makes of the best seed, judged before any playout. Between its
+playouts it changes the best strategy (``improve``). Every second playout goes to another choice of the root,
+one for each set of devices and shares, until all have been tried.
 """
 
 from __future__ import annotations
@@ -88,25 +92,26 @@ class Tree:
                 if evaluate.spent or self.improvement.advised() is None:
                     break
         self._expand(self.root)
+        self._unseen = [] if priors is None else self._one_per_ratio()
 
     def run(self, max_playouts: int | None = None) -> None:
         """Playouts until the evaluator's budget is spent, or at most so many."""
         most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
-        for _ in range(most):
+        for n in range(most):
             if self.evaluate.spent:
                 break
-            self.playout()
+            self.playout(self._unseen.pop(0) if n % 2 and self._unseen else None)
             for _ in range(IMPROVED if self.improvement else 0):
                 if not self.evaluate.spent:
                     self.improvement.step()
 
-    def playout(self) -> None:
-        """One way down to a new node, or to a strategy that is complete."""
+    def playout(self, first: int | None = None) -> None:
+        """One way down to a new node, or to a strategy that is complete. ``first``: the root's choice."""
         node, path = self.root, []
         while len(node.decided) < len(self.order):
             if not len(node.prior):
                 self._expand(node)
-            index = self._select(node)
+            index = self._select(node) if first is None or path else first
             path.append((node, index))
             known = node.children.get(index)
             if known is None:
@@ -117,13 +122,6 @@ class Tree:
         for parent, index in path:
             parent.visits[index] += 1
             parent.totals[index] += node.value
-
-    def descend(self, index: int) -> None:
-        """Makes a choice for good: its node is the root of what follows."""
-        node = self.root.children.get(index) or self._leaf(self.root, self.root.choices[index])
-        if not len(node.prior):
-            self._expand(node)
-        self.root = node
 
     def completed(self, decided: tuple[Action, ...]) -> Actions:
         """A choice for every group, in the order of the groups: those not decided copy the first, or are as
@@ -141,6 +139,15 @@ class Tree:
             copies = everywhere(self.space, first)
             self._rests[first] = self.evaluate(copies), copies
         return self._rests[first]
+
+    def _one_per_ratio(self) -> list[int]:
+        """Of the root's choices for the same device groups and shares the likeliest one; the likeliest first.
+        All are tried soon: a policy that is wrong of a ratio must not keep a search from it."""
+        likeliest: dict[tuple, int] = {}
+        for index in np.argsort(-self.root.prior, kind="stable"):
+            action = self.root.choices[index]
+            likeliest.setdefault((action.device_groups, action.shares), int(index))
+        return list(likeliest.values())
 
     def _judged(self, strategy: Actions) -> Outcome:
         outcome = self.evaluate(strategy)
