@@ -16,7 +16,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.placed import exchange_of
 from mixmesh.errors import InputError
-from mixmesh.ir import even_ratio, parse_program, support
+from mixmesh.ir import even_ratio, parse_program, shard_sizes, support
 from mixmesh.placement import METHODS, Estimator, Placed, Space, make_grouping
 from mixmesh.simulator import simulate
 from mixmesh.trace import trace
@@ -191,6 +191,20 @@ def test_choices_are_different_and_synchronise_what_there_is(name):
             {"allreduce", "sharded", "ps"} if group.param_bytes else {"allreduce"}
         )
         assert {support(p.ratio) for p in placed} >= {(r,) for r in range(5)} | {tuple(range(5))}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_choices_that_come_to_the_same_samples_are_one(name):
+    s = space(name)
+    for k in range(len(s.groups)):
+        dealt = [
+            (support(p.ratio), shard_sizes(s.batch, p.ratio), p.sync, p.root)
+            for p in (a.placed for a in s.actions(k))
+        ]
+        assert len(set(dealt)) == len(dealt)
+    # on equal devices proportional is even
+    alone = [a for a in s.actions(0) if len(a.device_groups) == 1 and a.shares != "single"]
+    assert {a.shares for a in alone} <= {"even"}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -28,12 +28,14 @@ from mixmesh.policies.choices import Tables
 from mixmesh.policies.evaluate import Evaluator, Outcome, estimated, placed_of, simulated
 from mixmesh.policies.features import Facts
 from mixmesh.policies.heterog import Training
+from mixmesh.policies.improve import Improvement
 from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, order_of_groups, reward
+from mixmesh.policies.moves import Moves
+from mixmesh.policies.seeds import best_alike, everywhere, judged_seeds
 from mixmesh.policies.seeds import data_parallel as all_devices
-from mixmesh.policies.seeds import everywhere, judged_seeds
 from mixmesh.policies.tag import WEIGHTS, Policy, TagPriors, load
 from mixmesh.policies.teacher import CLOSE, lessons
-from mixmesh.policies.train import learn, losses, states
+from mixmesh.policies.train import Taught, labelled, learn, losses, states, visited
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 from mixmesh.workloads.images import Classifier
@@ -323,6 +325,81 @@ def test_groups_that_are_not_decided_are_as_advised_where_that_proved_better(adv
         assert placed_of(node.strategy) == placed_of(made)
 
 
+def test_what_a_policy_advises_is_judged_first_and_where_it_is_good_nothing_else_is_needed():
+    s = space(count=4)
+    wanted = tuple(random.Random(0).choice(s.actions(k)) for k in range(len(s.groups)))
+
+    def judge(strategy) -> Outcome:
+        wrong = sum(p != a.placed for p, a in zip(strategy, wanted))
+        return Outcome(1.0 + wrong, (0.5,) * 3, (1.0,) * 3)
+
+    def advice(decided, current, outcome):
+        numbers = (s.actions(k).index(a) for k, a in enumerate(wanted))
+        return tuple(np.eye(len(s.actions(k)))[n] for k, n in enumerate(numbers))
+
+    evaluate = Evaluator(s, judge)
+    judged_seeds(evaluate)
+    seeded = evaluate.calls
+    Tree(evaluate, 2.0, advice)
+    assert [(n, o.step_s) for n, o in evaluate.improved if n > seeded] == [(seeded + 1, 1.0)]
+
+
+def test_a_policy_that_is_sure_and_wrong_keeps_the_search_from_no_devices():
+    s = space(count=4)
+    order = order_of_groups(s)
+    evaluate, base_s = searched(s)
+
+    def advice(decided, current, outcome):
+        return tuple(np.eye(len(s.actions(k)))[0] for k in range(len(s.groups)))
+
+    tree = Tree(evaluate, base_s, advice)
+    ways = {(a.device_groups, a.shares) for a in s.actions(order[0])}
+    tree.run(2 * len(ways))
+    tried = {tree.root.choices[n] for n in tree.root.children}
+    assert {(a.device_groups, a.shares) for a in tried} == ways
+
+
+def test_changes_alone_find_what_no_tree_has_told_them():
+    s = space(count=4)
+    wanted = everywhere(s, s.actions(0)[-1])[:2] + everywhere(s, s.actions(0)[0])[2:]
+
+    def judge(strategy) -> Outcome:
+        wrong = sum(p.ratio != a.placed.ratio for p, a in zip(strategy, wanted))
+        return Outcome(1.0 + wrong, (0.5,) * 3, (1.0,) * 3)
+
+    evaluate = Evaluator(s, judge)
+    improvement = Improvement(s, evaluate, lambda *_: None, everywhere(s, s.actions(0)[3]), seed=0)
+    before = improvement.outcome.step_s
+    for _ in range(300):
+        improvement.step()
+        assert improvement.outcome == evaluate(improvement.best)
+        assert improvement.outcome.step_s <= before
+        before = improvement.outcome.step_s
+    assert before == 1.0
+    slower = everywhere(s, s.actions(0)[3])
+    improvement.offer(slower, evaluate(slower))
+    assert improvement.outcome.step_s == 1.0
+
+
+def test_changes_keep_the_ratio_of_the_first_group_and_touch_no_others_than_those_together():
+    s = space(count=8)
+    first, rng = order_of_groups(s)[0], random.Random(0)
+    moves = Moves(s, rng, first)
+    strategy, other = (everywhere(s, s.actions(first)[n]) for n in (0, -1))
+    seen = set()
+    for _ in range(300):
+        k = rng.randrange(len(s.groups))
+        which = moves.together(k)
+        assert k in which
+        made = moves.to(strategy, which, other[first])
+        assert all(a == b for n, (a, b) in enumerate(zip(made, strategy)) if n not in which or n == first)
+        changed = moves.drawn(strategy, [other])
+        assert changed[first].placed.ratio == strategy[first].placed.ratio
+        assert all(a in s.actions(n) for n, a in enumerate(changed))
+        seen |= {n for n, (a, b) in enumerate(zip(changed, strategy)) if a != b}
+    assert seen == {*range(len(s.groups))} - ({first} if not s.groups[first].param_bytes else set())
+
+
 def test_without_advice_groups_that_are_not_decided_copy_the_first():
     evaluate, base_s = searched(s := space((FAST, SLOW), count=4))
     tree = Tree(evaluate, base_s)
@@ -334,7 +411,7 @@ def test_without_advice_groups_that_are_not_decided_copy_the_first():
 def test_lessons_keep_the_first_choice_and_get_no_worse_than_its_copies():
     evaluate, _ = searched(s := space())
     first = order_of_groups(s)[0]
-    found = lessons(evaluate, random.Random(0), starts=3, tries=80)
+    found = lessons(evaluate, random.Random(0), rounds=((6, 20), (3, 60)), free=60)
     assert [x.outcome.key for x in found] == sorted(x.outcome.key for x in found)
     for lesson in found:
         assert lesson.outcome.key <= evaluate(everywhere(s, lesson.first)).key
@@ -344,10 +421,29 @@ def test_lessons_keep_the_first_choice_and_get_no_worse_than_its_copies():
             assert outcome.step_s <= lesson.outcome.step_s * CLOSE
 
 
+def test_states_that_a_policy_leads_to_are_its_own_decisions():
+    evaluate, _ = searched(s := space())
+    made = Taught(s, lessons(evaluate, random.Random(0), rounds=((4, 20), (2, 40)), free=40))
+    torch.manual_seed(3)
+    policy = Policy().eval()
+    found = list(visited(policy, made))
+    start = best_alike(made.evaluate)
+    advice = TagPriors(policy, made.facts)(0, start, made.evaluate(start))
+    decided = tuple(s.actions(k)[int(p.argmax())] for k, p in enumerate(advice))
+    assert decided != start
+    own = labelled(made, 0, decided, made.wanted)
+    assert torch.equal(found[0]["group"].x, own["group"].x)
+    assert {int((~x["group"].asked).sum()) for x in found} == {0, 1}
+    for x in found:
+        may = x["group", "may", "choice"]
+        sums = torch.zeros(len(s.groups)).index_add(0, may.edge_index[0], may.wanted)
+        assert torch.allclose(sums, torch.ones(len(s.groups)), atol=1e-5)
+
+
 def test_a_network_learns_what_is_best():
     evaluate, _ = searched(s := space())
-    found = lessons(evaluate, random.Random(0), starts=2, tries=80)
-    samples = list(states(random.Random(0), s, found))
+    found = lessons(evaluate, random.Random(0), rounds=((2, 80),), free=80)
+    samples = list(states(random.Random(0), Taught(s, found)))
     torch.manual_seed(0)
     policy = Policy()
     loader = [Batch.from_data_list(samples)]

@@ -15,7 +15,7 @@ from itertools import combinations
 
 from ..cost import CostModel
 from ..errors import InputError
-from ..ir import Instruction, Program, Ratio, make_ratio, support
+from ..ir import Instruction, Program, Ratio, make_ratio, shard_sizes, support
 from .lower import SYNCS, Placed, even_over, lower
 
 MAX_SUBSETS_OF = 4  # device groups of which every subset is a choice; of more, the fastest so many
@@ -152,6 +152,20 @@ class Space:
         sets = [tuple(sorted(fastest[:size])) for size in range(count, 0, -1)]
         return tuple(dict.fromkeys((*sets, *((g,) for g in range(count)))))
 
+    @cached_property
+    def shared(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, Ratio], ...]:
+        """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that come
+        to the same whole samples are one, "even"."""
+        found = []
+        for subset in self.subsets:
+            ranks = tuple(sorted(r for g in subset for r in self.device_groups[g]))
+            ratios = {"proportional": self.shares(ranks), "even": self.even(ranks)}
+            by_samples = {shard_sizes(self.batch, ratio): name for name, ratio in ratios.items()}
+            if len(ranks) > 1:
+                names = sorted(by_samples.values())
+                found += [(subset, ranks, name, ratios[name]) for name in names]
+        return tuple(found)
+
     def actions(self, k: int) -> tuple[Action, ...]:
         """The choices for group ``k``, each once. A group without parameters has nothing to synchronise."""
         if k not in self._actions:
@@ -160,18 +174,10 @@ class Space:
         return self._actions[k]
 
     def _choices(self, k: int, syncs: Sequence[str]):
-        seen: set[Placed] = set()
-        for subset in self.subsets:
-            ranks = tuple(sorted(r for g in subset for r in self.device_groups[g]))
-            ratios = {"even": self.even(ranks), "proportional": self.shares(ranks)}
-            for shares, ratio in ratios.items():
-                if len(ranks) == 1:
-                    continue
-                for sync in syncs:
-                    placed = Placed(ratio, sync, self.root(ranks, k) if sync == "ps" else None)
-                    if placed not in seen:
-                        seen.add(placed)
-                        yield Action(subset, shares, placed)
+        for subset, ranks, shares, ratio in self.shared:
+            for sync in syncs:
+                root = self.root(ranks, k) if sync == "ps" else None
+                yield Action(subset, shares, Placed(ratio, sync, root))
         for g, ranks in enumerate(self.device_groups):
             for rank in ranks:
                 yield Action((g,), "single", Placed(self.even((rank,))))

@@ -2,6 +2,8 @@
 
 evaluate    what the simulator says of one choice per group
 mcts        tree search, groups in order of cost
+improve     changes of the best strategy between its playouts
+moves       which groups change together
 choices     what choices come down to in seconds and bytes
 features    a model and a cluster as numbers that no unit is left in
 tag         a network over both that is trained once and guides the search anywhere
@@ -10,5 +12,6 @@ problems    random models and clusters to train on
 teacher     the strategies that it learns from
 train       ``python -m mixmesh.policies.train``: how TAG's weights were made
 
-Only ``evaluate``, ``mcts``, ``choices``, ``features`` and ``teacher`` do without torch and torch_geometric.
+``evaluate``, ``mcts``, ``improve``, ``moves``, ``choices``, ``features`` and ``teacher`` do without torch and
+torch_geometric.
 """

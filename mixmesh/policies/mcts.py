@@ -7,18 +7,24 @@ searched as widely as good ones. The search explores less, as rewards here are s
 first group counts what gradients need on the wire: what is worth placing apart may be cheap to compute. And
 a policy that is asked of a group says what all others are to be as well: the strategy that follows it in all
 is judged, and where it is better than copies of the first choice, it is what groups not decided are like.
+
+A search with a policy begins with what that makes of the best seed, judged before any playout. Between its
+playouts it changes the best strategy (``improve``). Every second playout goes to another choice of the root,
+one for each set of devices and shares, until all have been tried.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ..placement import Action, Space
 from .evaluate import Actions, Evaluator, Outcome
-from .seeds import data_parallel, everywhere
+from .improve import Improvement
+from .seeds import best_alike, data_parallel, everywhere
 
 Advice = tuple[np.ndarray, ...]  # by group, the probability of each of its choices
 # given how many groups are decided, a strategy, and what the judge says of it; None: nothing new to say
@@ -27,6 +33,8 @@ OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
 EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
+REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
+IMPROVED = 1  # changes of the best strategy after each playout
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
 
@@ -75,25 +83,35 @@ class Tree:
         self.order = order_of_groups(self.space)
         self._rests: dict[Action, tuple[Outcome, Actions]] = {}  # by the first choice
         self.rng = np.random.default_rng(seed)
-        start = next(data_parallel(self.space))
+        start = next(data_parallel(self.space)) if priors is None else best_alike(evaluate)
         self.root = Node((), 0.0, evaluate(start), start)
+        self.improvement = None
+        if priors is not None:
+            self.improvement = Improvement(self.space, evaluate, partial(priors, 0), start, seed)
+            for _ in range(REFINED):
+                if evaluate.spent or self.improvement.advised() is None:
+                    break
         self._expand(self.root)
+        self._unseen = [] if priors is None else self._one_per_ratio()
 
     def run(self, max_playouts: int | None = None) -> None:
         """Playouts until the evaluator's budget is spent, or at most so many."""
         most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
-        for _ in range(most):
+        for n in range(most):
             if self.evaluate.spent:
                 break
-            self.playout()
+            self.playout(self._unseen.pop(0) if n % 2 and self._unseen else None)
+            for _ in range(IMPROVED if self.improvement else 0):
+                if not self.evaluate.spent:
+                    self.improvement.step()
 
-    def playout(self) -> None:
-        """One way down to a new node, or to a strategy that is complete."""
+    def playout(self, first: int | None = None) -> None:
+        """One way down to a new node, or to a strategy that is complete. ``first``: the root's choice."""
         node, path = self.root, []
         while len(node.decided) < len(self.order):
             if not len(node.prior):
                 self._expand(node)
-            index = self._select(node)
+            index = self._select(node) if first is None or path else first
             path.append((node, index))
             known = node.children.get(index)
             if known is None:
@@ -104,13 +122,6 @@ class Tree:
         for parent, index in path:
             parent.visits[index] += 1
             parent.totals[index] += node.value
-
-    def descend(self, index: int) -> None:
-        """Makes a choice for good: its node is the root of what follows."""
-        node = self.root.children.get(index) or self._leaf(self.root, self.root.choices[index])
-        if not len(node.prior):
-            self._expand(node)
-        self.root = node
 
     def completed(self, decided: tuple[Action, ...]) -> Actions:
         """A choice for every group, in the order of the groups: those not decided copy the first, or are as
@@ -129,6 +140,21 @@ class Tree:
             self._rests[first] = self.evaluate(copies), copies
         return self._rests[first]
 
+    def _one_per_ratio(self) -> list[int]:
+        """Of the root's choices for the same device groups and shares the likeliest one; the likeliest first.
+        All are tried soon: a policy that is wrong of a ratio must not keep a search from it."""
+        likeliest: dict[tuple, int] = {}
+        for index in np.argsort(-self.root.prior, kind="stable"):
+            action = self.root.choices[index]
+            likeliest.setdefault((action.device_groups, action.shares), int(index))
+        return list(likeliest.values())
+
+    def _judged(self, strategy: Actions) -> Outcome:
+        outcome = self.evaluate(strategy)
+        if self.improvement:
+            self.improvement.offer(strategy, outcome)
+        return outcome
+
     def _select(self, node: Node) -> int:
         """PUCT. TAG has c = sqrt(|A| / 10); rewards here differ by less."""
         tried, total = node.visits, node.visits.sum()
@@ -143,7 +169,7 @@ class Tree:
     def _leaf(self, parent: Node, action: Action) -> Node:
         decided = (*parent.decided, action)
         strategy = self.completed(decided)
-        outcome = self.evaluate(strategy)
+        outcome = self._judged(strategy)
         advice = parent.advice if parent.decided else None
         return Node(decided, reward(outcome, self.base_s), outcome, strategy, advice=advice)
 
@@ -173,6 +199,6 @@ class Tree:
         if node.decided:
             best = tuple(self.space.actions(k)[int(p.argmax())] for k, p in enumerate(advice))
             strategy = self._with(node.decided, best)
-            outcome = self.evaluate(strategy)
+            outcome = self._judged(strategy)
             if outcome.key < self._rest(node.decided[0])[0].key:
                 self._rests[node.decided[0]] = outcome, strategy

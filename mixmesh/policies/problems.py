@@ -36,7 +36,7 @@ class Model:
 def random_model(rng: random.Random) -> Model:
     """A dense network, convolutions under a dense head, or a transformer."""
     with torch.device("meta"):
-        job = rng.choice((dense, convolutional, convolutional, language, language))(rng)
+        job = rng.choice((dense, convolutional, convolutional, language, language, language))(rng)
     graph = trace(job.model, job.batch).graph
     params = sum(p.numel() * 4 for p in job.model.parameters())
     kept = sum(t.size_bytes for name, t in graph.types.items() if name in graph.requires_grad)
@@ -91,7 +91,8 @@ def language(rng: random.Random) -> Job:
         rng.choice((8, 16, 64, 192, 384)),
         rng.choice((512, 8192, 24_000, 60_000)),
     )
-    layers = [Layer(width, 4, rng.choice((2, 4)) * width) for _ in range(rng.randint(1, 14))]
+    depth = rng.choice((1, 2, 3, 4, 6, 8, 12, 16, 24))
+    layers = [Layer(width, 4, rng.choice((2, 4)) * width) for _ in range(depth)]
     model = LanguageModel(layers, words=words, seq=seq, width=width, tied=rng.random() < 0.3)
     tokens = torch.zeros(2, rng.choice((16, 32, 64, 128, 256, 512)), seq, dtype=torch.long)
     return Job(model, {"tokens": tokens[0], "targets": tokens[1]})
@@ -103,16 +104,17 @@ def _classified(features: nn.Module, head: nn.Module, shape: tuple[int, ...]) ->
 
 
 def random_cluster(rng: random.Random, need_bytes: float) -> Cluster:
-    """Two to eight machines of one to eight devices, of up to three types. On every third cluster memory is
-    tight: from too little for a whole model on one device to a little more than that. Links between machines
-    are from thin to wide."""
+    """Two to eight machines of one to eight devices, of up to three types; on some clusters as many in each.
+    On every third cluster memory is tight: from too little for a whole model on one device to a little more
+    than that. Links between machines are from thin to wide."""
     tight = rng.random() < 1 / 3
+    each = rng.choice((1, 2, 2, 4)) if rng.random() < 0.4 else None
     bandwidth = rng.choice((1, 2.5, 5, 8, 10, 25, 50, 100)) * GBIT
     rows = rng.sample(list(CATALOGUE.values()), rng.randint(1, 3))
     machines: list[Machine] = []
     devices = 0
     for n in range(rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 8))):
-        count = min(rng.choice((1, 1, 2, 2, 4, 8)), MAX_DEVICES - devices)
+        count = min(each or rng.choice((1, 1, 2, 2, 4, 8)), MAX_DEVICES - devices)
         if not count:
             break
         row = rng.choice(rows)

@@ -36,6 +36,12 @@ def singles(space: Space) -> Iterator[Actions]:
             yield everywhere(space, action)
 
 
+def best_alike(evaluate: Evaluator) -> Actions:
+    """Of the seeds in which all groups have the same choice, the best."""
+    space = evaluate.space
+    return min((*data_parallel(space), *singles(space)), key=lambda strategy: evaluate(strategy).key)
+
+
 def judged_seeds(
     evaluate: Evaluator, more: Iterable[Sequence[Action | Placed]] = ()
 ) -> tuple[list[Strategy], float]:

@@ -4,91 +4,96 @@ TAG learns from the visits of its own tree search. In a tree of forty groups, th
 something of the first two or three; a strategy that was improved change by change says what all groups are
 to be, so one search teaches as many decisions as there are groups.
 
-Of every first choice that is worth it, one search: that choice stays, all groups begin as copies of it, and
-runs of neighbours, of all with as many parameters to their seconds, or of one alone are changed, while that
-makes the step faster.
+A search for every ratio of the first choice, which stays: all groups begin as copies of the best choice of
+that ratio, and are changed (``moves``) while that makes the step no slower. Many begin, and those that have
+come far are searched on; last of all the best one, in which the first choice may change as well.
 """
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from ..placement import Action
 from .evaluate import Actions, Evaluator, Outcome, placed_of
 from .mcts import order_of_groups
-from .seeds import everywhere, like
+from .moves import Moves
+from .seeds import everywhere
 
-STARTS = 5  # first choices that are searched from
-TRIES = 1500  # strategies of each search
-LONGEST = 12  # neighbours that change together
+ROUNDS = ((14, 60), (4, 200), (1, 900))  # so many searches, each for so many tries more
+FREE = 900  # tries of the last search
 CLOSE = 1.01  # of the best one's seconds: as good, for what is taught
+PASSED = 1.002  # times as fast: a new state of the search, to learn from
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """After the first choice, strategies that are as good as the best one found, with their outcomes."""
+    """After the first choice, strategies that are as good as the best one found, with their outcomes; and
+    ``passed``, what the search came by on its way there."""
 
     first: Action
     best: tuple[tuple[Actions, Outcome], ...]  # the best one first
+    passed: tuple[Actions, ...] = ()
 
     @property
     def outcome(self) -> Outcome:
         return self.best[0][1]
 
 
-def lessons(
-    evaluate: Evaluator, rng: random.Random, starts: int = STARTS, tries: int = TRIES
-) -> list[Lesson]:
-    """One for each first choice that was searched from, the best first."""
+@dataclass
+class _Search:
+    strategy: Actions
+    outcome: Outcome
+    seen: dict = field(default_factory=dict)  # of strategies that were close to the best when they were tried
+    passed: list[Actions] = field(default_factory=list)
+    passed_s: float = float("inf")
+
+
+def lessons(evaluate: Evaluator, rng: random.Random, rounds=ROUNDS, free: int = FREE) -> list[Lesson]:
+    """One for each search of the last round but one, and one for the last search, the best first."""
     space = evaluate.space
     first = order_of_groups(space)[0]
-    alike = sorted((evaluate(everywhere(space, a)).key, n) for n, a in enumerate(space.actions(first)))
-    ranked = [space.actions(first)[n] for _, n in alike]
-    chosen: dict = {}  # of those that run on the same devices with the same shares, the best
-    for action in ranked:
-        chosen.setdefault(action.placed.ratio, action)
-    teacher = _Teacher(evaluate, rng, first)
-    found = [teacher.lesson(action, tries) for action in list(chosen.values())[:starts]]
+    moves = Moves(space, rng, first)
+    by_ratio: dict = {}
+    for action in space.actions(first):
+        strategy = everywhere(space, action)
+        made = _Search(strategy, evaluate(strategy))
+        known = by_ratio.setdefault(action.placed.ratio, made)
+        if made.outcome.key < known.outcome.key:
+            by_ratio[action.placed.ratio] = made
+    searches = list(by_ratio.values())
+    taught = searches
+    for count, tries in rounds:
+        taught, searches = searches, sorted(searches, key=lambda s: s.outcome.key)[:count]
+        for search in searches:
+            _on(evaluate, moves, search, [s.strategy for s in searches], tries)
+    best = searches[0]
+    last = _Search(best.strategy, best.outcome)
+    _on(evaluate, Moves(space, rng), last, [s.strategy for s in taught], free)
+    found = (_lesson(search, first) for search in (*taught, last))
     return sorted(found, key=lambda lesson: lesson.outcome.key)
 
 
-class _Teacher:
-    def __init__(self, evaluate: Evaluator, rng: random.Random, first: int) -> None:
-        self.evaluate, self.space, self.rng, self.first = evaluate, evaluate.space, rng, first
-        self.like = lru_cache(maxsize=None)(lambda k, action: like(self.space, k, action))
-        groups = self.space.groups
-        self.most = max(range(len(groups)), key=lambda k: groups[k].param_bytes)
-        self.weight = [g.param_bytes / max(max(g.seconds), 1e-12) for g in groups]
+def _on(evaluate: Evaluator, moves: Moves, search: _Search, others: list[Actions], tries: int) -> None:
+    for _ in range(tries):
+        other = moves.drawn(search.strategy, others)
+        outcome = evaluate(other)
+        if outcome.key[0] <= search.outcome.key[0] and outcome.step_s <= search.outcome.step_s * CLOSE:
+            search.seen[placed_of(other)] = other, outcome
+        if outcome.key <= search.outcome.key:
+            if outcome.step_s * PASSED < search.passed_s:
+                search.passed.append(search.strategy)
+                search.passed_s = outcome.step_s
+            search.strategy, search.outcome = other, outcome
 
-    def lesson(self, first: Action, tries: int) -> Lesson:
-        best = everywhere(self.space, first)
-        best_outcome = self.evaluate(best)
-        seen = {placed_of(best): (best, best_outcome)}
-        for _ in range(tries):
-            other = self.changed(best)
-            outcome = self.evaluate(other)
-            seen[placed_of(other)] = other, outcome
-            if outcome.key < best_outcome.key:
-                best, best_outcome = other, outcome
-        key = best_outcome.key
-        close = [s for s in seen.values() if s[1].key[0] <= key[0] and s[1].step_s <= key[1] * CLOSE]
-        return Lesson(first, tuple(sorted(close, key=lambda s: s[1].key)))
 
-    def changed(self, strategy: Actions) -> Actions:
-        rng = self.rng
-        k = rng.randrange(len(strategy))
-        drawn = rng.random()
-        if drawn < 0.4:
-            which = range(k, min(len(strategy), k + rng.randint(1, LONGEST)))
-        elif drawn < 0.6:
-            which = [n for n, weight in enumerate(self.weight) if weight >= self.weight[k] > 0]
-        else:
-            which = [k]
-        new = rng.choice((rng.choice(strategy), rng.choice(self.space.actions(self.most))))
-        out = list(strategy)
-        for n in which:
-            if n != self.first:
-                out[n] = self.like(n, new)
-        return tuple(out)
+def _lesson(search: _Search, first: int) -> Lesson:
+    """The search's best and what is as good, all with the same choice for the first group."""
+    action, (excess, best_s) = search.strategy[first], search.outcome.key
+    close = [
+        (strategy, outcome)
+        for strategy, outcome in search.seen.values()
+        if strategy[first] == action and outcome.key[0] <= excess and outcome.step_s <= best_s * CLOSE
+    ]
+    close = close or [(search.strategy, search.outcome)]
+    return Lesson(action, tuple(sorted(close, key=lambda s: s[1].key)), tuple(search.passed))
