@@ -20,7 +20,7 @@ demo: setup    ## plan and train a small GPT on an emulated mixed cluster, besid
 	$(BIN)/python -m mixmesh.demo
 
 test: setup    ## all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup    ## ruff: rules and format
 	$(BIN)/ruff check .
