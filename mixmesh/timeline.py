@@ -49,8 +49,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank;
-    ``communication_s`` counts a collective once."""
+    """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank (peaks
+    none, where it was enough to know that they fit); ``communication_s`` counts a collective once."""
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]

@@ -1,7 +1,8 @@
-"""What a program surely does not exceed: all that a step ever makes, as if nothing were let go of.
+"""What a program surely does not exceed: all that may be kept, as if it all were, and of what goes with its
+last use the most at any time.
 
-One pass over the kinds of its instructions, a tenth of the walk's time. Where even this fits, which is
-usual, nobody needs to know the peak.
+Passes without a ledger, a tenth of the walk's time. Where even this fits, which is usual, nobody needs to
+know the peak.
 """
 
 from __future__ import annotations
