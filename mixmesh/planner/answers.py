@@ -9,20 +9,16 @@ from ..cost.placed import Sheet, exchange_of
 from ..errors import Infeasible
 from ..ir import Graph, Program, local_bytes, local_shape
 from ..job import ELEMENTWISE
-from ..ratios import usable_bytes
 from ..rules import RULES
 from ..units import size_text
-from .task import HEADROOM, Proposal, Task
+from .task import Proposal, Task
 
 
 def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     """Why nothing fits, from the candidate that comes closest."""
 
     def excess(p: Proposal) -> tuple[float, int]:
-        over = [
-            (peak - usable_bytes(task.costs, rank, HEADROOM), rank)
-            for rank, peak in enumerate(p.peak_memory_bytes)
-        ]
+        over = [(peak - task.usable_bytes[rank], rank) for rank, peak in enumerate(p.peak_memory_bytes)]
         return max(over)
 
     closest = min(proposals, key=lambda p: excess(p)[0])
@@ -45,14 +41,13 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         )
     constant = task.costs.memory_constant_bytes(rank)
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
-    if task.costs.memory_constant_bytes(rank, idle=True) > usable_bytes(task.costs, rank, HEADROOM):
+    if task.costs.memory_constant_bytes(rank, idle=True) > task.usable_bytes[rank]:
         # no share is small enough, not even none
         hint = (f"a cluster file without rank {rank}, which is too small for a process that holds nothing",)
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
         "no plan fits in memory",
-        expected=f"at most {size_text(usable_bytes(task.costs, rank, HEADROOM))} usable on rank {rank} "
-        f"({device.name})",
+        expected=f"at most {size_text(task.usable_bytes[rank])} usable on rank {rank} ({device.name})",
         got=f"{size_text(peak)} needed there by {closest.planner}, the candidate that comes closest; "
         f"{size_text(constant)} of it are the process itself; largest tensor "
         f"%{name}, {size_text(size)}",

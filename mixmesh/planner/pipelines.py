@@ -24,9 +24,8 @@ from ..errors import PlanError
 from ..ir import make_ratio, samples_of, shard_sizes
 from ..placement import Placed, Space
 from ..plan_file import MicroBatch
-from ..ratios import usable_bytes
 from .spaces import space_of
-from .task import HEADROOM, Proposal, Task
+from .task import Proposal, Task
 
 GROUPS = 96  # of operators, between which borders may be
 MOST_MICRO_STEPS = 96
@@ -182,7 +181,7 @@ class _Estimate:
 
     def __init__(self, task: Task, space: Space, part: float) -> None:
         self.task, self.space, self.costs = task, space, task.costs
-        self.usable = [usable_bytes(task.costs, r, HEADROOM) * part for r in range(task.world_size)]
+        self.usable = [usable * part for usable in task.usable_bytes]
         self.constant = [task.costs.memory_constant_bytes(r) for r in range(task.world_size)]
         groups = space.groups
         classes = range(len(task.costs.classes))

@@ -18,8 +18,7 @@ import numpy as np
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import is_marked
 from ..ir import Program, Ratio, make_ratio
-from ..ratios import usable_bytes
-from .task import HEADROOM, Task
+from .task import Task
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Room:
         self.moments: dict[int, _Moments] = {}
         for r in ranks:
             device = task.costs.cluster.devices[r]
-            usable = usable_bytes(task.costs, r, HEADROOM) - task.costs.memory_constant_bytes(r)
+            usable = task.usable_bytes[r] - task.costs.memory_constant_bytes(r)
             usable *= 1 - spare
             key = (device.kind, usable, shares[r])
             if key not in by_kind:

@@ -8,7 +8,7 @@ know the peak.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -44,9 +44,10 @@ class Bound:
         self.at_first = _at_first(program)
         _stored(program, optimizer_states, sizes)
         kinds = kinds_of(program) if kinds is None else kinds
-        _computed(program, kinds, sizes)
+        last = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+        _computed(program, kinds, last, sizes)
         _beside(program, kinds, sizes)
-        _gradients(program, sizes)
+        _gradients(program, last, sizes)
         _moved(program, sizes)
         self.cuts = tuple(sizes)
         self.sizes = np.array([sizes[cut] for cut in self.cuts])
@@ -93,10 +94,10 @@ def _stored(program: Program, states: int, sizes: Sizes) -> None:
             _add(sizes, whole(i.type), size if owned is None else 4 * size)
 
 
-def _computed(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
+def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str, int], sizes: Sizes) -> None:
     """Results that are no views: all of those that may be kept, and the most at any time of those that go
-    with their last use."""
-    kept_names, last = _kept(program, kinds), _last_uses(program)
+    with their ``last`` use."""
+    kept_names = _kept(program, kinds)
     coming: dict[Cut, list[tuple[int, float]]] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
         if kind is None or kind.call.op in NEVER_COPY or _is_view(program, i):
@@ -130,10 +131,6 @@ def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
         found.update(i.inputs[n] for n in inputs)
         found.update(i.results[n] for n in results)
     return found
-
-
-def _last_uses(program: Program) -> dict[str, int]:
-    return {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
 
 
 def _most_at_once(coming: dict[Cut, list[tuple[int, float]]], sizes: Sizes) -> None:
@@ -170,10 +167,10 @@ def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> Non
             _add(sizes, whole(i.type), float(factors))
 
 
-def _gradients(program: Program, sizes: Sizes) -> None:
-    """The most at any time of the gradients of values, each there from the last use to what made the value.
-    Those of parameters, and of what weight gradients wait for, stay."""
-    grad, last = program.requires_grad, _last_uses(program)
+def _gradients(program: Program, last: Mapping[str, int], sizes: Sizes) -> None:
+    """The most at any time of the gradients of values, each there from the ``last`` use to what made the
+    value. Those of parameters, and of what weight gradients wait for, stay."""
+    grad = program.requires_grad
     wholes: dict[str, float] = {}
     stay: set[str | None] = set()
     for i in program.instructions:
