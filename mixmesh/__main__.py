@@ -24,6 +24,7 @@ from .cli.run import run
 from .cli.show import diff, show
 from .cli.simulate import simulate
 from .cli.testbed import testbed
+from .cli.tune import tune
 from .cli.verify import verify
 from .errors import InputError, MixmeshError
 
@@ -38,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (plan, show, explain, diff, simulate, verify, profile, run, testbed):
+for command in (plan, show, explain, diff, simulate, verify, profile, tune, run, testbed):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 

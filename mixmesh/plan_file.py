@@ -62,7 +62,8 @@ class Plan:
     the search's own cost; None where that is not known. ``bound_s``: seconds that no plan for the job on
     these devices is faster than, if that is known. ``micro_batches``: per rank, how it accumulates
     gradients within a step; None where everyone takes its share at once. A chain of stages that
-    accumulates is a pipeline, and says so by its ``order``.
+    accumulates is a pipeline, and says so by its ``order``. ``measured_step_s``: of a trial on the cluster,
+    where ``mixmesh tune`` held one.
     """
 
     program: Program
@@ -83,6 +84,7 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     warnings: tuple[str, ...] = ()
     micro_batches: tuple[MicroBatch, ...] | None = None
+    measured_step_s: float | None = None
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -163,6 +165,8 @@ def _header(plan: Plan) -> str:
         lines.append(f"gap = {_toml(plan.gap)}")
     if plan.bound_s is not None:
         lines.append(f"bound_s = {_toml(plan.bound_s)}")
+    if plan.measured_step_s is not None:
+        lines.append(f"measured_step_s = {_toml(plan.measured_step_s)}  # in a trial on the cluster")
     if plan.timings_s:
         steps = ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in plan.timings_s.items())
         lines.append(f"timings_s = {{ {steps} }}")
@@ -199,8 +203,9 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
             program=program,
             predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
             candidates=candidates,
-            gap=None if header.get("gap") is None else float(header["gap"]),
-            bound_s=None if header.get("bound_s") is None else float(header["bound_s"]),
+            gap=_number(header.get("gap")),
+            bound_s=_number(header.get("bound_s")),
+            measured_step_s=_number(header.get("measured_step_s")),
             timings_s={str(k): float(v) for k, v in header.get("timings_s", {}).items()},
             warnings=tuple(header.get("warnings", ())),
             micro_batches=_micro_batches(header.get("micro_batches")),
@@ -219,6 +224,10 @@ def _from_header(header: dict, program: Program, where: str) -> Plan:
             + ("" if plan.order else ", and a program that is no such chain"),
         )
     return plan
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None else float(value)
 
 
 def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:

@@ -13,7 +13,7 @@ from mixmesh.bench import jobs
 from mixmesh.bench.torch_baselines import BASELINES, batch_size, measured_speeds, parallel_step, single_step
 from mixmesh.bench.training import cases, dealt_evenly, loss_error, single_losses
 from mixmesh.bench.training_cases import CASES, QUICK, Race, Sweep, cluster_of, padded
-from mixmesh.bench.training_results import Measured, RaceResult, SweepResult, Timing, bump, report
+from mixmesh.bench.training_results import Measured, RaceResult, SweepResult, Timing, Tried, bump, report
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.ir import make_ratio
@@ -85,9 +85,11 @@ def result(target: float, against=("single", "ddp-even"), errors=(1e-6, 2e-6)) -
         Timing("ddp-even", "a", (2.0, 4.0, 2.2)),
         Timing("ddp-even", "b", (2.5, 5.0, 2.4)),
     )
-    ours = Timing("auto", "", (1.0, 2.0, 1.0))
+    ours = Timing("auto", "tuned", (1.0, 2.0, 1.0))
     case = Race("transformer", "bert", "pair", target, against)
-    return RaceResult(case, ours, baselines, "hap", 1.0, 0.1, (0.5, 0.5), measured(errors))
+    untuned = Timing("auto", "", (1.1, 2.2, 1.1))
+    tried = (Tried("hap, 2 sums", 1.0, (1.1, 1.1)),)
+    return RaceResult(case, ours, untuned, baselines, "hap", 1.0, 0.1, (0.5, 0.5), tried, measured(errors))
 
 
 def test_the_better_setting_of_a_baseline_counts():
@@ -103,6 +105,7 @@ def test_the_better_setting_of_a_baseline_counts():
 def test_speedups_are_taken_within_a_round():
     made = result(2.0).speedup  # the machine was half as fast in the second round
     assert (made.median, made.least, made.most) == pytest.approx((2.0, 2.0, 2.2))
+    assert result(2.0).row()["speedup_untuned"]["median"] == pytest.approx(2.0 / 1.1)
 
 
 def test_targets():

@@ -41,13 +41,14 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"baselines"}, {"sync"}, {"profiler"}, {"verification"}, {"placement"}),
     ({"policies"},),
     ({"planner", "explain"}, {"report"}),
-    ({"api"},),
+    ({"api"}, {"tuning"}),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
+    "tuning",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 

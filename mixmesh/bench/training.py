@@ -1,12 +1,14 @@
 """Our plans against the data parallelism of PyTorch, in the testbed: every step is real.
 
-For every case: profile its job on the emulated cluster, plan it by ``auto``, and let the plan take turns
-with the baselines, all in one run. Losses of all are held against the single device's.
+For every case: profile its job on the emulated cluster, plan it by ``auto``, try the best plans as ``mixmesh
+tune`` does, and let both plans take turns with the baselines, all in one run. Losses of all are held against
+the single device's.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +37,17 @@ from .training_cases import (
     cluster_of,
     padded,
 )
-from .training_results import EVENLY, OURS, PADDED, Measured, RaceResult, Result, SweepResult
+from .training_results import (
+    EVENLY,
+    OURS,
+    PADDED,
+    TUNED,
+    Measured,
+    RaceResult,
+    Result,
+    SweepResult,
+    Tried,
+)
 
 WORKER = (sys.executable, "-m", "mixmesh.bench.training_worker")
 Progress = Callable[[str], None]
@@ -62,16 +74,19 @@ def run(
 
 
 def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
-    found, plans = measure(case, {OURS: case.job}, case.job, effort, folder, say)
-    plan = plans[OURS]
+    variants = {OURS: case.job, TUNED: case.job}
+    found, plans, tried = measure(case, variants, case.job, effort, folder, say)
+    plan = plans[TUNED]
     return RaceResult(
         case,
+        found.timing(TUNED),
         found.timing(OURS),
-        tuple(found.timing(name) for name in found.step_s if name != OURS),
+        tuple(found.timing(name) for name in found.step_s if name not in variants),
         plan.planner,
-        plan.predicted_step_s,
-        plan.planning_s,
+        plans[OURS].predicted_step_s,
+        plans[OURS].planning_s,
         plan.program.ratios[0][1],
+        tried,
         found,
     )
 
@@ -84,7 +99,7 @@ def sweep(case: Sweep, effort: Effort, folder: Path, say: Progress) -> SweepResu
         if padded(count, world_size) != count:
             for kind in (PADDED, EVENLY):
                 variants[f"{count}{kind}"] = f"{case.job}:{count}:{padded(count, world_size)}"
-    found, plans = measure(case, variants, "", effort, folder, say)
+    found, plans, _ = measure(case, variants, "", effort, folder, say)
     return SweepResult(
         case,
         tuple(found.timing(name) for name in variants),
@@ -100,9 +115,9 @@ def measure(
     effort: Effort,
     folder: Path,
     say: Progress,
-) -> tuple[Measured, dict[str, Plan]]:
-    """Profiles one job, plans one per variant (dealt out evenly where its name says so), and times them all
-    beside the baselines of one."""
+) -> tuple[Measured, dict[str, Plan], tuple[Tried, ...]]:
+    """Profiles one job, plans one per variant (tuned or dealt out evenly where its name says so), and times
+    them all beside the baselines of one. The plans that tuning has tried come third."""
     cluster = cluster_of(case)
     cluster_path = folder / "cluster.toml"
     cluster_path.write_text(CLUSTERS[case.cluster])
@@ -113,14 +128,21 @@ def measure(
     profile = Profile.load(profile_path)
     plans = {}
     saved = {}
+    tried: tuple[Tried, ...] = ()
     for name, job in variants.items():
+        path = folder / re.sub(r"[:, ]+", "-", f"{job}-{name}.plan")
+        saved[name] = (job, str(path))
+        if name == TUNED:
+            say(f"tuning {job}")
+            words = (job, str(cluster_path), str(profile_path), str(path))
+            tried = tuple(Tried(*t) for t in json.loads(call(WORKER, cluster, "tune", *words, say=say)[0]))
+            plans[name] = Plan.load(path)
+            continue
         say(f"planning {job}")
         made = jobs.make(job)
         plan = make_plan(trace(made.model, made.batch), cluster, profile=profile)
         plans[name] = dealt_evenly(plan, CostModel(cluster, profile)) if name.endswith(EVENLY) else plan
-        path = folder / f"{job}-{name}.plan".replace(":", "-").replace(" ", "-")
         plans[name].save(path)
-        saved[name] = (job, str(path))
     turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
     words = (json.dumps(saved), baselines_of, json.dumps(turns))
     printed, emulation = call(WORKER, cluster, "times", *words, say=say)
@@ -140,7 +162,7 @@ def measure(
         tuple(found.get("proportional", ())),
         emulation,
     )
-    return measured, plans
+    return measured, plans, tried
 
 
 def dealt_evenly(plan: Plan, costs: CostModel) -> Plan:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from .training_cases import AS_FAST, Race, Sweep
 
 OURS = "auto"
+TUNED = "auto, tuned"  # of the plans that ``mixmesh tune`` has tried
 PADDED = " padded"
 EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
 LOSS_TOLERANCE = 1e-4  # relative, in float32
@@ -69,14 +70,27 @@ class Measured:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A plan in ``mixmesh tune``: seconds of a step, predicted and in every turn that it had."""
+
+    plan: str
+    predicted_s: float
+    turns_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class RaceResult:
+    """``ours`` is the plan that was the fastest of those ``tried``, ``untuned`` that by prediction alone."""
+
     case: Race
     ours: Timing
+    untuned: Timing
     baselines: tuple[Timing, ...]  # every setting
     planner: str
     predicted_s: float
     planning_s: float
     shares: tuple[float, ...]
+    tried: tuple[Tried, ...]
     measured: Measured
 
     @property
@@ -107,11 +121,14 @@ class RaceResult:
             "job": self.case.job,
             "cluster": self.case.cluster,
             "speedup": asdict(self.speedup),
+            "speedup_untuned": asdict(Speedup.of(self.untuned, self.best)),
             "best": self.best.name,
             "target": self.case.target,
             "targets": self.targets,
             "planner": self.planner,
             "step_s": self.ours.median_s,
+            "untuned_step_s": self.untuned.median_s,
+            "tried": [asdict(t) for t in self.tried],
             "predicted_s": self.predicted_s,
             "planning_s": self.planning_s,
             "ideal_s": self.measured.ideal_s,

@@ -1,6 +1,7 @@
-"""One rank of ``mixmesh bench training``: profiles a job, or has plans and PyTorch's baselines take turns.
+"""One rank of ``mixmesh bench training``: profiles a job, tries its plans, or has all take turns.
 
-All take turns in one process, so that the comparison holds while the speed of a shared machine drifts.
+Plans and PyTorch's baselines take turns in one process, so that the comparison holds while the speed of a
+shared machine drifts.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ from mixmesh.bench.torch_baselines import (
     parallel_step,
     single_step,
 )
+from mixmesh.cluster import Cluster
+from mixmesh.cost import Profile
 from mixmesh.ir import even_ratio
 from mixmesh.plan_file import Plan
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.testbed import enter_device, leave_device
+from mixmesh.tuning import kind_text, tune
 
 WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
 
@@ -51,6 +55,15 @@ def measure_times(plans: str, baselines_of: str, effort: str) -> None:
     enter_device()  # all process groups are there, and their threads outside
     step_s, losses = take_turns(steps, **json.loads(effort))
     print_from_rank_0({"step_s": step_s, "losses": losses, **about})
+
+
+def tuned(job: str, cluster: str, profile: str, out: str) -> None:
+    """The plan that is fastest when it is tried, into ``out``; what was tried goes to stdout."""
+    costs = Profile.load(profile)
+    found = tune(partial(jobs.make, job), Cluster.load(cluster), costs, progress=say_first)
+    if dist.get_rank() == 0:
+        found.plan.save(out)
+    print_from_rank_0([[kind_text(t.plan), t.plan.predicted_step_s, t.turns_s] for t in found.trials])
 
 
 def baseline_steps(job: str) -> tuple[dict[str, Step], dict[str, object]]:
@@ -95,6 +108,12 @@ def take_turns(
 
 say = partial(print, file=sys.stderr, flush=True)
 
+
+def say_first(text: str) -> None:
+    if not dist.get_rank():
+        say(text)
+
+
 if __name__ == "__main__":
-    {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
+    {"profile": measure_profile, "tune": tuned, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
     leave()

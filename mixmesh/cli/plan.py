@@ -114,6 +114,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "planner": plan.planner,
         "feasible": plan.feasible,
         "predicted_step_s": plan.predicted_step_s,
+        "measured_step_s": plan.measured_step_s,
         "predicted_peak_memory_bytes": list(plan.predicted_peak_memory_bytes),
         "planning_s": plan.planning_s,
         "zero_stage": zero_stage(plan.program),
@@ -145,7 +146,8 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     lines = [
         f"{plan.program.name} on {plan.cluster_name or 'a cluster'}: planned by {plan.planner} "
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
-        f"predicted step {seconds(plan.predicted_step_s)}",
+        f"predicted step {seconds(plan.predicted_step_s)}"
+        + ("" if plan.measured_step_s is None else f", measured {seconds(plan.measured_step_s)}"),
         *([bound(plan.bound_s)] if plan.bound_s else []),
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),

@@ -40,7 +40,7 @@ def profile(
     described = Cluster.load(given)
     if not out.parent.is_dir():
         raise InputError("the profile cannot be written", where=str(out), got=f"no folder {out.parent}")
-    rank = check_launch(job, described, given, out)
+    rank = check_launch("profile", job, described, given, out)
     from ..baselines import data_parallel
     from ..cost import CostModel
     from ..ir import even_ratio
@@ -54,7 +54,7 @@ def profile(
     graph = trace(loaded.model, loaded.batch).graph
     even = even_ratio(described.world_size)
     program = data_parallel(graph, CostModel(described), even) if micro_batches else None
-    with telling(rank) as say:
+    with telling(rank, "profiling") as say:
         found = measure(
             graph,
             loaded,
@@ -97,15 +97,15 @@ def profile(
 
 
 @contextmanager
-def telling(rank: int) -> Iterator[Callable[[str], None]]:
-    """Says on the first rank's stderr what is measured: a line that changes on a terminal, one line per
+def telling(rank: int, doing: str) -> Iterator[Callable[[str], None]]:
+    """Says on the first rank's stderr what is going on: a line that changes on a terminal, one line per
     stage elsewhere."""
     if rank:
         yield lambda text: None
     elif sys.stderr.isatty():
         from rich.console import Console
 
-        with Console(stderr=True).status("profiling") as status:
+        with Console(stderr=True).status(doing) as status:
             yield status.update
     else:
         stage = [""]
@@ -114,25 +114,25 @@ def telling(rank: int) -> Iterator[Callable[[str], None]]:
             name = re.sub(r" \d.*", "", text.split(":")[0])
             if name != stage[0]:
                 stage[0] = name
-                print(f"profiling: {name}", file=sys.stderr, flush=True)
+                print(f"{doing}: {name}", file=sys.stderr, flush=True)
 
         yield say
 
 
-def check_launch(job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
+def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
     """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
     world_size = cluster.world_size
-    command = f"mixmesh profile {job} --cluster {path} --out {out}"
+    line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:
         return int(os.environ["RANK"])
     raise InputError(
-        "profiling needs one process on every device",
+        f"mixmesh {command} needs one process on every device",
         expected=f"{world_size} processes, started by torchrun or the testbed",
         got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}"
         if "RANK" in os.environ
         else "no RANK in the environment",
         hint=(
-            f"torchrun --nproc-per-node {world_size} -m {command}",
-            f"mixmesh testbed --cluster {path} -- {command}",
+            f"torchrun --nproc-per-node {world_size} -m {line}",
+            f"mixmesh testbed --cluster {path} -- {line}",
         ),
     )

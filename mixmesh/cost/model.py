@@ -64,7 +64,8 @@ class CostModel:
         measured = [d for d in self.classes if self.profile and device_key(d) in self.profile.devices]
         if not measured:
             return "roofline"
-        return "profile" if len(measured) == len(self.classes) else "profile and roofline"
+        corrected = ", corrected by a trial" if "corrected" in self.profile.provenance else ""
+        return ("profile" if len(measured) == len(self.classes) else "profile and roofline") + corrected
 
     @cached_property
     def classes(self) -> tuple[Device, ...]:

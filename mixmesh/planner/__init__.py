@@ -6,8 +6,8 @@ polish      shares moved by whole samples while the simulated step gets shorter
 choose      the fastest that fits in every device's memory
 """
 
-from .make import BASELINES, PLANNERS, check_planner, make_plan
+from .make import BASELINES, PLANNERS, check_planner, make_plan, make_plans
 from .polish import whole_counts
 from .proved import check_limit
 
-__all__ = ["BASELINES", "PLANNERS", "check_limit", "check_planner", "make_plan", "whole_counts"]
+__all__ = ["BASELINES", "PLANNERS", "check_limit", "check_planner", "make_plan", "make_plans", "whole_counts"]

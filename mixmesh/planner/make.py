@@ -20,6 +20,7 @@ from ..ir import Graph, regions, without_needless_names
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import dtype_warnings, infeasible, notes_of, warnings_of
+from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished
 from .hap import synthesised
 from .learned import has_torch_geometric, heterog, tag
@@ -108,11 +109,40 @@ def make_plan(
     Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
     if nothing fits.
     """
+    (plan,) = make_plans(
+        traced,
+        cluster,
+        planner=planner,
+        profile=profile,
+        optimizer_states=optimizer_states,
+        whole_parameters=whole_parameters,
+        search_s=search_s,
+        exact_s=exact_s,
+        progress=progress,
+    )
+    return plan
+
+
+def make_plans(
+    traced: Traced | Graph,
+    cluster: Cluster,
+    *,
+    count: int = 1,
+    planner: str = "auto",
+    profile: Profile | None = None,
+    optimizer_states: int = 2,
+    whole_parameters: bool = False,
+    search_s: float | None = None,
+    exact_s: float | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[Plan, ...]:
+    """The plan of ``make_plan``, and up to ``count - 1`` of other kinds that may be as fast, the fastest by
+    prediction first (``finalists``)."""
     check_planner(planner)
     check_limit(exact_s)
     with untouched():
         optimizer = optimizer_states, whole_parameters
-        return _make_plan(traced, cluster, planner, profile, optimizer, search_s, exact_s, progress)
+        return _make_plans(traced, cluster, count, planner, profile, optimizer, search_s, exact_s, progress)
 
 
 @contextmanager
@@ -132,16 +162,17 @@ def untouched() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _make_plan(
+def _make_plans(
     traced: Traced | Graph,
     cluster: Cluster,
+    count: int,
     planner: str,
     profile: Profile | None,
     optimizer: tuple[int, bool],
     search_s: float | None,
     exact_s: float | None,
     progress: Callable[[str], None] | None,
-) -> Plan:
+) -> tuple[Plan, ...]:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
     costs = CostModel(cluster, profile)
@@ -158,6 +189,8 @@ def _make_plan(
     states, whole_parameters = optimizer
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_batch(graph, cluster)
+    if count > 1:
+        task.kinds = {}
     best = task.proposed
     for name in (*names, *last):
         # what fits only with activations that are computed again may be far from the best that fits
@@ -190,24 +223,37 @@ def _make_plan(
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES:
         chosen = best[chosen.planner] = finished(task, chosen, quick=quick)
-    candidates = sorted(best.values(), key=lambda p: p.key)
-    plain = with_algorithms(without_needless_names(chosen.program), task.costs)
+    planning_s = time.perf_counter() - started
+    others = finalists(task, chosen, count) if count > 1 else []
+    output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
+    plans: dict[tuple, Plan] = {}  # kinds may come to the same program
+    for p in (chosen, *others):
+        made = plan_of(task, p, output_has_loss, planning_s)
+        plans.setdefault((made.program, made.micro_batches), made)
+    return tuple(plans.values())
+
+
+def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: float) -> Plan:
+    """The plan of a proposal, with what the task has found beside it."""
+    cluster, graph = task.costs.cluster, task.graph
+    candidates = sorted(task.proposed.values(), key=lambda p: p.key)
+    plain = with_algorithms(without_needless_names(proposal.program), task.costs)
     program = replace(plain, dtypes=task.dtypes)
     # with micro-steps the simulation's is that of one of them
-    sheet = chosen.simulation.sheet if chosen.micro_batches is None else Sheet(program, task.costs)
+    sheet = proposal.simulation.sheet if proposal.micro_batches is None else Sheet(program, task.costs)
     return Plan(
         program=program,
-        planner=chosen.planner,
-        predicted_step_s=chosen.timeline.step_s,
-        predicted_peak_memory_bytes=chosen.peak_memory_bytes,
+        planner=proposal.planner,
+        predicted_step_s=proposal.timeline.step_s,
+        predicted_peak_memory_bytes=proposal.peak_memory_bytes,
         cluster_fingerprint=cluster.fingerprint,
         cluster_name=cluster.name,
         graph_fingerprint=graph.fingerprint,
-        output_has_loss=False if isinstance(traced, Graph) else traced.output_has_loss,
-        planning_s=time.perf_counter() - started,
+        output_has_loss=output_has_loss,
+        planning_s=planning_s,
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
-        gap=chosen.gap,
+        gap=proposal.gap,
         bound_s=task.bound_s,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
@@ -216,7 +262,7 @@ def _make_plan(
             *dtype_warnings(task, program),
             *gaps(program, task.costs),
         ),
-        micro_batches=chosen.micro_batches,
+        micro_batches=proposal.micro_batches,
         notes=notes_of(program, sheet),
     )
 

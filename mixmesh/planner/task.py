@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,13 +15,26 @@ from ..cost import CostModel
 from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
-from ..ir import Buckets, Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
+from ..ir import (
+    Buckets,
+    Graph,
+    Levels,
+    Program,
+    Ratio,
+    Shard,
+    make_ratio,
+    owned_type,
+    regions,
+    support,
+    wgrad_of,
+)
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES, Units
 from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
+from ..zero import zero_stage
 from .ideal import ideal_s
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
@@ -45,6 +59,25 @@ class Proposal:
     @property
     def key(self) -> tuple[bool, float]:
         return (not self.feasible, self.timeline.step_s)
+
+    @cached_property
+    def kind(self) -> tuple:
+        """What a simulator may misjudge in a way of its own: who takes part, what is exchanged, how and in
+        how many sums gradients travel (a power of two), what is computed again or apart, micro-steps."""
+        program = self.program
+        sums = len({number for number in program.buckets if number is not None})
+        return (
+            self.planner in BASELINES,
+            supports(program),
+            frozenset(Counter(i.op for i in program.instructions if i.is_redistribution).items()),
+            program.levels is not None,
+            zero_stage(program),
+            sums.bit_length(),
+            any(wgrad_of(i) for i in program.instructions),
+            any(i.attrs and i.attr("sfb", False) for i in program.instructions),
+            len(regions(program)),
+            max((m.steps for m in self.micro_batches or ()), default=1),
+        )
 
     @cached_property
     def peak_memory_bytes(self) -> tuple[int, ...]:
@@ -74,6 +107,9 @@ class Task:
         self.states_expanded = 0
         self.best_s = float("inf")  # of all that fits so far
         self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
+        self.kinds: dict[tuple, Proposal] | None = (
+            None  # where finalists are asked for: the best of each kind
+        )
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
@@ -244,9 +280,13 @@ class Task:
             timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
         fits = all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
         fits = fits and self.agrees(program) and not self.cuts_what_is_whole(program)
+        proposal = Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)
-        return Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
+            if self.kinds is not None:
+                before = self.kinds.setdefault(proposal.kind, proposal)
+                self.kinds[proposal.kind] = min(before, proposal, key=lambda p: p.key)
+        return proposal
 
     def _by_buckets(
         self, program: Program, simulation: Simulation, micro_batches: MicroBatches, *, every: bool

@@ -81,6 +81,13 @@ class Comm:
                 groups[purpose, ranks] = group if dist.get_rank() in ranks else None
         return cls(dist.get_rank(), world_size, where, timeout_s, groups)
 
+    def close(self) -> None:
+        """Ends the groups, with their threads. Collective; nothing of this program may be under way."""
+        for group in self.groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.groups.clear()
+
     @property
     def everyone(self) -> tuple[int, ...]:
         return tuple(range(self.world_size))

@@ -90,7 +90,8 @@ def train(
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
 ) -> RunReport:
-    """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective. The job's model is empty afterwards.
+    """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective. The job's model is empty afterwards,
+    and the process groups of the plan are gone.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
@@ -132,6 +133,7 @@ def train(
         on_step(number, losses[-1], step_s[-1])
     peaks = everyones(peak_memory_bytes(comm.device))
     timelines = () if recording is None else recording.finish(peaks)
+    comm.close()
     return RunReport(slowest(step_s), tuple(losses), peaks, timelines)
 
 
@@ -179,7 +181,8 @@ def slowest(step_s: list[float]) -> tuple[float, ...]:
     return tuple(times.tolist())
 
 
-def everyones(value: int) -> tuple[int, ...]:
+def everyones(value: Any) -> tuple[Any, ...]:
+    """Of every rank. Collective."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return tuple(values)

@@ -45,7 +45,7 @@ def shown_race(result: RaceResult) -> str:
 
     rows = [
         (t.name, t.setting, seconds(t.median_s), _speedup(Speedup.of(result.ours, t)))
-        for t in (*result.better, result.ours)
+        for t in (*result.better, result.untuned, result.ours)
     ]
     lines = [
         f"{result.case}: {result.speedup.median:.2f}x the best baseline ({result.best.name})",
@@ -53,6 +53,9 @@ def shown_race(result: RaceResult) -> str:
         f"ours is of planner {result.planner}, predicted {seconds(result.predicted_s)}; "
         f"all devices without communication {seconds(result.measured.ideal_s)}",
     ]
+    if result.tried:
+        tried = [(t.plan, seconds(t.predicted_s), " ".join(map(seconds, t.turns_s))) for t in result.tried]
+        lines.append(table(("tried", "predicted", "turns"), tried))
     return "\n".join(lines + _targets(result))
 
 

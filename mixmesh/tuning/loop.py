@@ -1,0 +1,135 @@
+"""From a profile to the plan that is fastest when it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ..cluster import Cluster
+from ..cost import CostModel, Profile
+from ..errors import CollectiveError, MixmeshError
+from ..job import needs_whole_parameters, optimizer_states
+from ..plan_file import Plan
+from ..planner import make_plans
+from ..runtime.comm import default_device, initialise
+from ..simulator import simulate
+from ..testbed import leave_device
+from ..timeline import Timeline
+from ..trace import trace
+from .correct import corrected, device_factors
+from .trials import Load, Trial, compete, recorded_step, same
+
+PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
+CORRECTIONS = 2  # at most
+CORRECTED_COUNT = 2  # plans of a corrected profile that are tried
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """``plan`` was the fastest of ``trials``, the first of which is of the plan that would have been taken
+    without any."""
+
+    plan: Plan
+    trials: tuple[Trial, ...]
+
+
+def tune(
+    load: Load,
+    cluster: Cluster,
+    profile: Profile | None,
+    *,
+    planner: str = "auto",
+    count: int = 6,
+    rounds: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """The fastest of up to ``count`` plans of different kinds, each tried in ``rounds`` turns on the cluster
+    that this process is a rank of; and of plans by a profile that those trials have corrected. Collective.
+
+    ``load`` makes the job anew for every turn. Raises what planning raises, on every rank alike, and
+    CollectiveError if no plan could train.
+    """
+    leave_device()
+    initialise(cluster.world_size, default_device(), PLANNING_TIMEOUT_S)
+    planning = _Planning(load, cluster, planner, progress)
+    trials = compete(load, planning.plans(profile, count), rounds, progress)
+    champion, tried = fastest(trials), list(trials)
+    for _ in range(CORRECTIONS if profile is not None else 0):
+        progress("correcting the profile")
+        measured = recorded_step(load, champion.plan)
+        if measured is None:
+            break
+        profile = corrected(profile, factors(cluster, profile, champion.plan, measured))
+        new = [
+            plan
+            for plan in planning.plans(profile, CORRECTED_COUNT)
+            if not any(same(plan, t.plan) for t in tried)
+        ]
+        if not new:
+            break
+        # with the champion beside them: since its first turns the machine's speed may have changed
+        trials = compete(load, (champion.plan, *new), rounds, progress)
+        tried += trials[1:]
+        if fastest(trials) is trials[0]:
+            break
+        champion = fastest(trials)
+    return Tuned(replace(champion.plan, measured_step_s=champion.step_s), tuple(tried))
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """Of plans that were tried in turns. Raises CollectiveError if none could train."""
+    best = min(trials, key=lambda t: t.step_s)
+    if best.turns_s:
+        return best
+    raise CollectiveError(
+        "no plan could train",
+        expected="one of them to take a few steps",
+        got="; ".join(dict.fromkeys(t.failed for t in trials)),
+        hint="mixmesh run JOB --plan X.plan, with the plan of mixmesh plan, to see where it fails",
+    )
+
+
+def factors(cluster: Cluster, profile: Profile, plan: Plan, measured: Timeline) -> dict[str, float]:
+    """How much longer than by the profile every device computes under a plan (``device_factors``)."""
+    costs = CostModel(cluster, profile)
+    predicted = simulate(plan.program, costs, micro_batches=plan.micro_batches)
+    return device_factors(cluster, predicted, measured)
+
+
+class _Planning:
+    """The first rank traces and plans; the others get what it found, or why it found nothing."""
+
+    def __init__(self, load: Load, cluster: Cluster, planner: str, progress: Callable[[str], None]) -> None:
+        self.load, self.cluster, self.planner, self.progress = load, cluster, planner, progress
+        self._known: dict[str, Any] = {}
+
+    def plans(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
+        made: tuple[Plan, ...] = ()
+        said: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                made = self._planned(profile, count)
+                said = [list(map(str, made))]
+            except MixmeshError as error:
+                said = [error]
+        dist.broadcast_object_list(said)
+        if isinstance(said[0], MixmeshError):
+            raise said[0]
+        return made or tuple(map(Plan.parse, said[0]))
+
+    def _planned(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
+        if not self._known:
+            self.progress("tracing the model")
+            job = self.load()
+            self._known = {
+                "traced": trace(job.model, job.batch),
+                "optimizer_states": optimizer_states(job.optimizer),
+                "whole_parameters": needs_whole_parameters(job.optimizer),
+            }
+        self.progress("planning")
+        return make_plans(
+            cluster=self.cluster, count=count, planner=self.planner, profile=profile, **self._known
+        )

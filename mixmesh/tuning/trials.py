@@ -1,0 +1,123 @@
+"""Plans that train a few steps in turns. Every function here is collective."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import CollectiveError
+from ..ir import print_program
+from ..plan_file import Plan
+from ..runtime.allocator import give_back
+from ..runtime.recording import typical
+from ..runtime.train import WARMUP_STEPS, RunReport, everyones, train
+from ..testbed import enter_device, leave_device
+from ..timeline import Timeline
+from ..zero import zero_stage
+
+TURN_S = 3.0  # of steps that count, by prediction
+LEAST_STEPS, MOST_STEPS = 3, 12
+KEPT_WITHIN = (1.15, 1.07)  # of the fastest, after each round; the last one stands for all that follow
+PATIENCE = 40  # predicted steps that a collective of a trial may take
+OUT_OF_MEMORY = "out of memory"
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 300.0
+
+Load = Callable[[], Any]  # makes a job
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A plan and the median seconds of its steps in every turn that it had. ``failed`` says why it could not
+    train, where it could not."""
+
+    plan: Plan
+    turns_s: tuple[float, ...] = ()
+    failed: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """The median of the turns; infinite without any."""
+        return statistics.median(self.turns_s) if self.turns_s and not self.failed else float("inf")
+
+
+def compete(
+    load: Load,
+    plans: Sequence[Plan],
+    rounds: int,
+    say: Callable[[str], None] = lambda _: None,
+) -> tuple[Trial, ...]:
+    """All plans, tried in turns. What is far behind after a round has no more turns."""
+    trials = [Trial(plan) for plan in plans]
+    for number in range(rounds):
+        within = KEPT_WITHIN[min(number, len(KEPT_WITHIN)) - 1] if number else float("inf")
+        least_s = min(t.step_s for t in trials)
+        for place, t in enumerate(trials):
+            if t.failed or (number and t.step_s > within * least_s):
+                continue
+            say(f"round {number + 1} of {rounds}: plan {place + 1} of {len(trials)}")
+            trials[place] = _after(t, turn(load, t.plan))
+    return tuple(trials)
+
+
+def _after(trial: Trial, found: RunReport | str) -> Trial:
+    if isinstance(found, str):
+        return replace(trial, failed=found)
+    return replace(trial, turns_s=(*trial.turns_s, found.step_s_median))
+
+
+def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
+    """Some steps of a job from its beginning, or what kept any of the ranks from training them."""
+    leave_device()  # the threads of new process groups are to be outside
+    expected_s = max(plan.predicted_step_s, 1e-3)
+    steps = WARMUP_STEPS + max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
+    timeout_s = max(LEAST_TIMEOUT_S, min(MOST_TIMEOUT_S, PATIENCE * expected_s))
+    failure, report = "", None
+    try:
+        report = train(load(), plan, steps=steps, timeout_s=timeout_s, record=record, on_start=enter_device)
+    except torch.OutOfMemoryError:
+        failure = OUT_OF_MEMORY
+    except CollectiveError as error:  # of somebody who ran out of memory, too
+        failure = str(error)
+    gc.collect()  # the model, before the next one is made
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    give_back()
+    failures = [(rank, text) for rank, text in enumerate(everyones(failure)) if text]
+    if failures:  # who ran out of memory is what the others have waited for
+        rank, text = min(failures, key=lambda f: (f[1] != OUT_OF_MEMORY, f[0]))
+        return f"rank {rank}: {text}"
+    return report if report.step_s else "the job's data has no batch"
+
+
+def recorded_step(load: Load, plan: Plan) -> Timeline | None:
+    """A measured step of typical length; None if the plan could not train."""
+    found = turn(load, plan, record=True)
+    return typical(found.timelines) if isinstance(found, RunReport) and found.timelines else None
+
+
+def kind_text(plan: Plan) -> str:
+    """What tells a plan from other finalists, in a few words."""
+    program = plan.program
+    sums = len({number for number in program.buckets if number is not None})
+    moved = sum(i.is_redistribution for i in program.instructions)
+    stage = zero_stage(program)
+    words = [
+        f"{sums} {'sum' if sums == 1 else 'sums'}" if sums else "",
+        f"{moved} {'exchange' if moved == 1 else 'exchanges'}" if moved else "",
+        "by levels" if program.levels is not None else "",
+        f"ZeRO {stage}" if stage else "",
+        "pipeline" if plan.order else "",
+    ]
+    return ", ".join([plan.planner, *filter(None, words)])
+
+
+def same(one: Plan, two: Plan) -> bool:
+    """Whether they are one program in the same micro-steps."""
+    if one.micro_batches != two.micro_batches:
+        return False
+    return print_program(one.program) == print_program(two.program)
