@@ -24,8 +24,18 @@ from mixmesh.planner import make_plan, make_plans
 from mixmesh.profiler import profile
 from mixmesh.runtime.comm import initialise
 from mixmesh.timeline import Timeline
-from mixmesh.tuning import Trial, compete, corrected, device_factors, kind_text, loop, same, trials, tune
-from mixmesh.tuning.trials import recorded_step
+from mixmesh.tuning import (
+    Trial,
+    corrected,
+    device_factors,
+    kind_text,
+    loop,
+    one_round,
+    same,
+    trials,
+    tune,
+)
+from mixmesh.tuning.trials import hopeful
 
 WORLD_SIZE = 2
 
@@ -59,10 +69,13 @@ def timeline(*compute_s: float) -> Timeline:
 def test_of_equal_devices_the_slower_counts_and_idle_ones_stay():
     where = cluster(THREE)  # fast, slow, slow
     fast, slow = (device_key(where.devices[n]) for n in (0, 1))
-    found = device_factors(where, timeline(1.0, 1.0, 2.0), timeline(0.9, 1.1, 2.4))
-    assert found == pytest.approx({fast: 0.9, slow: 1.2})
-    assert device_factors(where, timeline(1.0, 0.0, 0.0), timeline(1.0, 0.0, 0.0)) == {fast: 1.0, slow: 1.0}
-    assert max(device_factors(where, timeline(1.0, 1.0, 1.0), timeline(9.0, 1.0, 1.0)).values()) == 4.0
+    one = (timeline(1.0, 1.0, 2.0), timeline(0.9, 1.1, 2.4))
+    assert device_factors(where, [one]) == pytest.approx({fast: 0.9, slow: 1.2})
+    idle = (timeline(1.0, 0.0, 0.0), timeline(1.0, 0.0, 0.01))
+    assert device_factors(where, [idle]) == {fast: 1.0}
+    three = (one, idle, (timeline(1.0, 1.0, 1.0), timeline(9.0, 1.0, 1.0)))
+    assert device_factors(where, three) == pytest.approx({fast: 1.0, slow: 1.1})
+    assert device_factors(where, three[2:])[fast] == 4.0
 
 
 def test_a_corrected_profile_says_so_and_computes_as_long():
@@ -121,9 +134,10 @@ def begin() -> None:
 
 def every_plan_has_its_turns(_) -> None:
     _, plans = small()
-    found = compete(job, plans, 2)
+    found = one_round(job, one_round(job, list(map(Trial, plans)), record=True))
     assert [t.plan for t in found] == list(plans) and not any(t.failed for t in found)
-    assert all(1 <= len(t.turns_s) <= 2 and 0 < t.step_s < 10 for t in found)
+    assert all(len(t.turns_s) == 2 and 0 < t.step_s < 10 for t in found)
+    assert all(len(t.timeline.compute_s) == WORLD_SIZE and max(t.timeline.compute_s) > 0 for t in found)
     everyones: list = [None] * WORLD_SIZE
     torch.distributed.all_gather_object(everyones, [t.turns_s for t in found])
     assert everyones[0] == everyones[1]  # all decide alike
@@ -131,9 +145,10 @@ def every_plan_has_its_turns(_) -> None:
 
 def a_rank_that_runs_out_of_memory_fails_the_trial_alone(_) -> None:
     _, plans = small()
-    (failed,) = compete(partial(job, Failing), plans[:1], 2)
+    (failed,) = one_round(partial(job, Failing), [Trial(plans[0])])
     assert failed.failed == "rank 1: out of memory" and failed.step_s == float("inf")
-    (found,) = compete(job, plans[:1], 1)
+    assert one_round(job, [failed]) == (failed,)
+    (found,) = one_round(job, [Trial(plans[0])])
     assert found.turns_s and not found.failed
 
 
@@ -155,9 +170,7 @@ def what_a_device_took_changes_its_share(_) -> None:
 
     where, made = Cluster.parse(TWO_DEVICES), job()
     measured = profile(trace(made.model, made.batch).graph, made, where, budget_s=1)
-    step = recorded_step(job, small()[1][0])
-    assert len(step.compute_s) == WORLD_SIZE and min(step.compute_s) > 0
-    real = loop.factors(where, measured, small()[1][0], step)
+    real = loop.factors(where, measured, one_round(job, [Trial(small()[1][0])], record=True))
     assert set(real) == set(measured.devices) and all(1 / 4 <= f <= 4 for f in real.values())
     first = device_key(where.devices[0])
     loop.factors, before = (lambda *_: {first: 3.0}), loop.factors
@@ -203,6 +216,13 @@ def test_the_median_of_the_turns_counts():
     plan = make_plan(graph(MLP, 48), cluster(THREE), planner="ddp-even")
     assert Trial(plan, (1.0, 3.0, 2.0)).step_s == 2.0
     assert Trial(plan).step_s == Trial(plan, (1.0,), "out of memory").step_s == float("inf")
+
+
+def test_who_is_far_behind_has_no_more_turns():
+    plan = make_plan(graph(MLP, 48), cluster(THREE), planner="ddp-even")
+    tried = [Trial(plan, (s,)) for s in (1.0, 1.1, 1.2)] + [Trial(plan, (0.5,), "out of memory")]
+    assert hopeful(tried, 1) == [0, 1] and hopeful(tried, 2) == hopeful(tried, 3) == [0]
+    assert loop.fastest([Trial(plan, (1.0, 1.1)), Trial(plan, (0.9,))]).turns_s == (1.0, 1.1)
 
 
 def test_tune_in_the_testbed_and_a_run_by_its_plan(tmp_path, capfd, monkeypatch):

@@ -98,7 +98,7 @@ def measure_steps(
         if predicted > 0:
             scales.append(measured / predicted)
         optimizer_step_s(batch)
-        optimizer_s.append(statistics.median(optimizer_step_s(batch) for _ in range(REPEATS)))
+        optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS)]
     model.load_state_dict(state)
     if not optimizer_s:
         return None

@@ -3,11 +3,11 @@
 propose     the fastest plans of different kinds, by the profile
 trial       each trains some steps, in turns, so that the comparison holds while speeds drift
 correct     devices that computed longer than predicted count as slower, and the job is planned again
-choose      the fastest one measured
+choose      the fastest one measured, of those that are left after some rounds
 """
 
 from .correct import corrected, device_factors
 from .loop import Tuned, tune
-from .trials import Trial, compete, kind_text, same
+from .trials import Trial, kind_text, one_round, same
 
-__all__ = ["Trial", "Tuned", "compete", "corrected", "device_factors", "kind_text", "same", "tune"]
+__all__ = ["Trial", "Tuned", "corrected", "device_factors", "kind_text", "one_round", "same", "tune"]

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from dataclasses import replace
 
 from ..cluster import Cluster
 from ..cost import DeviceProfile, Profile, device_key
 from ..timeline import Timeline
 
+IDLE = 0.05  # of a step: who computes no longer says nothing about computing
 LARGEST = 4.0  # either way; beyond it something else happened than computing
 
 
-def device_factors(cluster: Cluster, predicted: Timeline, measured: Timeline) -> dict[str, float]:
-    """By ``device_key``: seconds of computing in a measured step over those predicted; of equal devices
-    that which took longest counts. 1 for those that had nothing to do."""
-    out: dict[str, float] = {}
-    for device, foreseen_s, took_s in zip(cluster.devices, predicted.compute_s, measured.compute_s):
-        factor = took_s / foreseen_s if foreseen_s > 0 and took_s > 0 else 1.0
-        factor = min(max(factor, 1 / LARGEST), LARGEST)
-        key = device_key(device)
-        out[key] = max(factor, out.get(key, 0.0))
-    return out
+def device_factors(cluster: Cluster, steps: Iterable[tuple[Timeline, Timeline]]) -> dict[str, float]:
+    """By ``device_key``: seconds of computing in a measured step over those predicted. ``steps`` are
+    predicted and measured, of one or several plans, the median of which counts; of equal devices that which
+    took longest. Devices that never computed are left out."""
+    found: dict[str, list[float]] = {}
+    for predicted, measured in steps:
+        of_plan: dict[str, float] = {}
+        for device, foreseen_s, took_s in zip(cluster.devices, predicted.compute_s, measured.compute_s):
+            if foreseen_s > IDLE * predicted.step_s and took_s > 0:
+                key = device_key(device)
+                of_plan[key] = max(took_s / foreseen_s, of_plan.get(key, 0.0))
+        for key, factor in of_plan.items():
+            found.setdefault(key, []).append(min(max(factor, 1 / LARGEST), LARGEST))
+    return {key: statistics.median(each) for key, each in found.items()}
 
 
 def corrected(profile: Profile, factors: dict[str, float]) -> Profile:

@@ -17,14 +17,12 @@ from ..planner import make_plans
 from ..runtime.comm import default_device, initialise
 from ..simulator import simulate
 from ..testbed import leave_device
-from ..timeline import Timeline
 from ..trace import trace
 from .correct import corrected, device_factors
-from .trials import Load, Trial, compete, recorded_step, same
+from .trials import Load, Trial, hopeful, one_round, same
 
 PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
-CORRECTIONS = 2  # at most
-CORRECTED_COUNT = 2  # plans of a corrected profile that are tried
+CORRECTED_COUNT = 2  # plans by the corrected profile that are tried
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,9 @@ def tune(
     rounds: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
-    """The fastest of up to ``count`` plans of different kinds, each tried in ``rounds`` turns on the cluster
-    that this process is a rank of; and of plans by a profile that those trials have corrected. Collective.
+    """The fastest of up to ``count`` plans of different kinds, each tried in up to ``rounds`` turns on the
+    cluster that this process is a rank of; and of two by the profile that the first turns have corrected.
+    Collective.
 
     ``load`` makes the job anew for every turn. Raises what planning raises, on every rank alike, and
     CollectiveError if no plan could train.
@@ -55,35 +54,30 @@ def tune(
     leave_device()
     initialise(cluster.world_size, default_device(), PLANNING_TIMEOUT_S)
     planning = _Planning(load, cluster, planner, progress)
-    trials = compete(load, planning.plans(profile, count), rounds, progress)
-    champion, tried = fastest(trials), list(trials)
-    for _ in range(CORRECTIONS if profile is not None else 0):
+    trials = tuple(map(Trial, planning.plans(profile, count)))
+    trials = one_round(load, trials, record=profile is not None, say=progress)
+    if profile is not None:
         progress("correcting the profile")
-        measured = recorded_step(load, champion.plan)
-        if measured is None:
+        found = factors(cluster, profile, trials)
+        plans = planning.plans(corrected(profile, found), CORRECTED_COUNT)
+        new = [Trial(plan) for plan in plans if not any(same(plan, t.plan) for t in trials)]
+        trials += one_round(load, new, say=progress)
+    for number in range(1, rounds):
+        places = hopeful(trials, number)
+        if len(places) < 2:
             break
-        profile = corrected(profile, factors(cluster, profile, champion.plan, measured))
-        new = [
-            plan
-            for plan in planning.plans(profile, CORRECTED_COUNT)
-            if not any(same(plan, t.plan) for t in tried)
-        ]
-        if not new:
-            break
-        # with the champion beside them: since its first turns the machine's speed may have changed
-        trials = compete(load, (champion.plan, *new), rounds, progress)
-        tried += trials[1:]
-        if fastest(trials) is trials[0]:
-            break
-        champion = fastest(trials)
-    return Tuned(replace(champion.plan, measured_step_s=champion.step_s), tuple(tried))
+        again = dict(zip(places, one_round(load, [trials[n] for n in places], say=progress)))
+        trials = tuple(again.get(n, t) for n, t in enumerate(trials))
+    champion = fastest(trials)
+    return Tuned(replace(champion.plan, measured_step_s=champion.step_s), trials)
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """Of plans that were tried in turns. Raises CollectiveError if none could train."""
-    best = min(trials, key=lambda t: t.step_s)
-    if best.turns_s:
-        return best
+    """That of the shortest step, of those with most turns. Raises CollectiveError if none could train."""
+    able = [t for t in trials if not t.failed]
+    if able:
+        turns = max(len(t.turns_s) for t in able)
+        return min((t for t in able if len(t.turns_s) == turns), key=lambda t: t.step_s)
     raise CollectiveError(
         "no plan could train",
         expected="one of them to take a few steps",
@@ -92,11 +86,15 @@ def fastest(trials: Sequence[Trial]) -> Trial:
     )
 
 
-def factors(cluster: Cluster, profile: Profile, plan: Plan, measured: Timeline) -> dict[str, float]:
-    """How much longer than by the profile every device computes under a plan (``device_factors``)."""
+def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
+    """How much longer than by the profile every device computes (``device_factors``)."""
     costs = CostModel(cluster, profile)
-    predicted = simulate(plan.program, costs, micro_batches=plan.micro_batches)
-    return device_factors(cluster, predicted, measured)
+    steps = [
+        (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)
+        for t in trials
+        if t.timeline is not None
+    ]
+    return device_factors(cluster, steps)
 
 
 class _Planning:

@@ -15,12 +15,12 @@ from ..ir import print_program
 from ..plan_file import Plan
 from ..runtime.allocator import give_back
 from ..runtime.recording import typical
-from ..runtime.train import WARMUP_STEPS, RunReport, everyones, train
+from ..runtime.train import RECORDED_STEPS, WARMUP_STEPS, RunReport, everyones, train
 from ..testbed import enter_device, leave_device
 from ..timeline import Timeline
 from ..zero import zero_stage
 
-TURN_S = 3.0  # of steps that count, by prediction
+TURN_S = 2.5  # of steps that count, by prediction
 LEAST_STEPS, MOST_STEPS = 3, 12
 KEPT_WITHIN = (1.15, 1.07)  # of the fastest, after each round; the last one stands for all that follow
 PATIENCE = 40  # predicted steps that a collective of a trial may take
@@ -32,49 +32,51 @@ Load = Callable[[], Any]  # makes a job
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan and the median seconds of its steps in every turn that it had. ``failed`` says why it could not
-    train, where it could not."""
+    """A plan and the median seconds of its steps in every turn that it had; a recorded step of typical
+    length, if one was. ``failed`` says why it could not train, where it could not."""
 
     plan: Plan
     turns_s: tuple[float, ...] = ()
     failed: str = ""
+    timeline: Timeline | None = None
 
     @property
     def step_s(self) -> float:
         """The median of the turns; infinite without any."""
         return statistics.median(self.turns_s) if self.turns_s and not self.failed else float("inf")
 
+    def after(self, found: RunReport | str) -> Trial:
+        """With one turn more."""
+        if isinstance(found, str):
+            return replace(self, failed=found)
+        step = typical(found.timelines) if found.timelines else self.timeline
+        return replace(self, turns_s=(*self.turns_s, found.step_s_median), timeline=step)
 
-def compete(
-    load: Load,
-    plans: Sequence[Plan],
-    rounds: int,
-    say: Callable[[str], None] = lambda _: None,
+
+def one_round(
+    load: Load, trials: Sequence[Trial], *, record: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Trial, ...]:
-    """All plans, tried in turns. What is far behind after a round has no more turns."""
-    trials = [Trial(plan) for plan in plans]
-    for number in range(rounds):
-        within = KEPT_WITHIN[min(number, len(KEPT_WITHIN)) - 1] if number else float("inf")
-        least_s = min(t.step_s for t in trials)
-        for place, t in enumerate(trials):
-            if t.failed or (number and t.step_s > within * least_s):
-                continue
-            say(f"round {number + 1} of {rounds}: plan {place + 1} of {len(trials)}")
-            trials[place] = _after(t, turn(load, t.plan))
-    return tuple(trials)
+    """A turn for each that has not failed. What one round costs, the next may be spared (``hopeful``)."""
+    out = []
+    for place, t in enumerate(trials):
+        say(f"plan {place + 1} of {len(trials)}")
+        out.append(t if t.failed else t.after(turn(load, t.plan, record=record)))
+    return tuple(out)
 
 
-def _after(trial: Trial, found: RunReport | str) -> Trial:
-    if isinstance(found, str):
-        return replace(trial, failed=found)
-    return replace(trial, turns_s=(*trial.turns_s, found.step_s_median))
+def hopeful(trials: Sequence[Trial], rounds_before: int) -> list[int]:
+    """The places of those that are not far behind after so many rounds."""
+    within = KEPT_WITHIN[min(rounds_before, len(KEPT_WITHIN)) - 1]
+    least_s = min(t.step_s for t in trials)
+    return [n for n, t in enumerate(trials) if not t.failed and t.step_s <= within * least_s]
 
 
 def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
     """Some steps of a job from its beginning, or what kept any of the ranks from training them."""
     leave_device()  # the threads of new process groups are to be outside
     expected_s = max(plan.predicted_step_s, 1e-3)
-    steps = WARMUP_STEPS + max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
+    steps = WARMUP_STEPS + (RECORDED_STEPS if record else 0)
+    steps += max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
     timeout_s = max(LEAST_TIMEOUT_S, min(MOST_TIMEOUT_S, PATIENCE * expected_s))
     failure, report = "", None
     try:
@@ -92,12 +94,6 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
         rank, text = min(failures, key=lambda f: (f[1] != OUT_OF_MEMORY, f[0]))
         return f"rank {rank}: {text}"
     return report if report.step_s else "the job's data has no batch"
-
-
-def recorded_step(load: Load, plan: Plan) -> Timeline | None:
-    """A measured step of typical length; None if the plan could not train."""
-    found = turn(load, plan, record=True)
-    return typical(found.timelines) if isinstance(found, RunReport) and found.timelines else None
 
 
 def kind_text(plan: Plan) -> str:
