@@ -13,7 +13,7 @@ from .calls import is_computation, work_type
 from .links import MeasuredCollective
 from .model import VIEWS, CostModel
 from .placed import Exchange, exchange_of, held_share
-from .profile import device_key, op_key
+from .profile import device_key
 from .sums import gradient_sums
 
 NAMED = 3  # operators that a warning names
@@ -60,7 +60,7 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
             device = costs.profile.devices.get(device_key(costs.classes[device_class]))
             if device is None or share == 0:
                 continue
-            measured = device.ops.get(op_key(call))
+            measured = costs.measured_op(call, costs.classes[device_class])
             if measured is None:
                 is_estimated = True
                 seconds = costs.op(call, 1, device_class).forward.at(share)

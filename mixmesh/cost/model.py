@@ -19,7 +19,8 @@ from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import FLAT, LEVELLED, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
-from .profile import DeviceProfile, Profile, cut_inputs, device_key, host_key, op_key
+from .profile import DeviceProfile, OpMeasurement, Profile, cut_inputs, device_key, host_key, op_key
+from .resized import Measured
 
 # operators that only make a new view of the same bytes
 VIEWS = frozenset(
@@ -58,6 +59,7 @@ class CostModel:
         self._ops: dict[tuple, OpTime] = {}
         self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
+        self._books: dict[Device, Measured] = {}
 
     @cached_property
     def source(self) -> str:
@@ -90,8 +92,7 @@ class CostModel:
         does on a device class; with ``parts`` also as those of a part of the batch are estimated, which no
         profile holds."""
         device = self.classes[device_class]
-        measured = self._measured(device)
-        found = measured.ops.get(op_key(call)) if measured is not None else None
+        found = self.measured_op(call, device)
         times = [self._op(call, grads, device, cut) for cut in ("", *(found.cuts if found else ()))]
         if found and parts:
             times.append(self._estimated(call, grads, device))
@@ -111,13 +112,21 @@ class CostModel:
         return self.profile.devices.get(device_key(device)) if self.profile else None
 
     def _op(self, call: Call, grads: int, device: Device, cut: str) -> OpTime:
-        measured = self._measured(device)
-        if measured is not None:
-            found = measured.ops.get(op_key(call))
-            if found is not None:
-                forward, backward = [c.scaled(measured.step_scale) for c in found.curves(cut)]
-                return OpTime(forward, backward if grads else ZERO)
+        found = self.measured_op(call, device)
+        if found is not None:
+            scale = self._measured(device).step_scale
+            forward, backward = [c.scaled(scale) for c in found.curves(cut)]
+            return OpTime(forward, backward if grads else ZERO)
         return self._estimated(call, grads, device)
+
+    def measured_op(self, call: Call, device: Device) -> OpMeasurement | None:
+        """What a device was measured to take for an operator, of as many samples or of others."""
+        profile = self._measured(device)
+        if profile is None:
+            return None
+        if device not in self._books:
+            self._books[device] = Measured(profile.ops)
+        return self._books[device].find(op_key(call), call_flop(call))
 
     def _estimated(self, call: Call, grads: int, device: Device) -> OpTime:
         scale = self._class_scale(device, is_product(call))

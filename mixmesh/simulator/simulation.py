@@ -282,9 +282,10 @@ class Simulation:
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer
         links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
         host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
+        # a device that computes on while gradients travel saves nothing up that this could take
         beside = tuple(
             self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
-            for r in ranks
+            for r in (ranks if purpose != "gradient" else ())
         )
         channel = self.channel(purpose, exchange.ranks)
         return Call(

@@ -1,0 +1,80 @@
+"""Measured operators at other sizes of the batch.
+
+Where machines or stages are dealt samples of their own, their programs have the operators of the model over
+36 of its 64 samples. A profile has them over all 64, as curves over the share: what 36 take it says too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from .curve import Curve
+from .profile import OpMeasurement
+
+NUMBER = re.compile(r"\d+")
+SAME_WORK = 0.01  # by which multiply-adds may differ from what the sizes say
+
+
+class Measured:
+    """What a device was measured to take, by ``op_key``."""
+
+    def __init__(self, ops: Mapping[str, OpMeasurement]) -> None:
+        self._ops = ops
+        self._alike: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        for key in ops:
+            self._alike.setdefault(NUMBER.sub("#", key), []).append((_numbers(key), key))
+        self._found: dict[str, OpMeasurement | None] = dict(ops)
+
+    def find(self, key: str, flop: int) -> OpMeasurement | None:
+        """The operator of this key and as many multiply-adds, as it was measured; or else by one of which all
+        sizes are the same but for those in which it has more or fewer samples, the nearest such."""
+        if key not in self._found:
+            self._found[key] = self._resized(key, flop)
+        return self._found[key]
+
+    def _resized(self, key: str, flop: int) -> OpMeasurement | None:
+        numbers = _numbers(key)
+        best: tuple[float, float, OpMeasurement] | None = None
+        for others, name in self._alike.get(NUMBER.sub("#", key), ()):
+            times = _times(numbers, others)
+            if times is None or abs(flop - times * self._ops[name].flop) > SAME_WORK * flop:
+                continue
+            distance = abs(math.log(times))
+            if best is None or distance < best[0]:
+                best = distance, times, self._ops[name]
+        return None if best is None else resized(best[2], best[1])
+
+
+def _numbers(key: str) -> tuple[int, ...]:
+    return tuple(map(int, NUMBER.findall(key)))
+
+
+def _times(numbers: tuple[int, ...], others: tuple[int, ...]) -> float | None:
+    """How many times as large those are that differ, if all are by one factor."""
+    differing = [(a, b) for a, b in zip(numbers, others) if a != b]
+    if not differing or not all(a and b for a, b in differing):
+        return None
+    (first, of), *rest = differing
+    return first / of if all(a * of == b * first for a, b in rest) else None
+
+
+def resized(op: OpMeasurement, times: float) -> OpMeasurement:
+    """The operator over ``times`` as many samples. A share of it is ``times`` that share of the measured one;
+    where another input is cut, a share takes as much more or less as a whole one does."""
+
+    def shrunk(curve: Curve) -> Curve:
+        return Curve(tuple((share / times, seconds) for share, seconds in curve.points))
+
+    def grown(curve: Curve, like: Curve) -> Curve:
+        whole = like.at(1.0)
+        return curve.scaled(like.at(times) / whole if whole > 0 else times)
+
+    return OpMeasurement(
+        shrunk(op.forward),
+        shrunk(op.backward),
+        round(op.flop * times),
+        round(op.moved_bytes * times),
+        {cut: (grown(f, op.forward), grown(b, op.backward)) for cut, (f, b) in op.cuts.items()},
+    )
