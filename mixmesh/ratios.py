@@ -34,6 +34,7 @@ from .cost.memory.repeats import repeats
 from .cost.placed import Sheet
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
+from .optimizer_states import ADAM, OptimizerStates
 
 MAX_REFITS = 4
 SAME_SHARE = 0.005
@@ -140,7 +141,7 @@ def ratio_program(
     costs: CostModel,
     ranks: tuple[int, ...],
     *,
-    optimizer_states: int,
+    optimizer_states: OptimizerStates,
     headroom: float,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,
@@ -231,7 +232,7 @@ def optimal_ratio(
     costs: CostModel,
     ranks: tuple[int, ...],
     *,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     headroom: float = 0.05,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,

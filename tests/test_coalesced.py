@@ -18,6 +18,7 @@ from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.ir import Program, make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM
 from mixmesh.order import Orders, coalesced, in_order, in_runs, levels_of_sums, separated
 from mixmesh.planner.make import make_plan
 from mixmesh.planner.task import Task
@@ -350,6 +351,6 @@ def test_a_program_without_such_sums_is_not_looked_at_again():
         def forward(self, x):
             return self.layers(x).square().mean()
 
-    task = Task(trace(Mean(), {"x": torch.randn(12, 4)}).graph, COSTS, 2, lambda _: None)
+    task = Task(trace(Mean(), {"x": torch.randn(12, 4)}).graph, COSTS, ADAM, lambda _: None)
     program = task.data_parallel(UNEVEN)
     assert task.packed(program) is program and not task.timings_s.get("simulate")

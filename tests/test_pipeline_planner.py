@@ -22,6 +22,7 @@ from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
 from mixmesh.cost.placed import held_share
 from mixmesh.ir import even_ratio, samples_of, support
+from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import MicroBatch, Plan, schedule
 from mixmesh.planner.make import make_plan
@@ -80,7 +81,7 @@ def traced():
 
 
 def task_of(graph, cluster: Cluster) -> Task:
-    return Task(graph, CostModel(cluster), 2, lambda _: None)
+    return Task(graph, CostModel(cluster), ADAM, lambda _: None)
 
 
 # --- the simulator ----------------------------------------------------------------------------------------
@@ -198,8 +199,8 @@ def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():
         """With so many micro-steps in flight in the second stage alone: by moment and rank."""
         second = (name for name, ratio in program.ratios if support(ratio) == (1,))
         flight = Flight(tuple((name, others) for name in second), samples.transfers)
-        walked = Walked(step, 2, held=Held.ADDENDS, flight=flight)
-        return Memory(step, 2, walked=walked).held_bytes(step)
+        walked = Walked(step, ADAM, held=Held.ADDENDS, flight=flight)
+        return Memory(step, ADAM, walked=walked).held_bytes(step)
 
     one, two = held(1) - held(0), held(2) - held(1)
     np.testing.assert_allclose(one, two, rtol=1e-9, atol=1e-3)

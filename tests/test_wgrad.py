@@ -22,6 +22,7 @@ from mixmesh.errors import VerificationError
 from mixmesh.explain import explain_plan
 from mixmesh.explain.judge import with_wgrads_of
 from mixmesh.ir import parse_program, separable, wgrad_of, with_wgrads
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import MicroBatch
 from mixmesh.planner import make_plan as plan_of
 from mixmesh.runtime.interpret import interpret
@@ -44,6 +45,7 @@ devices = [{ cpu_share = 0.6 }]
 devices = [{ cpu_share = 0.3, count = 2 }]
 """
 UNEVEN = (0.5, 0.333333, 0.166667)
+SGD = OptimizerStates(0)
 NOTHING_ON_ONE = (0.666667, 0.333333, 0.0)
 
 
@@ -295,7 +297,7 @@ def test_what_is_last_is_held_until_then():
 
     graph = trace(Loss(), {"x": torch.zeros(samples, width)}).graph
     program = data_parallel(graph, costs(), UNEVEN)
-    usual, late = (peak_memory_bytes(marked(program, marks), costs(), 0)[0] for marks in ((None,), ("last",)))
+    usual, late = (peak_memory_bytes(marked(program, marks), costs(), SGD)[0] for marks in ((None,), ("last",)))
     tensor_bytes = samples * UNEVEN[0] * width * 4
     # all inputs are held when the pass begins, and as it goes on one gradient more for each that stays
     assert late - usual == pytest.approx((layers - 2) * tensor_bytes, rel=0.3)

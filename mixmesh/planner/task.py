@@ -16,6 +16,7 @@ from ..cost.placed import supports
 from ..errors import Infeasible
 from ..ir import Buckets, Graph, Levels, Program, Ratio, Shard, make_ratio, owned_type, support
 from ..ir.dtypes import dtype_conflicts, half_dtypes
+from ..optimizer_states import OptimizerStates
 from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES, Units
@@ -60,7 +61,7 @@ class Task:
         self,
         graph: Graph,
         costs: CostModel,
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         progress,
         search_s: float = SEARCH_S,
         whole_parameters: bool = False,
