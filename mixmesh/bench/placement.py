@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from ..cost import CostModel
 from ..errors import InputError
 from ..optimizer_states import ADAM
-from ..planner.finished import finished
+from ..planner.finished import arranged
 from ..planner.make import PROPOSERS
 from ..planner.placed import judged
 from ..planner.spaces import space_of
@@ -185,7 +185,7 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    made = finished(task, best_synced(task, fitting, quick=False), quick=False)
+    made = arranged(task, best_synced(task, fitting, quick=False), quick=False)
     return min(made.timeline.step_s, *(p.timeline.step_s for p in fitting))
 
 
