@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
+from .averages import means_over_batches
 from .branches import past_checks
 from .composites import with_known_operators
 from .fakes import fixed_shapes
@@ -152,14 +153,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
     flat = Batch.of(batch)
     wrapper = LossOnly(model, flat)
     try:
-        with (
-            _quiet(),
-            fixed_shapes(),
-            exact_functions(),
-            moves_in_place(),
-            whole_stacks(),
-            torch.enable_grad(),
-        ):
+        with _quiet(), _as_it_is_traced(), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
             program = with_known_operators(program.run_decompositions({}), known)
@@ -170,7 +164,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
 
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
-    with fixed_shapes(), exact_functions(), moves_in_place(), whole_stacks():
+    with fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks():
         yield
 
 
