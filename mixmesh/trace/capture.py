@@ -25,6 +25,7 @@ from .functions import exact_functions
 from .locate import place_of_error, place_of_function, whole_stacks
 from .moves import moves_in_place
 from .regions import inline_regions
+from .selections import targets_by_sample
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
         with _quiet(), _as_it_is_traced(), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
+            targets_by_sample(program.graph_module)
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
         raise explain(error) from error
