@@ -43,6 +43,7 @@ from mixmesh.timeline import ACCUMULATION, BUCKET
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
+BIG = "tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100"
 SLOW_NETWORK = """\
 name = "slow network"
 [network]
@@ -262,12 +263,13 @@ def test_a_pipeline_where_the_network_is_slow(traced):
 
 def test_a_search_of_placements_is_followed_by_pipelines(traced):
     """Where one is faster than all that was found it is the plan, and says so; where there is little to gain
-    none is looked at."""
+    none is looked at. Of devices that are alike placements can use one alone here, a pipeline all."""
     slow = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 3")
+    slow = slow.replace("tflop_per_s = 1, memory_gib = 4, memory_gbyte_per_s = 50", BIG)
     plan = make_plan(traced, Cluster.parse(slow), planner="placed", search_s=1)
     assert plan.planner == "pipeline" and plan.order == "1f1b"
     steps = {c.planner: c.predicted_step_s for c in plan.candidates}
-    assert set(steps) == {"pipeline", "placed"} and steps["pipeline"] < steps["placed"]
+    assert set(steps) == {"pipeline", "placed"} and steps["pipeline"] < 0.9 * steps["placed"]  # 0.73
     fast = SLOW_NETWORK.replace("bandwidth_gbit_per_s = 10", "bandwidth_gbit_per_s = 1e5")
     plan = make_plan(traced, Cluster.parse(fast), planner="placed", search_s=1)
     assert plan.planner == "placed" and [c.planner for c in plan.candidates] == ["placed"]
