@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 from .errors import JobError, MixmeshError
+from .optimizer_states import ADAM, OptimizerStates
 
 DEFAULT_FUNCTION = "job"
 WORKLOAD = "workload:"
@@ -276,20 +277,50 @@ def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
     return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), None)
 
 
-def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> int:
-    """Tensors of state per parameter: 2 for Adam, 0 for plain SGD. 2 if that cannot be found out."""
+def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
+    """Tensors of state per parameter: 2 for Adam, 0 for plain SGD; and of those that its steps make. As an
+    Adam that is not fused if that cannot be found out."""
     import torch
 
     if optimizer is None:
-        return 2
+        return ADAM
     try:
         p = torch.nn.Parameter(torch.zeros(4, 4))
         made = optimizer([p])
+        is_fused = can_be_fused(made) or all(group.get("fused") for group in made.param_groups)
         p.grad = torch.ones_like(p)
         made.step()
-        return sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in made.state[p].values())
+        kept = sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in made.state[p].values())
     except Exception:  # the user's own function, on parameters that are not the model's
-        return 2
+        kept, is_fused = 2, False
+    return OptimizerStates(kept, 0 if is_fused else _made_beside(kept))
+
+
+def _made_beside(kept: int) -> int:
+    """Adam makes the root of its second moment and the quotient (torch.optim); the others one tensor at
+    most, for the weight decay."""
+    return 2 if kept > 1 else 1
+
+
+# kinds with a kernel that reads and writes everything once; Adagrad has its states from the start
+FUSED = ("SGD", "Adam", "AdamW")
+
+
+def can_be_fused(optimizer: Any) -> bool:
+    """Whether an optimizer that is new and says nothing of how its steps are made can have PyTorch's fused
+    kernel make them (``runtime.optimizers.fuse``)."""
+    import torch
+
+    groups = optimizer.param_groups
+    if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
+        return False
+    for group in groups:
+        # None is nobody's choice, False is one
+        free = all(group.get(name, False) is None for name in ("fused", "foreach"))
+        if not free or group.get("differentiable") or group.get("capturable"):
+            return False
+    params = [p for group in groups for p in group["params"]]
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
 
 
 # optimizers of which each element of the update depends on the same element of gradient and state only

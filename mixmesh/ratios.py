@@ -34,6 +34,7 @@ from .cost.memory.repeats import repeats
 from .cost.placed import Sheet
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
+from .optimizer_states import ADAM, OptimizerStates
 
 MAX_REFITS = 4
 SAME_SHARE = 0.005
@@ -140,17 +141,19 @@ def ratio_program(
     costs: CostModel,
     ranks: tuple[int, ...],
     *,
-    optimizer_states: int,
+    optimizer_states: OptimizerStates,
     headroom: float,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,
     limited: bool = True,
+    every: tuple[Stage, ...] | None = None,
 ) -> LinearProgram:
     """The LP above, without memory rows if it is not ``limited``; variables are the share of a rank of each
-    class, then the stage times. Rows are named after the first rank of their class."""
+    class, then the stage times. Rows are named after the first rank of their class. ``every`` stage of the
+    program spares making them again."""
     classes = equal_ranks(costs, ranks)
     firsts = tuple(equal[0] for equal in classes)
-    every = stages(program, costs, firsts, sheet)
+    every = stages(program, costs, firsts, sheet) if every is None else every
     alike = {(p.fixed.tobytes(), p.slope.tobytes()): p for p in every}
     weights = Counter((p.fixed.tobytes(), p.slope.tobytes()) for p in every)
     parts = list(alike.values())
@@ -231,7 +234,7 @@ def optimal_ratio(
     costs: CostModel,
     ranks: tuple[int, ...],
     *,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     headroom: float = 0.05,
     sheet: Sheet | None = None,
     memory: PeakMemory | None = None,
@@ -242,20 +245,21 @@ def optimal_ratio(
     same program, spare making them again. Raises Infeasible."""
     name, ratio = program.ratios[0]
     memory = memory or PeakMemory(costs, optimizer_states)
+    classes = equal_ranks(costs, ranks)
 
-    def solved(limited: bool) -> Ratio:
+    def solved(at: Program, every: tuple[Stage, ...], limited: bool) -> Ratio:
         lp = ratio_program(
-            with_ratio(program, name, ratio),
+            at,
             costs,
             ranks,
             optimizer_states=optimizer_states,
             headroom=headroom,
-            sheet=sheet,
             memory=memory,
             limited=limited,
+            every=every,
         )
         found = [0.0] * program.world_size
-        for equal, share in zip(equal_ranks(costs, ranks), solve(lp).x):
+        for equal, share in zip(classes, solve(lp).x):
             for rank in equal:
                 found[rank] = max(float(share), 0.0)
         return make_ratio(found)
@@ -265,9 +269,11 @@ def optimal_ratio(
         return most is not None and all(most[r] <= usable_bytes(costs, r, headroom) for r in ranks)
 
     for _ in range(MAX_REFITS if costs.profile else 1):
-        before, free = ratio, solved(limited=False)
+        before, at = ratio, with_ratio(program, name, ratio)
+        every = stages(at, costs, tuple(equal[0] for equal in classes), sheet)
+        free = solved(at, every, limited=False)
         # the best of all shares is the best of those that fit, if it does
-        ratio = free if not limited or surely_fits(free) else solved(limited=True)
+        ratio = free if not limited or surely_fits(free) else solved(at, every, limited=True)
         if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
             break
     return ratio

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +16,11 @@ from mixmesh.workloads.layers import Layer, MoeLayer
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def adamw_one_by_one(parameters):
+    """Not fused: a choice of the user's."""
+    return torch.optim.AdamW(parameters, lr=1e-3, foreach=False)
 
 
 def momentum(parameters):
@@ -76,6 +83,16 @@ class Mlp(nn.Module):
 def mlp() -> Job:
     x = torch.randn(2, 512, 3072)
     return Job(Mlp(3072, 4), {"x": x[0], "y": x[1]}, optimizer=adamw)
+
+
+def wide() -> Job:
+    """One matrix, of which the optimizer's step is the peak."""
+    x = torch.randn(2, 16, 5120)
+    return Job(Mlp(5120, 1), {"x": x[0], "y": x[1]}, optimizer=adamw)
+
+
+def wide_one_by_one() -> Job:
+    return replace(wide(), optimizer=adamw_one_by_one)
 
 
 def mlp_sgd() -> Job:

@@ -25,6 +25,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.ir import Program, make_ratio, samples_of
 from mixmesh.job import load_job, optimizer_states
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.profiler.constants import process_bytes
 from mixmesh.recomputation import recomputed
@@ -52,6 +53,8 @@ CASES = {
         ("mlp", "ddp", (50, 50)),
         ("mlp", "fsdp", (70, 30)),
         ("mlp", "tensor", (60, 40)),
+        ("wide", "ddp", (50, 50)),
+        ("wide_one_by_one", "ddp", (50, 50)),
         ("mlp_sgd", "ddp", (80, 20)),
         ("mlp_sgd", "fsdp", (60, 40)),
         ("gpt", "ddp", (75, 25)),
@@ -96,8 +99,8 @@ def cpus(count: int) -> Cluster:
     return Cluster.parse(CLUSTER.replace("{devices}", ", ".join([DEVICE] * count)))
 
 
-def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, MicroBatches, int]:
-    """The program of a case, its micro-steps, and tensors of optimizer state per parameter."""
+def planned(job: str, kind: str, shares: tuple[int, ...]) -> tuple[Program, MicroBatches, OptimizerStates]:
+    """The program of a case, its micro-steps, and the states of its optimizer."""
     with torch.device("meta"):
         made = getattr(memory_jobs, job)()
     graph = trace(made.model, made.batch).graph

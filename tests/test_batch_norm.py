@@ -18,6 +18,7 @@ from mixmesh.cost.memory import Memory
 from mixmesh.errors import PlanError, VerificationError
 from mixmesh.ir import make_ratio, parse_program, samples_of
 from mixmesh.operators import PIECE_BYTES, moments, normalise, running_statistics
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.profiler.meter import Meter
 from mixmesh.profiler.operators import measure_ops
 from mixmesh.recomputation import recomputed
@@ -329,7 +330,7 @@ def test_activations_are_kept_once():
       %loss = aten.mean(%a) : f32[] P(sum)
       return %loss }"""
     program = parse_program(text)
-    held = {m.what: sum(m.held.values()) for m in Memory(program, 0).moments}
+    held = {m.what: sum(m.held.values()) for m in Memory(program, OptimizerStates(0)).moments}
     data, small = 4 * 100 * 16, 8 * 2 * 16
     # at the loss: %h, %a, and the sums
     assert held["%loss"] - held["%h"] == data + small + 4

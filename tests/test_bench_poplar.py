@@ -32,6 +32,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError
 from mixmesh.ir import even_ratio, make_ratio
+from mixmesh.optimizer_states import ADAM
 from mixmesh.planner.task import Task
 from mixmesh.trace import trace
 
@@ -171,7 +172,7 @@ def test_runs_go_on_after_one_that_ran_out_of_memory(tmp_path):
 def accumulating(job: str, cluster: Cluster, folder):
     """The path of a plan of equal parts, cut as finely as memory asks for."""
     made = jobs.make(job)
-    task = Task(trace(made.model, made.batch).graph, CostModel(cluster), 2, lambda _: None)
+    task = Task(trace(made.model, made.batch).graph, CostModel(cluster), ADAM, lambda _: None)
     even = even_ratio(2)
     cut = Parts(task, EQUAL, task.data_parallel(even), even).fewest_steps()
     assert cut is not None and cut.micro_batches is not None

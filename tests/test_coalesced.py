@@ -16,8 +16,10 @@ from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
-from mixmesh.cost import CostModel
+from mixmesh.cost import CostModel, DeviceProfile, Profile, device_key
+from mixmesh.cost.gaps import gaps
 from mixmesh.ir import Program, make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM
 from mixmesh.order import Orders, coalesced, in_order, in_runs, levels_of_sums, separated
 from mixmesh.planner.make import make_plan
 from mixmesh.planner.task import Task
@@ -90,6 +92,15 @@ def test_as_many_sums_remain_as_the_longest_path_has(plain):
     assert num_sums(packed(plain)) == 8
     assert num_sums(packed(plain, 2)) == 9  # the four in two runs
     assert num_sums(separated(packed(plain, 2))) == 15
+
+
+def test_no_measurement_is_asked_for_what_packs_sums(plain):
+    """The model has a cat of its own, which is asked for."""
+    profile = Profile({device_key(d): DeviceProfile({}, 1e-9, 0) for d in COSTS.cluster.devices}, ())
+    said = [
+        next(gaps(p, CostModel(COSTS.cluster, profile))) for p in (plain, packed(plain), packed(plain, 2))
+    ]
+    assert "operators are not measured" in said[0] and len({*said}) == 1
 
 
 @pytest.mark.parametrize("runs", [1, 2])
@@ -350,6 +361,6 @@ def test_a_program_without_such_sums_is_not_looked_at_again():
         def forward(self, x):
             return self.layers(x).square().mean()
 
-    task = Task(trace(Mean(), {"x": torch.randn(12, 4)}).graph, COSTS, 2, lambda _: None)
+    task = Task(trace(Mean(), {"x": torch.randn(12, 4)}).graph, COSTS, ADAM, lambda _: None)
     program = task.data_parallel(UNEVEN)
     assert task.packed(program) is program and not task.timings_s.get("simulate")

@@ -15,6 +15,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.errors import JobError, MixmeshError
 from mixmesh.ir import REPLICATE, parse_program
 from mixmesh.job import batch_size, load_job, needs_whole_parameters, optimizer_states
+from mixmesh.optimizer_states import ADAM, OptimizerStates
 from mixmesh.plan_file import Plan
 
 
@@ -129,7 +130,7 @@ def test_what_a_job_returns(case, tmp_path):
 
 def test_good_jobs(tmp_path):
     job = load_job(write_job(tmp_path))
-    assert batch_size(job.batch) == 12 and optimizer_states(job.optimizer) == 0
+    assert batch_size(job.batch) == 12 and optimizer_states(job.optimizer) == OptimizerStates(0)
     scalars = load_job(
         write_job(tmp_path, returning("mixmesh.Job(MLP(), dict(batch(), t=torch.tensor(3.0)))"), "a.py")
     )
@@ -142,9 +143,13 @@ def test_good_jobs(tmp_path):
 def test_optimizer_states():
     import torch
 
-    assert optimizer_states(torch.optim.AdamW) == 2 and optimizer_states(None) == 2
-    assert optimizer_states(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)) == 1
-    assert optimizer_states(lambda p: 1 / 0) == 2
+    assert optimizer_states(torch.optim.AdamW) == optimizer_states(None) == ADAM
+    assert optimizer_states(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9)) == OptimizerStates(1)
+    # not fused: Adam makes two tensors, the others one at most
+    assert optimizer_states(lambda p: torch.optim.Adam(p, foreach=False)) == OptimizerStates(2, 2)
+    assert optimizer_states(lambda p: torch.optim.Adam(p, fused=True)) == OptimizerStates(2)
+    assert optimizer_states(lambda p: torch.optim.Adagrad(p)) == OptimizerStates(1, 1)
+    assert optimizer_states(lambda p: 1 / 0) == OptimizerStates(2, 2)
 
 
 def test_optimizers_that_look_at_whole_parameters():

@@ -19,6 +19,7 @@ from mixmesh.cost import CostModel, Profile
 from mixmesh.cost.curve import Curve, affine_curve
 from mixmesh.cost.profile import DeviceProfile, OpMeasurement, cut_inputs, device_key, op_key
 from mixmesh.ir import Graph, Shard
+from mixmesh.optimizer_states import ADAM
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.ideal import bound_s, ideal_s
@@ -31,7 +32,7 @@ SAME = 1 - 1e-9
 
 
 def assert_no_plan_is_faster(model: Graph, costs: CostModel) -> None:
-    task = Task(model, costs, 2, lambda _: None, search_s=0.2)
+    task = Task(model, costs, ADAM, lambda _: None, search_s=0.2)
     found = 0
     for name, propose in PROPOSERS.items():
         if name in LEARNED:

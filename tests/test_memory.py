@@ -27,13 +27,14 @@ from mixmesh.cost.memory.views import contiguous, reshaped
 from mixmesh.cost.placed import cut_shares
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import even_ratio, make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM, OptimizerStates
 from mixmesh.planner import make_plan
 
 ONE = "program one world=1 {{\n  ratio r0 = [1.0]\n{}\n}}\n"
 FLOAT = 4
 
 
-def peak(program, states: int = 2) -> tuple[float, str]:
+def peak(program, states: OptimizerStates = ADAM) -> tuple[float, str]:
     """Bytes of tensors at the peak of one process, and when it is."""
     memory = Memory(program, states)
     moment = memory.peak_moment(program, 0)
@@ -48,15 +49,19 @@ def one(*lines: str):
 
 
 def test_peak_in_the_optimizer():
-    """A weight of 400 x 400 and a batch of one: weight, gradient, two moments, and Adam's two temporaries."""
+    """A weight of 400 x 400 and a batch of one: weight, gradient, two moments, and what steps make beside."""
     program = one(
         '%x = input("x") : f32[1, 400] S(0)@r0',
         '%w = param("w") : f32[400, 400] R',
         "%y = aten.linear(%x, %w) : f32[1, 400] S(0)@r0",
         "%loss = aten.mean(%y) : f32[] P(sum)",
     )
-    assert peak(program) == (FLOAT * (6 * 160_000 + 400 + 1), "the optimizer")
-    assert peak(program, states=0) == (FLOAT * (3 * 160_000 + 400 + 1), "the optimizer")
+    for kept, beside in ((2, 2), (0, 1), (3, 2)):
+        found = peak(program, OptimizerStates(kept, beside))
+        assert found == (FLOAT * ((2 + kept + beside) * 160_000 + 400 + 1), "the optimizer")
+    for cuda in (False, True):  # fused
+        stepping = [m for m in Memory(program, ADAM, cuda=cuda).moments if m.what == "the optimizer"]
+        assert [sum(m.held.values()) for m in stepping] == [FLOAT * (4 * 160_000 + 400 + 1)]
 
 
 def test_peak_in_the_forward_pass():
@@ -94,7 +99,7 @@ def test_a_value_goes_with_its_last_view():
         "%c = aten.view(%t, [100, 64]) : f32[100, 64] S(0)@r0",
         "%loss = aten.sum(%c) : f32[] P(sum)",
     )
-    by_name = {m.what: sum(m.held.values()) for m in Memory(program, 2).moments}
+    by_name = {m.what: sum(m.held.values()) for m in Memory(program, ADAM).moments}
     assert by_name["%v"] == by_name["%t"] == by_name["%y"]
     assert by_name["%c"] - by_name["%t"] == FLOAT * 6400  # the copy
 
@@ -134,7 +139,7 @@ def test_resharded_parameters_are_not_kept():
 
     def gathered(program) -> float:
         """Whole weights at the most, in the forward pass."""
-        moments = [m for m in Memory(program, 2).moments if m.what.startswith("%x")]
+        moments = [m for m in Memory(program, ADAM).moments if m.what.startswith("%x")]
         return max(size for m in moments for cut, size in m.held.items() if not cut[0]) / weight
 
     assert gathered(sharded) == pytest.approx(2, abs=0.1) and gathered(kept) == pytest.approx(7, abs=0.1)
@@ -143,7 +148,7 @@ def test_resharded_parameters_are_not_kept():
 def test_a_rank_left_out_holds_the_model_until_it_is_cut():
     costs = CostModel(memory_runs.cpus(2))
     program = data_parallel(graph(GRAPHS["mlp"], 64), costs, make_ratio([1.0, 0.0]))
-    assert Memory(program, 2).peak_moment(program, 1).what == "the initial values"
+    assert Memory(program, ADAM).peak_moment(program, 1).what == "the initial values"
     with_it, without = peak_memory_bytes(program, costs)
     assert with_it > without > costs.memory_constant_bytes(1, idle=True)
 
@@ -172,12 +177,21 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
     program = replace(program, ratios=((name, make_ratio([share, 1 - share])),))
     rows = [
         sum(size * (cut_shares(cut, program.ratio(name), 2)[0] if cut[0] else 1) for cut, size in row.items())
-        for row in held_moments(program, 2)
+        for row in held_moments(program, ADAM)
     ]
-    assert max(rows) == pytest.approx(Memory(program, 2).peaks(program)[0], rel=0.01)
+    assert max(rows) == pytest.approx(Memory(program, ADAM).peaks(program)[0], rel=0.01)
 
 
-@pytest.mark.parametrize("case", ["mlp-fsdp-70-30", "gpt-tensor-60-40", "gpt_long-zero3x4-60-40"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "wide-ddp-50-50",
+        "wide_one_by_one-ddp-50-50",
+        "mlp-fsdp-70-30",
+        "gpt-tensor-60-40",
+        "gpt_long-zero3x4-60-40",
+    ],
+)
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
         assert 0.98 * measured <= predicted <= 1.2 * measured

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mixmesh.job import optimizer_states
 from mixmesh.runtime.optimizers import fuse
 
 KINDS = {
@@ -42,6 +43,15 @@ def test_what_the_user_chose_stays(how):
     optimizer = torch.optim.AdamW([torch.ones(2, requires_grad=True)], **how)
     before = dict(optimizer.param_groups[0])
     assert not fuse(optimizer) and optimizer.param_groups[0] == before
+
+
+@pytest.mark.parametrize("how", [{}, {"foreach": False}, {"fused": True}, {"differentiable": True}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_planning_counts_what_the_run_does(kind, how):
+    made = KINDS[kind]([torch.ones(2, requires_grad=True)], **how)
+    is_fused = fuse(made) or bool(made.param_groups[0]["fused"])
+    states = optimizer_states(lambda params: KINDS[kind](params, **how))
+    assert (states.beside == 0) is is_fused is (how in ({}, {"fused": True}))
 
 
 def test_optimizers_that_stay_as_they_are():

@@ -16,6 +16,7 @@ from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.ir import support
+from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import Space, make_grouping
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.placed import LocalSearch, cuts, local_search, uniform
@@ -66,7 +67,7 @@ class Halves(nn.Module):
 
 
 def task_of(model: nn.Module, batch: dict, cluster: Cluster) -> Task:
-    return Task(trace(model, batch).graph, CostModel(cluster), 2, lambda _: None)
+    return Task(trace(model, batch).graph, CostModel(cluster), ADAM, lambda _: None)
 
 
 def layers(count: int, width: int) -> nn.Module:

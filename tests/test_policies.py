@@ -22,6 +22,7 @@ from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio
 from mixmesh.job import Job
+from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import Estimator, Group, Grouping, Space, make_grouping
 from mixmesh.planner import make_plan
 from mixmesh.policies.choices import Tables
@@ -40,7 +41,7 @@ from mixmesh.trace import trace
 from mixmesh.verification import verify
 from mixmesh.workloads.images import Classifier
 
-STATES, HEADROOM = 2, 0.05
+HEADROOM = 0.05
 FAST = '{ name = "fast", tflop_per_s = 10, memory_gib = 8, memory_gbyte_per_s = 500 }'
 SLOW = '{ name = "slow", tflop_per_s = 3, memory_gib = 4, memory_gbyte_per_s = 200 }'
 NETWORK = "[network]\nbandwidth_gbit_per_s = 10\nlatency_us = 30\n"
@@ -88,7 +89,7 @@ def space(machines: tuple[str, ...] = SMALL, count: int = 4) -> Space:
 
 
 def searched(s: Space, **budget) -> tuple[Evaluator, float]:
-    evaluate = Evaluator(s, estimated(s, STATES, HEADROOM), **budget)
+    evaluate = Evaluator(s, estimated(s, ADAM, HEADROOM), **budget)
     return evaluate, judged_seeds(evaluate)[1]
 
 
@@ -99,7 +100,7 @@ def test_the_search_finds_the_optimum_of_a_space_small_enough_to_enumerate():
     s = space((FAST, SLOW), count=3)
     evaluate, base_s = searched(s)
     every = list(itertools.product(*(s.actions(k) for k in range(len(s.groups)))))
-    judge = estimated(s, STATES, HEADROOM)
+    judge = estimated(s, ADAM, HEADROOM)
     best = min(judge(tuple(a.placed for a in actions)).key for actions in every)
     Tree(evaluate, base_s).run(2 * len(every))
     assert evaluate.outcome.key == best
@@ -142,7 +143,7 @@ def test_what_oversteps_memory_is_worse_than_anything_that_fits():
 
 def test_the_estimate_and_the_simulator_agree_on_what_fits():
     s = space()
-    by_groups, by_program = estimated(s, STATES, HEADROOM), simulated(s, STATES, HEADROOM)
+    by_groups, by_program = estimated(s, ADAM, HEADROOM), simulated(s, ADAM, HEADROOM)
     for strategy in itertools.islice(all_devices(s), 3):
         placed = tuple(a.placed for a in strategy)
         guess, truth = by_groups(placed), by_program(placed)
@@ -157,7 +158,7 @@ def features_of(s: Space):
     evaluate, _ = searched(s)
     order = order_of_groups(s)
     copies = everywhere(s, s.actions(order[0])[0])
-    return Facts(s, STATES, HEADROOM).at({order[0]}, copies, order[0], evaluate(copies))
+    return Facts(s, ADAM, HEADROOM).at({order[0]}, copies, order[0], evaluate(copies))
 
 
 def scaled(s: Space, time: float, size: float) -> Space:
@@ -206,7 +207,7 @@ def test_features_have_no_units(time, size, monkeypatch):
         current = list(everywhere(x, x.actions(first)[0]))
         current[-1] = x.actions(len(current) - 1)[-1]
         outcome = Outcome(step_s, (0.5,) * 3, (0.25,) * 3)
-        of.append(Facts(x, STATES, HEADROOM).at((), current, first, outcome))
+        of.append(Facts(x, ADAM, HEADROOM).at((), current, first, outcome))
     for name, value in vars(of[0]).items():
         # seconds of collectives are lines through two sizes, which are not scaled
         atol = 0.02 if name == "pairs" else 1e-6
@@ -215,7 +216,7 @@ def test_features_have_no_units(time, size, monkeypatch):
 
 def test_tables_say_what_the_estimate_says():
     s = space((FAST, f"{SLOW}, {SLOW}"), count=4)
-    tables, estimate = Tables(s, STATES, HEADROOM), Estimator(s, STATES)
+    tables, estimate = Tables(s, ADAM, HEADROOM), Estimator(s, ADAM)
     rng = random.Random(0)
     bare = [estimate.constant[r] for r in range(3)]
     for _ in range(20):
@@ -239,7 +240,7 @@ def test_tables_say_what_the_estimate_says():
 
 def test_what_is_placed_alike_moves_nothing_and_what_is_not_does():
     s = space()
-    tables = Tables(s, STATES, HEADROOM)
+    tables = Tables(s, ADAM, HEADROOM)
     kinds = tables.numbers(everywhere(s, s.actions(order_of_groups(s)[0])[0]))
     moves, here = tables.move_s(kinds), tables.ratio_of[kinds[0]]
     assert (moves[:, here] == 0).all()
@@ -254,7 +255,7 @@ def scores(policy: Policy, s: Space) -> dict:
     """By what the choice is, its probability for the most expensive group."""
     evaluate, _ = searched(s)
     order = order_of_groups(s)
-    priors = TagPriors(policy, Facts(s, STATES, HEADROOM))
+    priors = TagPriors(policy, Facts(s, ADAM, HEADROOM))
     start = next(all_devices(s))
     found = priors(0, start, evaluate(start))[order[0]]
     names = [
@@ -296,7 +297,7 @@ def test_weights_that_are_none_are_refused(tmp_path):
 def test_the_network_is_asked_so_often_and_no_more(monkeypatch):
     monkeypatch.setattr("mixmesh.policies.tag.MOST_ASKED", 2)
     evaluate, base_s = searched(s := space())
-    priors = TagPriors(Policy().eval(), Facts(s, STATES, HEADROOM))
+    priors = TagPriors(Policy().eval(), Facts(s, ADAM, HEADROOM))
     Tree(evaluate, base_s, priors).run(60)
     assert priors.asked == 2
 
@@ -466,7 +467,7 @@ def test_training_moves_probability_to_what_is_rewarded():
         return Outcome(1.0 + wrong, (0.5,) * 2, (1.0,) * 2)
 
     evaluate = Evaluator(s, judge)
-    training = Training(evaluate, Facts(s, STATES, HEADROOM))
+    training = Training(evaluate, Facts(s, ADAM, HEADROOM))
     for step in range(30):
         training.step(with_elite=step % 3 == 2)
     assert evaluate.outcome.step_s == 1.0

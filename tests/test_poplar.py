@@ -14,6 +14,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible
 from mixmesh.ir import make_ratio, support
+from mixmesh.optimizer_states import ADAM
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.poplar import Staged
@@ -74,7 +75,7 @@ CLUSTERS = {
 
 
 def task_of(where: Cluster) -> Task:
-    return Task(traced().graph, CostModel(where), 2, lambda _: None)
+    return Task(traced().graph, CostModel(where), ADAM, lambda _: None)
 
 
 def proposals(where: Cluster, stage: int):

@@ -15,6 +15,7 @@ from mixmesh.cost.calls import is_computation
 from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.errors import Infeasible
 from mixmesh.ir import even_ratio, make_ratio
+from mixmesh.optimizer_states import ADAM
 from mixmesh.ratios import (
     LinearProgram,
     optimal_ratio,
@@ -75,7 +76,7 @@ def searched(body: str, text: str, ratio, price: float, link: float, scale: int)
 def test_certificate_on_generated_programs(body, where, price, link, scale):
     program, costs = searched(body, *where, price, link, scale)
     ranks = tuple(range(program.world_size))
-    assert_certificate(ratio_program(program, costs, ranks, optimizer_states=2, headroom=0.05))
+    assert_certificate(ratio_program(program, costs, ranks, optimizer_states=ADAM, headroom=0.05))
 
 
 @settings(deadline=None, max_examples=40)
@@ -120,7 +121,7 @@ def test_shares_follow_speed_where_compute_is_all():
     program = data_parallel(graph(GRAPHS["mlp"], 128), costs, even_ratio(2))
     ratio = optimal_ratio(program, costs, (0, 1))
     assert ratio == pytest.approx((0.8, 0.2), abs=0.01)
-    lp = ratio_program(program, costs, (0, 1), optimizer_states=2, headroom=0.05)
+    lp = ratio_program(program, costs, (0, 1), optimizer_states=ADAM, headroom=0.05)
     assert solve(lp).objective > 10 and len(stages(program, costs, (0, 1))) == 1
 
 
@@ -160,7 +161,7 @@ def test_memory_binds():
     assert free[0] == pytest.approx(0.8, abs=0.01) and bound[0] < 0.7
     peak = peak_memory_bytes(with_ratio(program, "r0", bound), costs)
     assert peak[0] == pytest.approx(usable_bytes(costs, 0, 0.05), rel=0.01)
-    lp = ratio_program(program, costs, (0, 1), optimizer_states=2, headroom=0.05)
+    lp = ratio_program(program, costs, (0, 1), optimizer_states=ADAM, headroom=0.05)
     duals = [y for y, name in zip(solve(lp).row_dual, lp.rows) if name.startswith("memory rank 0")]
     assert min(duals) < 0  # a byte more there would make the step shorter
     assert_certificate(lp)

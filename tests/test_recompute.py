@@ -22,6 +22,7 @@ from mixmesh.cost.memory import Memory
 from mixmesh.cost.memory.repeats import repeats
 from mixmesh.errors import Infeasible, VerificationError
 from mixmesh.ir import Program, make_ratio, parse_program, regions
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.planner import hap, make_plan, poplar
 from mixmesh.recomputation import divided, recomputed
@@ -254,7 +255,7 @@ def allocated(program: Program, model: nn.Module, inputs) -> tuple[int, int]:
 
 def walked(program: Program) -> float:
     """The peak of the walk's two passes, without what stays and without what a heap loses."""
-    moments = Memory(program, 0, cuda=True).moments
+    moments = Memory(program, OptimizerStates(0), cuda=True).moments
     stays = sum(next(m for m in moments if "owners" in m.what).held.values())
     others = ("the initial values", "the optimizer")
     return max(sum(m.held.values()) for m in moments if m.what not in others) - stays

@@ -26,6 +26,7 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.factors import factorable, with_factors
 from mixmesh.ir import make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.planner.task import Task
@@ -135,7 +136,7 @@ def two_level_programs(graph) -> dict[str, str]:
     device += "memory_gib = 2, memory_gbyte_per_s = 0.1, count = COUNT }]\n"
     text = "name = 'two and one'\n[network]\nbandwidth_gbit_per_s = 1\nlatency_us = 1\n"
     text += device.replace("COUNT", "2") + device.replace("COUNT", "1")
-    planner = TwoLevel(Task(graph, CostModel(Cluster.parse(text)), 2, lambda _: None))
+    planner = TwoLevel(Task(graph, CostModel(Cluster.parse(text)), ADAM, lambda _: None))
     made = {p: next(planner.dealt(p, [2.0, 1.0])) for p in TWO_LEVELS}
     assert any(program.copies for program in made.values())
     return {f"attention two levels {p:g}": with_buckets(program, 1000) for p, program in made.items()}

@@ -20,6 +20,7 @@ from mixmesh.cost.placed import exchange_of, held_share, op_time
 from mixmesh.cost.resources import link_s_per_byte
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.ir import even_ratio, make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM
 from mixmesh.ratios import with_ratio
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.synthesis import Prices, Problem, emit, search
@@ -590,7 +591,7 @@ def test_links_carry_no_more_than_they_can(text, how):
 def test_one_simulation_serves_all_ratios(body, shares):
     """What is worked out once gives for other ratios and buckets what a fresh simulation gives."""
     for program, costs in kinds(body, THREE, (0.5, 0.2, 0.3)):
-        simulation = Simulation(program, costs, 2)
+        simulation = Simulation(program, costs, ADAM)
         changed = with_buckets(with_ratio(program, "r0", make_ratio(shares)), 4e5)
         fresh = simulate(changed, costs)
         reused = simulation.run(changed)

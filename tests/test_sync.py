@@ -14,6 +14,7 @@ from mixmesh.cost import CostModel
 from mixmesh.cost.placed import Exchange
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.ir import make_ratio, parse_program
+from mixmesh.optimizer_states import ADAM
 from mixmesh.planner import simple
 from mixmesh.planner.synced import synced
 from mixmesh.planner.task import Task
@@ -133,7 +134,7 @@ def test_a_mixture_is_no_slower_than_one_way_for_all(link):
 @pytest.mark.parametrize("link, owned", [(2, True), (1e5, False)])
 def test_owners_only_where_sums_do_not_hide(link, owned):
     graph = trace(model(768), batch(768, rows=4096)).graph
-    task = Task(graph, CostModel(cluster(THREE, link)), 2, lambda _: None)
+    task = Task(graph, CostModel(cluster(THREE, link)), ADAM, lambda _: None)
     (plain,) = simple.ddp_proportional(task)
     made = synced(task, plain, quick=False)
     assert (zero_stage(made.program) > 0) == owned

@@ -69,6 +69,29 @@ def ctc(reduction):
     return Model(loss, head=nn.Linear(8, 5)), (X, targets, times, lengths)
 
 
+def selected(rows, mask):
+    return rows.masked_select(mask)
+
+
+def indexed(rows, mask):
+    return rows[mask]
+
+
+def ctc_of_selected(select):
+    """Targets with what does not count anywhere in a row, and a row of which nothing counts."""
+    targets = torch.randint(1, 5, (SAMPLES, 4), generator=torch.Generator().manual_seed(3))
+    targets[2:6, 0], targets[4:8, 2], targets[5:7, 3], targets[9] = -100, 0, -100, -100
+
+    def loss(m, x, targets):
+        mask = (targets != -100) & (targets != 0)
+        scores = m.head(x).log_softmax(-1).transpose(0, 1)
+        return F.ctc_loss(
+            scores, select(targets, mask), torch.full((SAMPLES,), 6), mask.sum(-1), zero_infinity=True
+        )
+
+    return Model(loss, head=nn.Linear(8, 5)), (X, targets)
+
+
 def spectrum(m, x, labels):
     f = torch.fft.rfft(m.mix(x), dim=1) * torch.view_as_complex(m.filter.weight.view(4, 8, 2))
     s = torch.stft(x.flatten(1), 8, 4, window=torch.hann_window(8), return_complex=True).abs()
@@ -128,6 +151,8 @@ MODELS = {
     ),
     "CTC, mean": lambda: ctc("mean"),
     "CTC, sum": lambda: ctc("sum"),
+    "CTC, targets by masked_select": lambda: ctc_of_selected(selected),
+    "CTC, targets by a mask as index": lambda: ctc_of_selected(indexed),
     "a loss that broadcasts": lambda: (
         Model(
             lambda m, x, y: F.mse_loss(m.head(x), y) + F.l1_loss(m.head(x)[:, 0], y[:, 0]), head=dense(8, 4)
@@ -155,6 +180,22 @@ MODELS = {
         (ROWS, LABELS),
     ),
 }  # fmt: skip
+
+
+def test_other_targets_of_unknown_length_are_refused():
+    """Lengths that are not what the mask counts: which targets are whose is then not known."""
+    model, (x, targets) = ctc_of_selected(selected)
+
+    def loss(m, x, targets):
+        scores = m.head(x).log_softmax(-1).transpose(0, 1)
+        lengths = (targets > 0).sum(-1)
+        return F.ctc_loss(scores, targets.masked_select(targets > 1), torch.full((SAMPLES,), 6), lengths)
+
+    model.loss = loss
+    with pytest.raises(TraceError, match="cannot be traced") as caught:
+        trace(model, (x, targets))
+    assert "CTC loss" in caught.value.expected and "what counts first" in caught.value.hint[0]
+    assert "test_trace_operators.py" in caught.value.where
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -25,6 +25,7 @@ from mixmesh.cost.memory import Memory
 from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
 from mixmesh.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
+from mixmesh.optimizer_states import ADAM
 from mixmesh.placement.join import join
 from mixmesh.placement.split import split
 from mixmesh.plan_file import Plan
@@ -53,7 +54,7 @@ WORLD, BATCH = 5, 9
 
 def cut_within_machines(graph, cluster: Cluster):
     """The plan that cuts as many parameters within machines as can be."""
-    task = Task(graph, CostModel(cluster), 2, lambda _: None)
+    task = Task(graph, CostModel(cluster), ADAM, lambda _: None)
     planner = TwoLevel(task)
     speeds = [float(len(ranks)) for ranks in planner.machines]
     return next(planner.dealt(TENSOR_PARALLEL.gradient_sync, speeds))
@@ -87,7 +88,7 @@ def test_every_process_makes_the_model_once():
     """Whatever the number of machines that hold a copy of a parameter."""
     graph, cluster = trace(model_of(), batch(0)).graph, Cluster.parse(CLUSTER)
     even = data_parallel(graph, CostModel(cluster), even_ratio(WORLD))
-    copied, once = (Memory(p, 2).moments[0] for p in (program(), even))
+    copied, once = (Memory(p, ADAM).moments[0] for p in (program(), even))
     assert copied.what == once.what == "the initial values"
     assert copied.held[0, 1, None] == once.held[0, 1, None]
 

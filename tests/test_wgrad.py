@@ -22,6 +22,8 @@ from mixmesh.errors import VerificationError
 from mixmesh.explain import explain_plan
 from mixmesh.explain.judge import with_wgrads_of
 from mixmesh.ir import parse_program, separable, wgrad_of, with_wgrads
+from mixmesh.ir.wgrad import PRODUCTS
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import MicroBatch
 from mixmesh.planner import make_plan as plan_of
 from mixmesh.runtime.interpret import interpret
@@ -44,6 +46,7 @@ devices = [{ cpu_share = 0.6 }]
 devices = [{ cpu_share = 0.3, count = 2 }]
 """
 UNEVEN = (0.5, 0.333333, 0.166667)
+SGD = OptimizerStates(0)
 NOTHING_ON_ONE = (0.666667, 0.333333, 0.0)
 
 
@@ -216,6 +219,32 @@ def test_products_of_own_parameters_are_separable():
     assert weights == {"conv.weight", "square.weight", "up.weight", "down.weight"}  # not the tied head
 
 
+class Unbatched(nn.Module):
+    """Products of one sample without a batch dim, beside one of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.row = nn.Parameter(torch.randn(2, 6, 5)), nn.Parameter(torch.randn(8))
+        self.conv, self.linear = nn.Conv2d(2, 3, 3, stride=2), nn.Linear(8, 4)
+        self.first, self.second = nn.Conv2d(2, 2, 3), nn.Conv2d(2, 2, 3)
+
+    def forward(self, x):
+        found = self.second(self.first(x)), self.conv(self.image), self.linear(self.row)
+        return sum(y.square().mean() for y in found)
+
+
+def test_products_without_a_batch_are_not():
+    graph = trace(Unbatched(), {"x": torch.randn(BATCH, 2, 6, 5)}).graph
+    program = data_parallel(graph, costs(), UNEVEN)
+    products = [n for n, i in enumerate(program.instructions) if i.op in PRODUCTS]
+    assert len(products) == 4
+    weights = {program.producers[program.instructions[n].inputs[1]].args[0] for n in separable(program)}
+    assert weights == {"second.weight"}
+    for n in set(products) - {*separable(program)}:
+        with pytest.raises(VerificationError, match="cannot be computed apart"):
+            check_program(with_wgrads(program, {n: "last"}))
+
+
 def test_text_has_it():
     program = marked(plain(), ("first", "last"))
     assert 'wgrad="first"' in str(program) and 'wgrad="last"' in str(program)
@@ -295,7 +324,9 @@ def test_what_is_last_is_held_until_then():
 
     graph = trace(Loss(), {"x": torch.zeros(samples, width)}).graph
     program = data_parallel(graph, costs(), UNEVEN)
-    usual, late = (peak_memory_bytes(marked(program, marks), costs(), 0)[0] for marks in ((None,), ("last",)))
+    usual, late = (
+        peak_memory_bytes(marked(program, marks), costs(), SGD)[0] for marks in ((None,), ("last",))
+    )
     tensor_bytes = samples * UNEVEN[0] * width * 4
     # all inputs are held when the pass begins, and as it goes on one gradient more for each that stays
     assert late - usual == pytest.approx((layers - 2) * tensor_bytes, rel=0.3)

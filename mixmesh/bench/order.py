@@ -17,6 +17,7 @@ from dataclasses import replace
 from ..cost import CostModel
 from ..cost.sums import order_of_sums
 from ..ir import Graph, Program
+from ..optimizer_states import ADAM
 from ..order import Orders, in_order
 from ..planner.hap import synthesised
 from ..planner.make import PROPOSERS
@@ -32,12 +33,12 @@ TARGET = 1.08  # HeteroG's ordering alone gained 8 to 18 % over FIFO
 
 
 def orders(graph: Graph, costs: CostModel) -> Mapping[str, Program]:
-    task = Task(graph, costs, 2, lambda _: None)
+    task = Task(graph, costs, ADAM, lambda _: None)
     return orders_of(task, min(synthesised(task), key=lambda p: p.key))
 
 
 def orders_in_parallel(graph: Graph, costs: CostModel) -> Mapping[str, Program]:
-    task = Task(graph, costs, 2, lambda _: None)
+    task = Task(graph, costs, ADAM, lambda _: None)
     return orders_of(task, min(PROPOSERS["ddp-proportional"](task), key=lambda p: p.key))
 
 

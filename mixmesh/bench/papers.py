@@ -15,6 +15,7 @@ from ..cluster import Cluster
 from ..cost import CollectiveFit, Profile, measurement_of_fit
 from ..cost.collectives import ring_fit
 from ..errors import Infeasible, InputError
+from ..optimizer_states import ADAM
 from ..planner import make_plan
 from ..trace import trace
 from ..workloads import make
@@ -23,7 +24,6 @@ from .published import GPUS, HAP_COLLECTIVE_BYTES_PER_S, HAP_FIGURE_12, Publishe
 LINKS = ("wire", "measured")
 TOLERANCE = 0.25  # of a published time: what differs more is marked
 QUICK_GPUS = (8,)
-ADAM_STATES = 2
 ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
 
 
@@ -106,7 +106,7 @@ def plan_case(
 ) -> Row:
     started = time.perf_counter()
     try:
-        plan = make_plan(traced, cluster, profile=profile, optimizer_states=ADAM_STATES)
+        plan = make_plan(traced, cluster, profile=profile, optimizer_states=ADAM)
         best, planner, candidates = plan.predicted_step_s, plan.planner, plan.candidates
         bound_s = plan.bound_s
     except Infeasible:

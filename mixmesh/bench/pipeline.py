@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ..cost import CostModel
 from ..ir import Graph
+from ..optimizer_states import ADAM
 from ..planner.placed import model_parallel
 from ..planner.simple import ddp_proportional
 from ..planner.task import Proposal, Task
@@ -23,7 +24,7 @@ TARGET = 1.2  # over what has no micro-steps
 
 
 def ways(graph: Graph, costs: CostModel) -> Mapping[str, Entry]:
-    task = Task(graph, costs, 2, lambda _: None)
+    task = Task(graph, costs, ADAM, lambda _: None)
     found = list(model_parallel(task))
 
     def best(proposals: list[Proposal]) -> Entry:

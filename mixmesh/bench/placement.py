@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 
 from ..cost import CostModel
 from ..errors import InputError
-from ..planner.finished import finished
+from ..optimizer_states import ADAM
+from ..planner.finished import arranged
 from ..planner.make import PROPOSERS
 from ..planner.placed import judged
 from ..planner.spaces import space_of
@@ -29,7 +30,6 @@ from .placement_calls import better_after, level_after, level_of, median, race
 from .placement_cases import CASES, Case
 from .placement_methods import METHODS, MOST_S, Budget
 
-ADAM_STATES = 2
 CALLS = 1000  # strategies that each search may ask for
 SEEDS = 5  # of a tree search's chance
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
@@ -131,7 +131,7 @@ def run(
             job = make(f"{case.workload}:{case.global_batch}")
             graphs[key] = trace(job.model, job.batch).graph
         costs = CostModel(case.devices())
-        task = Task(graphs[key], costs, ADAM_STATES, lambda _: None, MOST_S)
+        task = Task(graphs[key], costs, ADAM, lambda _: None, MOST_S)
         yield from run_case(case, task, Budget(calls, seeds), progress, methods_of(methods))
 
 
@@ -185,7 +185,7 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    made = finished(task, best_synced(task, fitting, quick=False), quick=False)
+    made = arranged(task, best_synced(task, fitting, quick=False), quick=False)
     return min(made.timeline.step_s, *(p.timeline.step_s for p in fitting))
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from ..cluster import Cluster
 from ..errors import Infeasible, InputError
 from ..job import Job
+from ..optimizer_states import ADAM
 from ..planner import make_plan
 from ..trace import trace
 from .planning_models import branches, mixture, transformer
@@ -25,7 +26,6 @@ MODELS: dict[str, Callable[[int, int], Job]] = {
     "branches": branches,
 }
 SAMPLES_PER_DEVICE = 8
-ADAM_STATES = 2
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def plan_case(case: Case, traced, trace_s: float, target_s: float | None) -> Row
     cluster = mixed_cluster(case.devices)
     started, cpu = time.perf_counter(), time.process_time()
     try:
-        plan = make_plan(traced, cluster, optimizer_states=ADAM_STATES)
+        plan = make_plan(traced, cluster, optimizer_states=ADAM)
     except Infeasible:
         plan = None
     total_s, cpu_s = time.perf_counter() - started, time.process_time() - cpu

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..cluster import Cluster
 from ..cost import Profile
 from ..errors import MixmeshError
+from ..optimizer_states import ADAM
 from ..trace import trace
 from ..workloads import make
 from . import jobs
@@ -41,7 +42,6 @@ WORKER = (sys.executable, "-m", "mixmesh.bench.poplar_worker")
 MIXMESH = (sys.executable, "-m", "mixmesh")
 DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))
 DEMO_PROFILE_S = "20"
-ADAM_STATES = 2
 Progress = Callable[[str], None]
 Case = Measured | Simulated | str
 CASES: tuple[Case, ...] = (*MEASURED, FIRST_STEP, *SIMULATED)
@@ -84,7 +84,7 @@ def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> Meas
     made = jobs.make(case.job)
     graph = trace(made.model, made.batch).graph
     profile = Profile.load(profile_path)
-    planned = plans(graph, cluster, profile, effort.stages, ADAM_STATES, at_once=True)
+    planned = plans(graph, cluster, profile, effort.stages, ADAM, at_once=True)
     planned += [Planned(Variant(name), None) for name in PYTORCH]
     say("the losses of a single device")
     reference = single_losses(case.job, effort.all_steps)
@@ -149,7 +149,7 @@ def simulate(case: Simulated, say: Progress) -> SimulatedResult:
     graph = trace(job.model, job.batch).graph
     say("planning")
     started = time.perf_counter()
-    found = plans(graph, Cluster.load(case.preset), None, STAGES, ADAM_STATES)
+    found = plans(graph, Cluster.load(case.preset), None, STAGES, ADAM)
     return SimulatedResult(case, tuple(p.variant for p in found), time.perf_counter() - started)
 
 

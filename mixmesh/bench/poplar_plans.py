@@ -26,6 +26,7 @@ from ..ir import (
     stage_of,
     without_needless_names,
 )
+from ..optimizer_states import OptimizerStates
 from ..plan_file import MicroBatch, Plan
 from ..planner import whole_counts
 from ..planner.poplar import poplar
@@ -49,7 +50,7 @@ def plans(
     cluster: Cluster,
     profile: Profile | None,
     stages: Sequence[int],
-    optimizer_states: int,
+    optimizer_states: OptimizerStates,
     *,
     at_once: bool = False,
 ) -> list[Planned]:

@@ -15,6 +15,6 @@ def check_wgrad(i: Instruction, able: bool, fail) -> None:
     if not able:
         raise fail(
             "the weight's gradient cannot be computed apart here",
-            "a linear or a convolution of what takes a gradient with parameters that nothing else uses, "
-            "outside of what is computed again, without sfb",
+            "a linear or a convolution of a batch that takes a gradient with parameters that nothing else "
+            "uses, outside of what is computed again, without sfb",
         )

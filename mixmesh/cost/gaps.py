@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..ir import Program
+from ..ir.packed import packed_sums
 from ..rules import call_of
 from .calls import is_computation, work_type
 from .links import MeasuredCollective
@@ -49,8 +50,10 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
     estimated: dict[str, float] = {}  # operator -> seconds of the slowest call
     beyond: dict[int, tuple[float, str]] = {}  # instruction -> (times the measured range, text)
     estimated_calls = 0
+    # what packs small sums is planning's own, of a few kilobytes: no profile of the model can hold it
+    packing = {packed.cat.result for packed in packed_sums(program)}
     for n, i in enumerate(program.instructions):
-        if not is_computation(i) or i.op in VIEWS:
+        if not is_computation(i) or i.op in VIEWS or i.results[0] in packing:
             continue
         call, t = call_of(i, program.types), work_type(program, i)
         cut = costs.cut(call, [program.types[name].placement for name in i.inputs])

@@ -10,6 +10,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..factors import best_factors
 from ..ir import Instruction, Program, print_instruction
+from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Plan
 from .changes import Collective, collectives_between, differing
 from .judge import Judge, Judged
@@ -80,7 +81,7 @@ def explain_tensor(
     *,
     profile: Profile | None = None,
     all_layers: bool = False,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
 ) -> Explanation:
     """What every placement of a tensor of ``plan`` would cost, its own included.
 
@@ -116,7 +117,7 @@ def explain_tensor(
 class Question:
     """A tensor of a plan: every placement with the best of its programs."""
 
-    def __init__(self, plan: Plan, view: View, costs: CostModel, optimizer_states: int) -> None:
+    def __init__(self, plan: Plan, view: View, costs: CostModel, optimizer_states: OptimizerStates) -> None:
         self.view, self.costs = view, costs
         self.judge = Judge(plan, costs, optimizer_states)
         self.planned = self.judge.planned()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..cost import CostModel
 from ..errors import PlanError
 from ..ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads
+from ..optimizer_states import OptimizerStates
 from ..placement.split import is_joined
 from ..plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..planner.ordered import ordered
@@ -44,7 +45,7 @@ class Judged:
 class Judge:
     """The simulator for one plan."""
 
-    def __init__(self, plan: Plan, costs: CostModel, optimizer_states: int) -> None:
+    def __init__(self, plan: Plan, costs: CostModel, optimizer_states: OptimizerStates) -> None:
         self.plan = plan
         self.task = Task(plan.program.graph, costs, optimizer_states, lambda _: None)
         self.task.dtypes = plan.program.dtypes

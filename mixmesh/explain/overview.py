@@ -11,6 +11,7 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.calls import is_computation
 from ..ir import Instruction, Program, local_bytes, regions, shard_sizes, stages_of, support, wgrad_of
+from ..optimizer_states import ADAM, OptimizerStates
 from ..placement.lift import operator_name, ratios_of
 from ..placement.split import is_joined, split
 from ..plan_file import Plan
@@ -54,7 +55,7 @@ class Overview:
 
 
 def explain_plan(
-    plan: Plan, cluster: Cluster, *, profile: Profile | None = None, optimizer_states: int = 2
+    plan: Plan, cluster: Cluster, *, profile: Profile | None = None, optimizer_states: OptimizerStates = ADAM
 ) -> Overview:
     """Raises PlanError for a plan of another cluster."""
     check_plan(plan, cluster)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Iterator
 from ..baselines import DATA_PARALLEL, fully_sharded
 from ..cost import CostModel
 from ..ir import Graph, Program, Ratio, support
+from ..optimizer_states import OptimizerStates
 from ..planner.hap import GRADIENT_PRICES, MAX_STATES, WEIGHT
 from ..ratios import with_ratio
 from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
@@ -34,7 +35,7 @@ class Place:
         ratio: Ratio,
         costs: CostModel,
         names: tuple[str, ...],
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         prices: Iterable[float | None] = PRICES,
         fixed: Collection[str] = (),
         like: Place | None = None,

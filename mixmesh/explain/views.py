@@ -20,6 +20,7 @@ from ..baselines import fully_sharded
 from ..cost import CostModel
 from ..errors import InputError
 from ..ir import Program, Ratio, even_ratio, support
+from ..optimizer_states import OptimizerStates
 from ..placement.join import join
 from ..placement.lift import lifted, operator_name, placed_of, ratios_of
 from ..placement.lower import Placed, lower
@@ -73,7 +74,9 @@ class View(ABC):
         yield from ()
 
 
-def view_of(program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: int) -> View:
+def view_of(
+    program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: OptimizerStates
+) -> View:
     """Raises InputError for a tensor that is not there, or for copies that no planner makes."""
     if is_joined(program):
         return Joined(program, costs, tensor, all_layers, optimizer_states)
@@ -94,7 +97,7 @@ class Flat(View):
     """A plan over one ratio."""
 
     def __init__(
-        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: int
+        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: OptimizerStates
     ) -> None:
         self.program, self.tensors, self.made = program, names, names[:1]
         ratios = [*ratios_of(program).values(), *(ratio for _, ratio in program.ratios)]
@@ -122,7 +125,7 @@ class Lowered(View):
     nothing = "where ratios meet, a leaf is loaded as its operators take it"
 
     def __init__(
-        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: int
+        self, program: Program, costs: CostModel, names: tuple[str, ...], optimizer_states: OptimizerStates
     ) -> None:
         self.program, self.made = program, names[:1]
         self.graph = program.graph
@@ -212,7 +215,12 @@ class Joined(View):
     machine, a parameter's path or a bare name in all that have it."""
 
     def __init__(
-        self, program: Program, costs: CostModel, tensor: str, all_layers: bool, optimizer_states: int
+        self,
+        program: Program,
+        costs: CostModel,
+        tensor: str,
+        all_layers: bool,
+        optimizer_states: OptimizerStates,
     ) -> None:
         self.program = program
         self.sets, self.wholes = split(program)

@@ -61,6 +61,8 @@ def _fits(program: Program, i: Instruction, users: Counter[str]) -> bool:
         {x, params[0]} <= program.requires_grad
         and all(program.producers[name].op == "param" and users[name] == 1 for name in params)
         and not isinstance(program.types[x].placement, Partial)
+        # without a batch dim (x of [k], or [c, h, w]) the products are others
+        and len(program.types[x].value.shape) >= len(program.types[params[0]].value.shape)
     )
 
 

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from ..cost import CostModel
 from ..ir import Instruction, Partial, Program, Ref, Replicate, TensorType, ValueType
+from ..ir.packed import packed_sums
 from ..ir.samples import draws_numbers
 
 Groups = list[list[int]]  # indices of sums, those of each group in order
@@ -93,26 +94,14 @@ def coalesced(program: Program, groups: Groups) -> Program:
 
 def separated(program: Program) -> Program:
     """``program`` with each packed sum as those that it stands for; itself if there are none."""
-    sums = [i for i in program.instructions if i.op == "all_reduce"]
-    sums = [i for i in sums if program.producers[i.inputs[0]].op == "aten.cat"]
-    if not sums:
-        return program
-    users: dict[str, list[Instruction]] = defaultdict(list)
-    for i in program.instructions:
-        for name in i.inputs:
-            users[name].append(i)
     apart: dict[str, list[Instruction]] = {}  # by the result of a packed sum
     dropped: set[str] = set()
-    for i in sums:
-        if len(users[i.inputs[0]]) != 1 or len(users[i.result]) != 1:
-            continue
-        cat, split = program.producers[i.inputs[0]], users[i.result][0]
-        if _undoes(program, split, cat):
-            made = [(r, t, Ref(name)) for r, t, name in zip(split.results, split.types, cat.inputs) if r]
-            apart[i.result] = [
-                Instruction((r,), (t,), i.op, (ref,), (), i.attrs, i.location) for r, t, ref in made
-            ]
-            dropped.update((cat.result, *(r for r, _, _ in made)))
+    for cat, i, split in packed_sums(program):
+        made = [(r, t, Ref(name)) for r, t, name in zip(split.results, split.types, cat.inputs) if r]
+        apart[i.result] = [
+            Instruction((r,), (t,), i.op, (ref,), (), i.attrs, i.location) for r, t, ref in made
+        ]
+        dropped.update((cat.result, *(r for r, _, _ in made)))
     if not apart:
         return program
     out: list[Instruction] = []
@@ -122,13 +111,6 @@ def separated(program: Program) -> Program:
         elif dropped.isdisjoint(i.results):
             out.append(i)
     return replace(program, instructions=tuple(out))
-
-
-def _undoes(program: Program, split: Instruction, cat: Instruction) -> bool:
-    """Whether the pieces of one are what the other put together."""
-    if split.op != "aten.split_with_sizes" or len(cat.inputs) < 2:
-        return False
-    return [program.types[name].value for name in cat.inputs] == [t.value for t in split.types]
 
 
 def _packed(program: Program, sums: Sequence[Instruction], names: set[str]) -> Iterator[Instruction]:

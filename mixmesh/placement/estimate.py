@@ -16,6 +16,7 @@ from functools import lru_cache
 from ..cost.placed import Exchange, exchange_of, sent_between
 from ..cost.resources import Link
 from ..ir import Levels, Ratio, shard_sizes, support
+from ..optimizer_states import ADAM, OptimizerStates
 from .lower import Placed
 from .strategy import Action, Space
 
@@ -59,10 +60,11 @@ class _Cost:
 
 
 class Estimator:
-    """Estimates of one space. ``optimizer_states`` is tensors per parameter (Adam: 2), ``levels`` those by
-    which gradients are summed."""
+    """Estimates of one space. ``levels`` are those by which gradients are summed."""
 
-    def __init__(self, space: Space, optimizer_states: int = 2, levels: Levels | None = None) -> None:
+    def __init__(
+        self, space: Space, optimizer_states: OptimizerStates = ADAM, levels: Levels | None = None
+    ) -> None:
         self.levels = levels
         self.space, self.costs, self.optimizer_states = space, space.costs, optimizer_states
         self.world_size = space.program.world_size
@@ -150,7 +152,7 @@ class Estimator:
     def _make(self, k: int, placed: Placed) -> _Cost:
         group, ranks, owners = self.space.groups[k], support(placed.ratio), placed.owners
         shares, class_of = self._shares(placed.ratio), self.costs.class_of
-        size, states = group.param_bytes, self.optimizer_states
+        size, states = group.param_bytes, self.optimizer_states.kept
         # of the parameter itself every rank has all, of its gradient and the optimizer's state what it owns
         owned = {r: size * (1.0 if owners is None else owners[r]) for r in ranks}
 

@@ -12,10 +12,16 @@ SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that planners that c
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, or a faster form of it. One in micro-steps keeps its order."""
+    """The proposal, or a faster form of it."""
+    if proposal.micro_batches is None and proposal.planner not in SUMMED_AT_ONCE:
+        proposal = synced(task, proposal, quick=quick)
+    return arranged(task, proposal, quick=quick)
+
+
+def arranged(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
+    """The proposal, whose gradients are summed in their best way, or a faster form of it. One in micro-steps
+    keeps its order."""
     if proposal.micro_batches is not None:
         return flat(task, proposal)
-    if proposal.planner not in SUMMED_AT_ONCE:
-        proposal = synced(task, proposal, quick=quick)
     proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
     return flat(task, proposal)

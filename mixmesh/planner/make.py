@@ -17,6 +17,7 @@ from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
 from ..ir import Graph, regions, without_needless_names
+from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import dtype_warnings, infeasible, notes_of, warnings_of
@@ -94,13 +95,13 @@ def make_plan(
     *,
     planner: str = "auto",
     profile: Profile | None = None,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     whole_parameters: bool = False,
     search_s: float | None = None,
     exact_s: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    """The best plan that ``planner`` finds. ``optimizer_states`` is tensors per parameter (Adam: 2), and
+    """The best plan that ``planner`` finds. ``optimizer_states`` are tensors per parameter, and
     ``whole_parameters`` says that the optimizer steps no parts of them (LAMB);
     ``search_s`` is how long planners may search that have no end of their own (heterog, tag, placed: each
     ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only where it is given, within it.
@@ -168,7 +169,7 @@ def _make_plans(
     count: int,
     planner: str,
     profile: Profile | None,
-    optimizer: tuple[int, bool],
+    optimizer: tuple[OptimizerStates, bool],
     search_s: float | None,
     exact_s: float | None,
     progress: Callable[[str], None] | None,

@@ -188,7 +188,7 @@ class _Estimate:
         # fixed seconds and those of the whole batch, per class
         self.fixed = [_between([g.forward[c][0] + g.backward[c][0] for g in groups]) for c in classes]
         self.slope = [_between([g.forward[c][1] + g.backward[c][1] for g in groups]) for c in classes]
-        states = 2 + task.optimizer_states  # the parameter and its gradient too
+        states = 2 + task.optimizer_states.kept  # the parameter and its gradient too
         self.params = _between([g.param_bytes for g in groups])
         self.stored = self.params * states
         self.kept = _between([g.kept_bytes for g in groups])

@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 
 from ..ir import make_ratio, support
 from ..placement import Action, Estimate, Estimator, Placed, Space
-from ..ratios import usable_bytes
 from ..simulator import Timeline, simulate
 from .pipelines import pipelines
 from .polish import whole_counts
 from .spaces import space_of
-from .task import HEADROOM, Proposal, Task
+from .task import Proposal, Task
 
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
 TIGHTENED = (1.0, 0.93, 0.85)  # of usable memory, for a search whose estimates are off by some per cent
@@ -48,7 +47,7 @@ def cuts(space: Space, task: Task) -> Iterator[Strategy]:
     """Contiguous cuts over devices and over device groups: in proportion to speed, in the order of the ranks;
     and as much as fits on the fastest first."""
     single = [(rank,) for rank in range(task.world_size)]
-    usable = usable_of(task)
+    usable = task.usable_bytes
     estimate = Estimator(space, task.optimizer_states, task.levels)
     for units in dict.fromkeys((space.device_groups, tuple(single))):
         if len(units) > 1:
@@ -108,7 +107,7 @@ def placed(task: Task) -> Iterator[Proposal]:
     """A local search by estimate, then from its best by the simulator; the best of that in their buckets.
     Where nothing of it fits, the estimate is given less memory."""
     space = space_of(task)
-    usable = usable_of(task)
+    usable = task.usable_bytes
     simulated = LocalSearch(space, simulator_of(task, space), usable)
     end_s = time.perf_counter() + task.search_s
     for part in TIGHTENED:
@@ -127,10 +126,6 @@ def placed(task: Task) -> Iterator[Proposal]:
             break
     for strategy in simulated.best(JUDGED // 2):
         yield judged(task, "placed", space, strategy)
-
-
-def usable_of(task: Task) -> list[float]:
-    return [usable_bytes(task.costs, rank, HEADROOM) for rank in range(task.world_size)]
 
 
 def simulator_of(task: Task, space: Space) -> Judge:
@@ -183,9 +178,8 @@ def local_search(
     """Changes runs of groups of the best strategy, while that makes it better by estimate. It begins with
     the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
     rank, if not all but the headroom."""
-    found = LocalSearch(
-        space, Estimator(space, task.optimizer_states, task.levels), usable or usable_of(task)
-    )
+    estimate = Estimator(space, task.optimizer_states, task.levels)
+    found = LocalSearch(space, estimate, usable or task.usable_bytes)
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
         found.key(strategy)
     climb(found, MOVES, max_evaluations, max_s, random.Random(seed))

@@ -29,6 +29,7 @@ from ..ir import (
     wgrad_of,
 )
 from ..ir.dtypes import dtype_conflicts, half_dtypes
+from ..optimizer_states import OptimizerStates
 from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..rules import RULES, Units
@@ -93,7 +94,7 @@ class Task:
         self,
         graph: Graph,
         costs: CostModel,
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         progress,
         search_s: float = SEARCH_S,
         whole_parameters: bool = False,

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..cost.placed import Exchange, sent_between
 from ..ir import Ratio, shard_sizes, support
+from ..optimizer_states import OptimizerStates
 from ..placement import Action, Space
 from ..ratios import usable_bytes
 
@@ -19,7 +20,7 @@ SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # at which collectives are asked, to dr
 class Tables:
     """Of N groups, A kinds, D ratios and R ranks."""
 
-    def __init__(self, space: Space, optimizer_states: int, headroom: float) -> None:
+    def __init__(self, space: Space, optimizer_states: OptimizerStates, headroom: float) -> None:
         self.space, self.costs = space, space.costs
         self.kinds: list[Action] = []
         numbers: dict[tuple[Ratio, str], int] = {}
@@ -47,7 +48,7 @@ class Tables:
         self.usable = np.array(
             [usable_bytes(self.costs, r, headroom) for r in range(self.costs.cluster.world_size)], float
         )
-        self.memory = self._memory(params, optimizer_states) / self.usable  # [N, A, R]
+        self.memory = self._memory(params, optimizer_states.kept) / self.usable  # [N, A, R]
         self._moves: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         used = [
             (v.source, k, v.size_bytes * (1 + v.gradient)) for v in space.grouping.values for k in v.targets

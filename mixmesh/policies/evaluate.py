@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ..cost.levels import best_levels
+from ..optimizer_states import OptimizerStates
 from ..placement import Action, Estimate, Estimator, Placed, Space
 from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
@@ -37,14 +38,14 @@ class Outcome:
 Judge = Callable[[Strategy], Outcome]
 
 
-def estimated(space: Space, optimizer_states: int, headroom: float) -> Judge:
+def estimated(space: Space, optimizer_states: OptimizerStates, headroom: float) -> Judge:
     """The judge by the estimate of groups. ``headroom`` is the part of a device's memory left free."""
     levels = best_levels(space.costs)
     estimate, usable = Estimator(space, optimizer_states, levels), _usable(space, headroom)
     return lambda strategy: _outcome(estimate(strategy), usable)
 
 
-def simulated(space: Space, optimizer_states: int, headroom: float) -> Judge:
+def simulated(space: Space, optimizer_states: OptimizerStates, headroom: float) -> Judge:
     """The judge by the simulator: the whole program of a strategy."""
     usable = _usable(space, headroom)
 

@@ -19,6 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
+from ..optimizer_states import OptimizerStates
 from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
 from .choices import Tables
@@ -57,7 +58,7 @@ def compressed(x):
 class Facts:
     """What does not change with the strategy: a space as numbers."""
 
-    def __init__(self, space: Space, optimizer_states: int, headroom: float) -> None:
+    def __init__(self, space: Space, optimizer_states: OptimizerStates, headroom: float) -> None:
         self.space, self.ranks = space, space.device_groups
         costs, cluster = space.costs, space.costs.cluster
         firsts = [ranks[0] for ranks in self.ranks]  # of equal devices
@@ -69,7 +70,7 @@ class Facts:
 
         params = np.array([g.param_bytes for g in space.groups], float)
         kept = np.array([g.kept_bytes for g in space.groups], float)
-        need = params * (2 + optimizer_states)
+        need = params * (2 + optimizer_states.kept)
         usable = np.array([usable_bytes(costs, r, headroom) for r in firsts], float)
         times = compressed(seconds / self.scale_s)
         sizes = compressed(np.stack([params, kept], 1) / scale_bytes)

@@ -14,6 +14,7 @@ from ..cluster import Cluster, Device, Machine
 from ..cost import CostModel
 from ..ir import Graph, even_ratio
 from ..job import Job
+from ..optimizer_states import ADAM
 from ..placement import Space, make_grouping
 from ..placement.groups import NUM_GROUPS
 from ..trace import trace
@@ -22,7 +23,6 @@ from ..workloads.images import Classifier
 from ..workloads.language import LanguageModel
 from ..workloads.layers import Layer
 
-STATES = 2  # of Adam
 CONTEXT_BYTES = 2**30  # of every device, beside what a model needs
 MAX_DEVICES = 16
 
@@ -40,7 +40,7 @@ def random_model(rng: random.Random) -> Model:
     graph = trace(job.model, job.batch).graph
     params = sum(p.numel() * 4 for p in job.model.parameters())
     kept = sum(t.size_bytes for name, t in graph.types.items() if name in graph.requires_grad)
-    return Model(graph, (2 + STATES) * params + kept - params)
+    return Model(graph, (2 + ADAM.kept) * params + kept - params)
 
 
 def dense(rng: random.Random) -> Job:

@@ -31,12 +31,13 @@ from torch_geometric.data import HeteroData
 from torch_geometric.loader import DataLoader
 from torch_geometric.utils import scatter, softmax
 
+from ..optimizer_states import ADAM
 from ..placement import Space
 from .evaluate import Actions, Evaluator, estimated
 from .features import Facts
 from .graphs import hetero_data
 from .mcts import order_of_groups
-from .problems import STATES, random_model, random_space
+from .problems import random_model, random_space
 from .seeds import best_alike, everywhere, judged_seeds
 from .tag import Policy, TagPriors
 from .teacher import Lesson, lessons
@@ -64,11 +65,11 @@ class Taught:
 
     @cached_property
     def evaluate(self) -> Evaluator:
-        return Evaluator(self.space, estimated(self.space, STATES, HEADROOM))
+        return Evaluator(self.space, estimated(self.space, ADAM, HEADROOM))
 
     @cached_property
     def facts(self) -> Facts:
-        return Facts(self.space, STATES, HEADROOM)
+        return Facts(self.space, ADAM, HEADROOM)
 
     @property
     def fitting(self) -> list[Lesson]:
@@ -92,7 +93,7 @@ class Taught:
 
 
 def taught(rng: random.Random, space: Space) -> Taught:
-    evaluate = Evaluator(space, estimated(space, STATES, HEADROOM))
+    evaluate = Evaluator(space, estimated(space, ADAM, HEADROOM))
     judged_seeds(evaluate)
     return Taught(space, lessons(evaluate, rng))
 

@@ -24,6 +24,7 @@ from ..cost import CostModel
 from ..cost.memory import PeakMemory
 from ..errors import InputError, MixmeshError
 from ..ir import Program, even_ratio, make_ratio, samples_of
+from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
 from ..runtime.allocator import resident_bytes
@@ -61,7 +62,7 @@ def largest_micro_batches(
     rank: int,
     *,
     device: torch.device,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     largest_share: float = 1.0,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Largest:
@@ -170,7 +171,7 @@ class Plans:
         costs: CostModel,
         rank: int,
         stage: int,
-        optimizer_states: int = 2,
+        optimizer_states: OptimizerStates = ADAM,
         largest_share: float = 1.0,
     ) -> None:
         self.costs, self.rank, self.stage = costs, rank, stage

@@ -30,6 +30,7 @@ from ..ir import (
 from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
+from .gradients import wait_now
 from .layout import Layout, layout
 from .local import local_call, local_op
 from .random import RandomPolicy
@@ -37,7 +38,7 @@ from .recompute import Region, Step, at_once
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
-from .sfb import Factors, is_sfb, sfb_op, wait_now
+from .sfb import Factors, is_sfb, sfb_op
 from .wgrad import AtOnce, Receiver, wgrad_op
 from .window import Window, local_move
 

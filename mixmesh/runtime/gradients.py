@@ -406,3 +406,8 @@ def add(p: Tensor | None, gradient: Tensor | None) -> None:
     """Adds to the gradient of a parameter of this rank."""
     if p is not None and gradient is not None:
         p.grad = gradient if p.grad is None else p.grad.add_(gradient)
+
+
+def wait_now(p: Tensor | None, handle: Handle, size_bytes: int = 0) -> None:
+    """A sink for callers without a reducer."""
+    add(p, handle.wait())

@@ -134,10 +134,3 @@ class _Sfb(torch.autograd.Function):
 
 def _weight_gradient(gy: Tensor, x: Tensor) -> Tensor:
     return gy.flatten(0, -2).T @ x.flatten(0, -2)
-
-
-def wait_now(p: Tensor | None, handle: Handle, size_bytes: int = 0) -> None:
-    """A sink for callers without a reducer."""
-    gradient = handle.wait()
-    if p is not None and gradient is not None:
-        p.grad = gradient if p.grad is None else p.grad.add_(gradient)

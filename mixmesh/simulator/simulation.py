@@ -15,6 +15,7 @@ from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
 from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed, with_other_owners
 from ..ir import Buckets, Program, once_program, samples_of, support
+from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
 from .order import Backward, Forward, ready_points
@@ -30,11 +31,11 @@ def simulate(
     program: Program,
     costs: CostModel,
     *,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     micro_batches: MicroBatches = None,
     events: bool = False,
 ) -> Timeline:
-    """Predicts one step of ``program``. ``optimizer_states`` is tensors per parameter (Adam: 2);
+    """Predicts one step of ``program``. ``optimizer_states`` are what its memory counts;
     ``micro_batches`` are those of a plan. Raises PlanError for a program that cannot run in micro-steps."""
     simulation = Simulation(program, costs, optimizer_states, accumulating=accumulates(micro_batches))
     return simulation.run(program, micro_batches, events=events)
@@ -48,7 +49,7 @@ class Simulation:
         self,
         program: Program,
         costs: CostModel,
-        optimizer_states: int = 2,
+        optimizer_states: OptimizerStates = ADAM,
         *,
         accumulating: bool = False,
         like: Simulation | None = None,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from ..cost import CostModel
 from ..ir import Graph, Placement, Ratio, shard_sizes, support
+from ..optimizer_states import ADAM, OptimizerStates
 from ..rules import Rule, Strategy, Units
 from .choices import Choice, Choices, Need, P, R
 
@@ -81,7 +82,7 @@ class Problem:
         prices: Prices | None = None,
         rules: dict[str, Rule] | None = None,
         units: Units | None = None,
-        optimizer_states: int = 2,
+        optimizer_states: OptimizerStates = ADAM,
         shard_params: bool = True,
         batch_only: bool = False,
         choices: Choices | None = None,
@@ -219,7 +220,7 @@ class Problem:
             return Load(max(shares) * size * self.prices.byte_s, self.nothing)
         if node.result not in self.graph.requires_grad:
             return Load(max(shares) * size * self.prices.byte_s, self.nothing)
-        held = max(shares) * size * (2 + self.optimizer_states) * self.prices.byte_s
+        held = max(shares) * size * (2 + self.optimizer_states.kept) * self.prices.byte_s
         optimizer = tuple(
             self.costs.optimizer_s(ranks[0], size * share) for ranks, share in zip(self.classes, shares)
         )

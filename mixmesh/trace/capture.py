@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
+from .averages import means_over_batches
 from .branches import past_checks
 from .composites import with_known_operators
 from .fakes import fixed_shapes
@@ -24,6 +25,7 @@ from .functions import exact_functions
 from .locate import place_of_error, place_of_function, whole_stacks
 from .moves import moves_in_place
 from .regions import inline_regions
+from .selections import targets_by_sample
 
 
 @dataclass(frozen=True)
@@ -152,16 +154,10 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
     flat = Batch.of(batch)
     wrapper = LossOnly(model, flat)
     try:
-        with (
-            _quiet(),
-            fixed_shapes(),
-            exact_functions(),
-            moves_in_place(),
-            whole_stacks(),
-            torch.enable_grad(),
-        ):
+        with _quiet(), _as_it_is_traced(), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
+            targets_by_sample(program.graph_module)
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
         raise explain(error) from error
@@ -170,7 +166,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
 
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
-    with fixed_shapes(), exact_functions(), moves_in_place(), whole_stacks():
+    with fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks():
         yield
 
 

@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from ...ir import Cut, Program, Samples, in_flight, owned_type, support
+from ...optimizer_states import ADAM, OptimizerStates
 from ...plan_file import Schedule
 from ..calls import Kind
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
@@ -46,7 +47,7 @@ class Walked:
     def __init__(
         self,
         program: Program,
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         *,
         cuda: bool = False,
         held: Held = Held.NOTHING,
@@ -110,7 +111,7 @@ class Memory:
     def __init__(
         self,
         program: Program,
-        optimizer_states: int,
+        optimizer_states: OptimizerStates,
         *,
         cuda: bool = False,
         walked: Walked | None = None,
@@ -165,7 +166,9 @@ class Memory:
         return tuple(dict(zip(self.cuts, self.sizes[n].tolist())) for n in found)
 
 
-def held_moments(program: Program, optimizer_states: int, *, cuda: bool = False) -> tuple[Sizes, ...]:
+def held_moments(
+    program: Program, optimizer_states: OptimizerStates, *, cuda: bool = False
+) -> tuple[Sizes, ...]:
     """Bytes in whole by how they are cut, for every moment that may be the peak: one LP row each."""
     return Memory(program, optimizer_states, cuda=cuda).envelope()
 
@@ -177,7 +180,7 @@ class PeakMemory:
     def __init__(
         self,
         costs: CostModel,
-        optimizer_states: int = 2,
+        optimizer_states: OptimizerStates = ADAM,
         samples: Samples | None = None,
         like: PeakMemory | None = None,
         kinds: Sequence[Kind | None] | None = None,
@@ -275,13 +278,15 @@ def is_idle(program: Program, rank: int) -> bool:
     return bool(program.ratios) and all(ratio[rank] == 0 for _, ratio in program.ratios)
 
 
-def held_by_cut(program: Program, optimizer_states: int) -> Sizes:
+def held_by_cut(program: Program, optimizer_states: OptimizerStates) -> Sizes:
     """As ``held_moments``, of the moment that is the peak of some rank under the program's own ratios."""
     memory = Memory(program, optimizer_states)
     held = memory.held_bytes(program)
     return dict(zip(memory.cuts, memory.sizes[int(held.max(axis=1).argmax())].tolist()))
 
 
-def peak_memory_bytes(program: Program, costs: CostModel, optimizer_states: int = 2) -> tuple[int, ...]:
+def peak_memory_bytes(
+    program: Program, costs: CostModel, optimizer_states: OptimizerStates = ADAM
+) -> tuple[int, ...]:
     """Per rank; a rank that takes part in nothing holds its constant, and the whole model at first."""
     return PeakMemory(costs, optimizer_states).peaks(program)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ...ir import Cut, Instruction, Program, owned_type, regions, wgrad_of
+from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..model import VIEWS
@@ -38,7 +39,9 @@ class Bound:
     """Bytes of a program under whatever ratios and buckets, by how they are cut, and ``at_first`` on every
     rank."""
 
-    def __init__(self, program: Program, optimizer_states: int, kinds: Sequence[Kind | None] | None) -> None:
+    def __init__(
+        self, program: Program, optimizer_states: OptimizerStates, kinds: Sequence[Kind | None] | None
+    ) -> None:
         """``kinds`` are those of the program's computations, where they are known already."""
         sizes: Sizes = {}
         self.at_first = _at_first(program)
@@ -77,7 +80,7 @@ def _at_first(program: Program) -> float:
     return float(model + batch + 2 * min(model, BROADCAST_BYTES + largest) + 2 * largest)
 
 
-def _stored(program: Program, states: int, sizes: Sizes) -> None:
+def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
     """Parameters with gradients and states, what the optimizer makes of them and the buckets of gradients;
     with owners more buffers: gathered, made one and on its way."""
     for i in program.instructions:
@@ -89,7 +92,7 @@ def _stored(program: Program, states: int, sizes: Sizes) -> None:
             _add(sizes, EVERYWHERE, size)
         if i.op == "param" and i.result in program.requires_grad:
             owned = owned_type(program, i)
-            _add(sizes, (owned or i.type).cut, (states + 1) * size)
+            _add(sizes, (owned or i.type).cut, (states.kept + 1) * size)
             _add(sizes, i.type.cut, size)
             _add(sizes, whole(i.type), size if owned is None else 4 * size)
 

@@ -29,6 +29,7 @@ from ...ir import (
     release_points,
     wgrad_of,
 )
+from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..micro_steps import unmarked
@@ -206,12 +207,12 @@ def _sum(a: Mapping[Cut, float], b: Mapping[Cut, float]) -> Sizes:
 class Walk:
     """The moments of one step, or of a micro-step that finds gradients ``held``; of a pipeline with what
     others keep that are in ``flight``. Buckets of gradients are
-    apart, those with owners not; ``states`` is tensors of optimizer state per parameter."""
+    apart, those with owners not."""
 
     def __init__(
         self,
         program: Program,
-        states: int,
+        states: OptimizerStates,
         *,
         cuda: bool = False,
         held: Held = Held.NOTHING,
@@ -307,7 +308,7 @@ class Walk:
                 self.ledger.take(size, batch.cut, stays=True)
                 if i.op == "param" and i.result in self.program.requires_grad:
                     held = self.owned.get(i.result, i.type)
-                    self.ledger.take(self.states * size, held.cut, stays=True)
+                    self.ledger.take(self.states.kept * size, held.cut, stays=True)
                     if self.held is Held.ADDENDS or (self.held is Held.SUMS and i.result not in self.owned):
                         self.gradients[i.result] = self._new(i.type)
                     elif self.held is Held.SUMS:
@@ -708,8 +709,7 @@ class Walk:
     # --- optimizer ------------------------------------------------------------------------------------
 
     def optimizer(self) -> None:
-        """On a CPU parameter by parameter, on a GPU all at once. Adam makes the root of its second moment
-        and the quotient (torch.optim); the others one tensor at most, for the weight decay."""
+        """What is made ``beside``: on a CPU parameter by parameter, on a GPU one tensor of all at once."""
         while self.flying:
             self._land()
         trained = [
@@ -718,7 +718,7 @@ class Walk:
             if i.result in self.program.requires_grad
         ]
         beside: Sizes = {}
-        for t in trained:
+        for t in trained if self.states.beside else ():
             size, cut = float(t.value.size_bytes), t.cut
             beside[cut] = beside.get(cut, 0.0) + size if self.cuda else max(beside.get(cut, 0.0), size)
         if self.cuda:
@@ -727,8 +727,9 @@ class Walk:
         # of the tensors of the backward pass that went, the heap still keeps what it lost
         smalls = {id(m.small): m.small for m in self.ledger.moments}.values()
         lost = {cut: max(small.get(cut, 0.0) for small in smalls) for cut in self.ledger.small}
-        for cut, size in beside.items():
-            now = self.ledger.now("the optimizer", ((2 if self.states > 1 else 1) * size, cut))
+        made = [((self.states.beside * size, cut),) for cut, size in beside.items()]
+        for tensors in made or [()]:
+            now = self.ledger.now("the optimizer", *tensors)
             self.ledger.moments.append(now._replace(small=lost))
 
 
