@@ -31,8 +31,8 @@ def tune(
     profile: ProfileFile = None,
     count: Annotated[
         int, typer.Option("--plans", min=1, help="How many plans of different kinds are tried.")
-    ] = 6,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every plan.")] = 3,
+    ] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Turns of every plan.")] = 2,
     as_json: Json = False,
 ) -> None:
     """Try the best plans on the cluster, and keep the fastest: under torchrun or inside the testbed."""

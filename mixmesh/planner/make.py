@@ -131,7 +131,7 @@ def make_plans(
     count: int = 1,
     planner: str = "auto",
     profile: Profile | None = None,
-    optimizer_states: int = 2,
+    optimizer_states: OptimizerStates = ADAM,
     whole_parameters: bool = False,
     search_s: float | None = None,
     exact_s: float | None = None,

@@ -40,8 +40,8 @@ def tune(
     profile: Profile | None,
     *,
     planner: str = "auto",
-    count: int = 6,
-    rounds: int = 3,
+    count: int = 5,
+    rounds: int = 2,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Tuned:
     """The fastest of up to ``count`` plans of different kinds, each tried in up to ``rounds`` turns on the
