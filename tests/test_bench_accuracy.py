@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from mixmesh.bench import jobs
-from mixmesh.bench.accuracy import Case, distinct_plans, regrets, report, settings, summarise
+from mixmesh.bench.accuracy import Case, distinct_plans, drift, regrets, report, settings, summarise
 from mixmesh.bench.accuracy_cases import CLUSTERS, SETTINGS, Setting, cluster_of
 from mixmesh.cost import Profile
 from mixmesh.errors import InputError
@@ -32,6 +34,13 @@ def test_errors_are_fractions_of_what_was_measured():
     assert found["time_mape"] == pytest.approx((0.1 + 1 / 11 + 0.2 + 0) / 4)
     assert found["memory_max_under"] == pytest.approx(0.02)
     assert found["memory_max_over"] == pytest.approx(0.15)
+
+
+def test_drift_is_of_the_machine_and_not_of_the_prediction():
+    assert drift((1.0, 2.0), [(1.1, 2.0), (1.3, 2.0)]) == pytest.approx(1.1)
+    slowed = replace(case("auto", 1.0, 1.25), drift=1.25)
+    assert slowed.time_error == pytest.approx(-0.2) and slowed.time_error_without_drift == pytest.approx(0)
+    assert summarise([slowed])["time_mape_without_drift"] == pytest.approx(0)
 
 
 def test_correlations():

@@ -19,7 +19,9 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.plan_file import Plan
-from mixmesh.runtime.recording import Recorder
+from mixmesh.runtime.collectives import reduce_scatter
+from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.recording import Recorder, recorded
 from mixmesh.simulator import simulate
 from mixmesh.timeline import (
     LOSS_SUM,
@@ -298,3 +300,21 @@ def test_too_few_steps(folder):
     done = started(folder, TORCHRUN, "run job.py --plan ddp-even.plan --steps 2 --trace few.json")
     assert done.returncode == 1 and "too few steps for a timeline" in done.stderr
     assert not (folder / "few.json").exists()
+
+
+def check_a_collective_without_future(_) -> None:
+    comm = Comm.of_sets(2, (), device="cpu")
+    recorder = Recorder(comm)
+    channel = recorded(
+        comm.channel(comm.everyone, "reduce_scatter of a test"), recorder, "s", "reduce_scatter", 24
+    )
+    mine = reduce_scatter(channel, torch.arange(6.0), (4, 2), algorithm="padded")
+    assert torch.equal(mine, 2 * torch.arange(6.0)[(slice(0, 4), slice(4, 6))[comm.rank]])
+    (event,) = recorder.events(0.0)
+    assert event.name == "s" and event.end_s > event.start_s and event.size_bytes == 24
+
+
+def test_reduce_scatter_of_gloo_is_recorded_when_it_is_awaited():
+    """It has no future."""
+    (failures,) = run_world(2, {"reduce_scatter": check_a_collective_without_future}).values()
+    assert_passed(failures)

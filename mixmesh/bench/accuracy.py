@@ -45,10 +45,18 @@ class Case:
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     emulation: str
+    drift: float = (
+        1.0  # of the machine: what a local step took beside the plans, over that beside the profile
+    )
 
     @property
     def time_error(self) -> float:
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def time_error_without_drift(self) -> float:
+        """Of the prediction for a machine that is as much slower since the profile as a local step is."""
+        return self.predicted_s * self.drift / self.measured_s - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:
@@ -99,7 +107,8 @@ def measure(
     cluster_path, profile_path = folder / "cluster.toml", folder / "profile.json"
     cluster_path.write_text(CLUSTERS[setting.cluster])
     progress(f"{setting}: profiling")
-    call(WORKER, cluster, "profile", setting.job, str(cluster_path), str(profile_path), str(PROFILE_BUDGET_S))
+    words = (setting.job, str(cluster_path))
+    profiled, _ = call(WORKER, cluster, "profile", *words, str(profile_path), str(PROFILE_BUDGET_S))
     progress(f"{setting}: planning")
     plans = distinct_plans(setting, cluster, planners, Profile.load(profile_path))
     paths = {}
@@ -107,8 +116,9 @@ def measure(
         paths["+".join(names)] = str(folder / f"{names[0]}.plan")
         plan.save(paths["+".join(names)])
     progress(f"{setting}: timing {len(plans)} plans in turn")
-    printed, emulation = call(WORKER, cluster, "times", setting.job, json.dumps(paths))
-    step_s = json.loads(printed)
+    printed, emulation = call(WORKER, cluster, "times", *words, json.dumps(paths))
+    timed = json.loads(printed)
+    step_s, slower = timed["step_s"], drift(json.loads(profiled), timed["local_s"])
     cases = []
     for names, plan in plans.items():
         key = "+".join(names)
@@ -135,6 +145,7 @@ def measure(
                 plan.predicted_peak_memory_bytes,
                 tuple(json.loads(printed)["peak_memory_bytes"]),
                 emulation,
+                slower,
             )
         )
     return tuple(cases)
@@ -154,6 +165,12 @@ def distinct_plans(
             continue
         found.setdefault(str(plan.program), ([], plan))[0].append(planner)
     return {tuple(names): plan for names, plan in found.values()}
+
+
+def drift(before_s: Sequence[float], rounds_s: Sequence[Sequence[float]]) -> float:
+    """How many times as long a local step takes as before: the mean over the rounds, and the ranks."""
+    now_s = [statistics.fmean(of_rank) for of_rank in zip(*rounds_s)]
+    return statistics.fmean(now / before for now, before in zip(now_s, before_s))
 
 
 def regrets(cases: Sequence[Case]) -> dict[str, float]:
@@ -176,6 +193,7 @@ def summarise(cases: Sequence[Case]) -> dict[str, float | int]:
     return {
         "cases": len(cases),
         "time_mape": statistics.fmean(abs(c.time_error) for c in cases),
+        "time_mape_without_drift": statistics.fmean(abs(c.time_error_without_drift) for c in cases),
         "pearson": statistics.correlation(predicted, measured) if several else 1.0,
         "spearman": statistics.correlation(ranks(predicted), ranks(measured)) if several else 1.0,
         "memory_max_under": max(0.0, -min(memory)),
@@ -193,7 +211,15 @@ def ranks(values: Sequence[float]) -> list[int]:
 
 def report(cases: Sequence[Case], command: str) -> dict:
     """What ``--json`` prints and the file holds."""
-    rows = [{**asdict(c), "time_error": c.time_error, "memory_errors": list(c.memory_errors)} for c in cases]
+    rows = [
+        {
+            **asdict(c),
+            "time_error": c.time_error,
+            "time_error_without_drift": c.time_error_without_drift,
+            "memory_errors": list(c.memory_errors),
+        }
+        for c in cases
+    ]
     return {
         "bench": "accuracy",
         "command": command,

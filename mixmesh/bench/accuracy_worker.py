@@ -14,11 +14,15 @@ import torch.distributed as dist
 
 from mixmesh.bench.measure import (
     COLLECTIVE_TIMEOUT_S,
+    LOCAL_STEPS,
+    everyones_local_s,
+    local_step,
     measure_profile,
     plan_step,
     print_from_rank_0,
     slowest,
 )
+from mixmesh.cluster import Cluster
 from mixmesh.plan_file import Plan
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.testbed import enter_device
@@ -28,18 +32,22 @@ PLAN_S = 10.0  # about so long every plan is timed
 MAX_STEPS = 5  # of a round that count; one before them does not
 
 
-def measure_times(job: str, paths: str) -> None:
+def measure_times(job: str, cluster: str, paths: str) -> None:
+    """Prints seconds of a step by plan and round, and of a local step by round and rank."""
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)
     steps = {name: plan_steps(job, Plan.load(path)) for name, path in json.loads(paths).items()}
+    local = local_step(job, Cluster.load(cluster))
     enter_device()
     count = {name: steps_of_a_round(step) for name, step in steps.items()}
     step_s: dict[str, list[float]] = {name: [] for name in steps}
+    local_s = []
     for _ in range(ROUNDS):
+        local_s.append(everyones_local_s(local, LOCAL_STEPS // 2))
         for name, step in steps.items():
             dist.barrier()
             step()
             step_s[name].append(slowest(step, count[name])[0])
-    print_from_rank_0(step_s)
+    print_from_rank_0({"step_s": step_s, "local_s": local_s})
 
 
 def steps_of_a_round(step: Callable[[], object]) -> int:

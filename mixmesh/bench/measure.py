@@ -25,17 +25,21 @@ from ..cluster import Cluster
 from ..cost import CostModel
 from ..errors import InputError
 from ..ir import even_ratio
+from ..job import batch_size
 from ..plan_file import Plan
-from ..profiler import profile
+from ..profiler import likely_share, profile
+from ..profiler.steps import cut_batch
+from ..runtime.comm import default_device
 from ..runtime.data import shard_batches
 from ..runtime.parallel import parallelize
-from ..runtime.train import endless
+from ..runtime.train import endless, everyones
 from ..testbed import PlainBed, enter_device, leave_device
 from ..trace import trace
 from . import jobs
 
 TIMEOUT_S = 600.0  # of a worker
 COLLECTIVE_TIMEOUT_S = 120.0
+LOCAL_STEPS = 6
 LAST_LINES = 12  # of what a rank wrote, shown if one fails
 
 
@@ -126,7 +130,7 @@ def call(
 
 def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str = "") -> None:
     """Profiles a job of ``bench/jobs.py`` on this cluster file into ``out``; ``what`` may be
-    ``micro-batches``, to confirm the largest as well. Collective."""
+    ``micro-batches``, to confirm the largest as well. Prints what a local step takes then. Collective."""
     made, described = jobs.make(job), Cluster.load(cluster)
     graph = trace(made.model, made.batch).graph
     leave_device()  # the threads of new process groups are to be outside
@@ -135,6 +139,33 @@ def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str =
     found = profile(graph, made, described, budget_s=float(budget_s), program=program, on_start=enter_device)
     if dist.get_rank() == 0:
         found.save(out)
+    print_from_rank_0(everyones_local_s(local_step(job, described), LOCAL_STEPS))
+
+
+def local_step(job: str, cluster: Cluster) -> Callable[[], None]:
+    """Forward and backward pass over about as many samples as this rank is likely to get, alone: what it
+    takes says how fast the machine is at the moment."""
+    made = jobs.make(job)
+    rows = batch_size(made.batch)
+    count = max(1, round(rows * likely_share(cluster, dist.get_rank())))
+    batch = cut_batch(made.batch, rows, count, default_device())
+    model = made.model.to(default_device())
+
+    def step() -> None:
+        made.model(**batch).backward()
+        model.zero_grad()
+
+    return step
+
+
+def everyones_local_s(step: Callable[[], None], count: int) -> tuple[float, ...]:
+    """Per rank, seconds of a local step while all make theirs. Collective. The first does not count."""
+    dist.barrier()
+    step()
+    started = time.perf_counter()
+    for _ in range(count):
+        step()
+    return everyones((time.perf_counter() - started) / count)
 
 
 def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:

@@ -72,6 +72,7 @@ class Recorder:
         self.rank = comm.rank
         self._spans: list[_Span] = []
         self._backward: _Span | None = None  # of the instruction whose backward is running
+        self._without_future: dict[int, Callable[[], None]] = {}  # by the identity of what is under way
 
     # computation
 
@@ -154,11 +155,21 @@ class Recorder:
         if work is None:
             return work
 
-        def arrived(_) -> None:
+        def arrived(_=None) -> None:
             last.end = clock()
 
-        work.get_future().then(arrived)
+        try:
+            work.get_future().then(arrived)
+        except RuntimeError:  # gloo's reduce_scatter has none: it is there when it is awaited, at the latest
+            self._without_future[id(work)] = arrived
         return work
+
+    def finish(self, work: dist.Work, wait: Callable[[], None]) -> None:
+        """Awaits what was issued."""
+        self.wait(wait)
+        arrived = self._without_future.pop(id(work), None)
+        if arrived is not None:
+            arrived()
 
     def wait(self, finish: Callable[[], None]) -> None:
         """While this rank waits, or runs a region again, it computes no instruction's backward."""
@@ -221,7 +232,7 @@ class RecordedChannel(Channel):
 
     def finish(self, work: dist.Work | None) -> None:
         if work is not None:
-            self.recorder.wait(lambda: Channel.finish(self, work))
+            self.recorder.finish(work, lambda: Channel.finish(self, work))
 
 
 def recorded(

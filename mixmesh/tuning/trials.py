@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CollectiveError
+from ..errors import MixmeshError
 from ..ir import print_program
 from ..plan_file import Plan
 from ..runtime.allocator import give_back
@@ -83,8 +83,8 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
         report = train(load(), plan, steps=steps, timeout_s=timeout_s, record=record, on_start=enter_device)
     except torch.OutOfMemoryError:
         failure = OUT_OF_MEMORY
-    except CollectiveError as error:  # of somebody who ran out of memory, too
-        failure = str(error)
+    except MixmeshError as error:  # in a program; and of collectives that another rank never got to
+        failure = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else str(error)
     gc.collect()  # the model, before the next one is made
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -45,7 +45,9 @@ def accuracy(
 
 
 def shown(cases: list[Case], made: dict) -> str:
-    header = ("job", "cluster", "plan of", "predicted", "measured", "error", "peak memory", "error")
+    header = (
+        "job", "cluster", "plan of", "predicted", "measured", "error", "drift", "peak memory", "error"
+    )  # fmt: skip
     rows = [
         (
             c.job,
@@ -54,6 +56,7 @@ def shown(cases: list[Case], made: dict) -> str:
             seconds(c.predicted_s),
             seconds(c.measured_s),
             f"{c.time_error:+.1%}",
+            f"{c.drift:.2f}",
             " ".join(f"{b / 2**20:.0f}" for b in c.measured_bytes) + " MiB",
             " ".join(f"{e:+.1%}" for e in c.memory_errors),
         )
@@ -64,6 +67,8 @@ def shown(cases: list[Case], made: dict) -> str:
         "",
         f"{made['cases']} cases: time off by {made['time_mape']:.1%} in the mean (absolute), "
         f"Pearson {made['pearson']:.3f}, Spearman {made['spearman']:.3f}",
+        f"without what the machine's own speed has changed by since the profile (drift): "
+        f"{made['time_mape_without_drift']:.1%}",
         f"peak memory at most {made['memory_max_under']:.1%} under and {made['memory_max_over']:.1%} over "
         "what was measured",
         f"the plan that auto chose is slower than the fastest measured by {made['mean_regret']:.1%} in the "
