@@ -68,7 +68,7 @@ def test_equal_parts_are_equal():
 
 @pytest.fixture(scope="module")
 def planned():
-    return plans(graph(GRAPHS["mlp"], 64), CLUSTER, None, (0, 1, 3), 2, at_once=True)
+    return plans(graph(GRAPHS["mlp"], 64), CLUSTER, None, (0, 1, 3), ADAM, at_once=True)
 
 
 def test_plans_of_every_stage(planned):
