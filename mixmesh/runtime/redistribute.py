@@ -12,7 +12,8 @@ in exactly the reverse order of the program on each rank.
 
 A redistribution is started at its place in the program and awaited at its first use. In the backward pass
 it is the other way round: it starts where it was awaited and is awaited where it was started, and what was
-computed in between is computed in between again. That of a parameter is not awaited in the backward pass at
+computed in between is computed in between again, and gradients of weights that wait for it (``wgrad``) are
+computed when it has started. That of a parameter is not awaited in the backward pass at
 all: its gradient is handed to a sink, which adds it to the parameter when it has arrived.
 """
 
@@ -48,6 +49,7 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
+    sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
     @cached_property
     def communicates(self) -> bool:
@@ -221,6 +223,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor | None, _token):
         handle = ctx.how.backward(gradient)
+        if ctx.how.sent is not None:
+            ctx.how.sent()
         if ctx.sink is not None:
             ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
         elif ctx.gradient is not None:
