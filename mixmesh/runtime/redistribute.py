@@ -27,6 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..cost.placed import purpose_of
 from ..errors import MixmeshError
 from ..ir import Instruction, Partial, Program
 from ..trace.dtypes import TORCH_DTYPE
@@ -49,6 +50,7 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
+    purpose: str = "data"  # of the process group
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
     @cached_property
@@ -130,7 +132,7 @@ class Redistribution:
 
     def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle:
         src, dst = step.src, step.dst
-        channel = self.comm.channel(step.ranks, self.instruction, part=part)
+        channel = self.comm.channel(step.ranks, self.instruction, self.purpose, part)
         of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
         match step.kind:
             case "gather":
@@ -256,6 +258,7 @@ def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistributi
         dst,
         instruction.attr("algorithm"),
         instruction.attr("gradient_algorithm"),
+        purpose_of(program, instruction),
     )
 
 

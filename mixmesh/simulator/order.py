@@ -15,6 +15,7 @@ from ..cost.placed import (
     Sheet,
     is_resharded,
     is_stored,
+    purpose_of,
     summed_params,
 )
 from ..ir import (
@@ -55,7 +56,7 @@ class Order:
         self.works: list[int] = []
         self.at: list[int] = []
         self.started: list[Exchange] = []  # kept alive, as calls are found by their identity
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[tuple[int, str], Call] = {}  # by the identity of exchanges, and purpose
         self.make()
         self.close()
         self.counts = counts_of(self.steps, sheet)
@@ -66,8 +67,8 @@ class Order:
         made = copy(self)
         made.simulation, made.sheet, made.program = simulation, sheet, sheet.program
         renewed: dict[int, Call] = {}
-        for call in self.calls.values():
-            renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks))
+        for (_, purpose), call in self.calls.items():
+            renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks), purpose)
         made.calls = {key: renewed[id(call)] for key, call in self.calls.items()}
         made.steps = [s if s.call is None else s._replace(call=renewed[id(s.call)]) for s in self.steps]
         return made
@@ -88,12 +89,18 @@ class Order:
             self.at.clear()
 
     def start(
-        self, name: str, exchange: Exchange, value: str = "", taken_in: tuple[int, str] | None = None
+        self,
+        name: str,
+        exchange: Exchange,
+        value: str = "",
+        taken_in: tuple[int, str] | None = None,
+        *,
+        purpose: str = "data",
     ) -> None:
-        call = self.calls.get(id(exchange))
+        call = self.calls.get((id(exchange), purpose))
         if call is None:
             self.started.append(exchange)
-            call = self.calls[id(exchange)] = self.simulation.call(exchange)
+            call = self.calls[id(exchange), purpose] = self.simulation.call(exchange, purpose)
         self.close("", call, name, value, taken_in)
 
     def finish_of(self, i: Instruction, n: int) -> int:
@@ -121,7 +128,7 @@ class Forward(Order):
                 self.at.append(n)
             exchange = self.sheet.exchanges.get((i.result, False)) if i.is_redistribution else None
             if exchange is not None:
-                self.start(i.result, exchange, i.result)
+                self.start(i.result, exchange, i.result, purpose=purpose_of(program, i))
                 at = self.finish_of(i, n)
                 if at == n:
                     self.close(awaited=i.result)
@@ -167,6 +174,7 @@ class Backward(Order):
                     repeated_name(gather.result),
                     sheet.exchanges[gather.result, False],
                     repeated_name(gather.result),
+                    purpose=purpose_of(program, gather),
                 )
                 coming.add(gather.result)
             if n in regions:
@@ -233,7 +241,7 @@ class Backward(Order):
             return
         name = gradient_name(i.result)
         if is_stored(self.program, i):
-            self.start(name, exchange, taken_in=(-1, name))
+            self.start(name, exchange, taken_in=(-1, name), purpose=purpose_of(self.program, i))
         else:
             self.start(name, exchange, name)
             self.returning.add(i.result)
