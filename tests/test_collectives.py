@@ -208,4 +208,4 @@ def test_meetings_of_a_program_come_in_program_order():
       %l = aten.sum(%g) : f32[] P(sum)@r0
       return %l
     }""")
-    assert list(meetings(program)) == [("gradient", (0, 1, 2)), ("data", (0, 1))]
+    assert list(meetings(program)) == [("gradient", (0, 1, 2)), ("parameter", (0, 1))]

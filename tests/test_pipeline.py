@@ -78,7 +78,9 @@ def plan_of(name: str) -> Plan:
     last = ("cross_entropy_loss.sum",) if name == COUNTED else ()
     program = chain(model, batch(), stages, syncs=syncs, last=last)
     if name == APART:
-        program = with_wgrads(program, dict(zip(separable(program), itertools.cycle(("last", "first")))))
+        program = with_wgrads(
+            program, dict(zip(separable(program), itertools.cycle(("last", "first", "beside"))))
+        )
     return pipelined(program, micro_steps)
 
 

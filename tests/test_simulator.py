@@ -604,3 +604,28 @@ def test_another_set_of_ranks_needs_another_simulation():
     program = data_parallel(graph(GRAPHS["mlp"]), costs, even_ratio(3))
     with pytest.raises(ValueError, match="another Simulation"):
         Simulation(program, costs).run(with_ratio(program, "r0", make_ratio([1, 0, 1])))
+
+
+def test_parameters_do_not_keep_samples_waiting():
+    """A gather of a parameter that is used late starts early, on a group of its own; its gradient, for which
+    nobody waits, goes back on it."""
+    text = """program p world=2 {
+      ratio r = [0.5, 0.5]
+      %v = param("v") : f32[4096, 4096] S(0)@r
+      %v.r = all_gather(%v) : f32[4096, 4096] R
+      %w = param("w") : f32[64, 64] S(0)@r
+      %x = input("x") : f32[64, 64] R
+      %h = aten.linear(%x, %w) : f32[64, 64] S(1)@r
+      %h.r = all_to_all(%h) : f32[64, 64] S(0)@r
+      %g = aten.tanh(%h.r) : f32[64, 64] S(0)@r
+      %o = aten.sum(%g) : f32[] P(sum)@r
+      %s = aten.mul.Tensor(%v.r, 1e-6) : f32[4096, 4096] R
+      %m = aten.sum(%s) : f32[] R
+      %l = as_partial(%m) : f32[] P(sum)@r
+      %loss = aten.add.Tensor(%o, %l) : f32[] P(sum)@r
+      return %loss }"""
+    named = {e.name: e for e in simulate(parse_program(text), CostModel(cluster(TWO)), events=True).events}
+    gather, moved = named["v.r"], named["h.r"]
+    assert gather.start_s <= moved.start_s and named["g"].end_s < gather.end_s <= named["s"].start_s
+    back, moved_back = named["v.r grad"], named["h.r grad"]
+    assert back.start_s < moved_back.start_s < named["h grad"].start_s < back.end_s

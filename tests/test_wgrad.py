@@ -265,7 +265,7 @@ def test_all_ranks_in_one_process_ignore_it():
     "old, new, message",
     [
         ("aten.gelu(", "aten.gelu(", "cannot be computed apart"),
-        ("aten.linear(", "aten.linear(", "first or last"),
+        ("aten.linear(", "aten.linear(", "first, last or beside"),
     ],
 )
 def test_what_cannot_be_apart_is_refused(old, new, message):

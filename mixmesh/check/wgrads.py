@@ -11,7 +11,11 @@ def check_wgrad(i: Instruction, able: bool, fail) -> None:
     if when is None:
         return
     if when not in WGRADS:
-        raise fail("a weight's gradient is computed first or last", 'wgrad="first"', f"wgrad={when!r}")
+        raise fail(
+            "a weight's gradient is computed first, last or beside a collective",
+            'wgrad="first"',
+            f"wgrad={when!r}",
+        )
     if not able:
         raise fail(
             "the weight's gradient cannot be computed apart here",

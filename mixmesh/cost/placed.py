@@ -249,6 +249,12 @@ def is_stored(program: Program, i: Instruction) -> bool:
     return source.op == "param" and isinstance(source.type.placement, Shard)
 
 
+def purpose_of(program: Program, i: Instruction) -> str:
+    """The purpose of the process group of a redistribution: those that bring a parameter and take back its
+    gradient have one of their own, as what is computed of samples need not wait for them."""
+    return "parameter" if is_stored(program, i) else "data"
+
+
 def is_resharded(program: Program, i: Instruction) -> bool:
     """Whether a gathered parameter is let go of after its last use and gathered again (ZeRO-3)."""
     return i.op == "all_gather" and bool(i.attr("reshard", False)) and is_stored(program, i)

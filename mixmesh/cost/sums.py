@@ -86,7 +86,7 @@ class Summed(NamedTuple):
     it is the first copy, once for every ``cell``."""
 
     place: int
-    first_use: int
+    first_use: float
     kind: SumKind
     cell: Cell | None = None
     late: bool = False
@@ -156,7 +156,7 @@ def gradient_sums(
             number = -1 - index  # apart from the numbers that the program gives
         groups.setdefault((number, s.kind, s.late), []).append(s)
 
-    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, int]:
+    def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, float]:
         (number, _, late), members = item
         return (late, 0, number) if number >= 0 else (late, 1, -min(s.first_use for s in members))
 

@@ -10,7 +10,17 @@ from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.calls import is_computation
-from ..ir import Instruction, Program, local_bytes, regions, shard_sizes, stages_of, support, wgrad_of
+from ..ir import (
+    Instruction,
+    Program,
+    beside_points,
+    local_bytes,
+    regions,
+    shard_sizes,
+    stages_of,
+    support,
+    wgrad_of,
+)
 from ..optimizer_states import ADAM, OptimizerStates
 from ..placement.lift import operator_name, ratios_of
 from ..placement.split import is_joined, split
@@ -188,10 +198,15 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"The backward pass computes {count} of {every} operators again, in {len(parts)} regions."
     if program.factored:
         yield f"{len(program.factored)} weight gradients are computed from gathered factors."
-    if count := sum(wgrad_of(i) == "first" for i in program.instructions):
+    beside = beside_points(program)
+    apart = (n for n, i in enumerate(program.instructions) if wgrad_of(i) in ("first", "beside"))
+    if count := sum(n not in beside for n in apart):
         yield f"{count} weight gradients are computed before those of their inputs."
     if count := sum(wgrad_of(i) == "last" for i in program.instructions):
         yield f"{count} weight gradients are computed after the rest of the backward pass."
+    if beside:
+        count = len({at.collective for at in beside.values()})
+        yield f"{len(beside)} weight gradients are computed while {count} collectives travel back."
     if plan.bound_s:
         yield f"No plan can be faster than {seconds_text(plan.bound_s)}."
     others = [c for c in plan.candidates if c.planner != plan.planner]

@@ -34,20 +34,32 @@ from .samples import Samples, local_kind, micro_step_program, once_program, samp
 from .stages import in_flight, passes_of, stages_of, transfers_of
 from .text import parse_program
 from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
-from .wgrad import NEVER, WGRADS, last_points, late_point, separable, wgrad_of, with_wgrads
+from .wgrad import (
+    NEVER,
+    WGRADS,
+    Beside,
+    beside_points,
+    last_points,
+    returned,
+    separable,
+    weight_points,
+    wgrad_of,
+    with_wgrads,
+)
 
 __all__ = [
     "DTYPE_BYTES", "LEAVES", "NEVER", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial", "Parts",
-    "Placement",
+    "Arg", "Beside", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial",
+    "Parts", "Placement",
     "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType", "WGRADS",
-    "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "last_points",
-    "late_point", "leaders",
+    "beside_points", "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "last_points",
+    "leaders",
     "local_bytes", "local_kind", "local_shape",
     "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
-    "redistribution", "refs", "region_of", "regions", "release_points", "samples_of", "separable",
-    "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "wgrad_of",
+    "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
+    "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "weight_points",
+    "wgrad_of",
     "with_attrs", "with_regions", "with_wgrads",
     "without_needless_names",
 ]  # fmt: skip

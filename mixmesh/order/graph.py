@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost.memory.repeats import repeats
-from ..cost.placed import Exchange, Sheet, synchronised
+from ..cost.placed import Exchange, Sheet, purpose_of, synchronised
 from ..ir import Instruction, Program, cell_bytes, cells, owned_type
 from ..ir.samples import draws_numbers
 
@@ -84,7 +84,8 @@ def step_graph(program: Program, sheet: Sheet) -> StepGraph:
         back = [2 * count - 1 - n] if sheet.flows[n] else []
         seconds = nothing if work is None else forward_s[work]
         moved = sheet.exchanges[i.result, False] if i.is_redistribution else None
-        forward.append(task(moved, "data", seconds, after[n] + back))
+        purpose = "data" if moved is None else purpose_of(program, i)
+        forward.append(task(moved, purpose, seconds, after[n] + back))
         seconds = backward_s[work] if back and work is not None else nothing
         if n in again:
             seconds = tuple(map(sum, zip(seconds, *again[n])))
@@ -137,4 +138,6 @@ def _of_gradient(sheet: Sheet, i: Instruction) -> tuple[Exchange | None, str]:
             ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
         return Exchange(name, size_bytes, ranks), "gradient"
     flows = i.is_redistribution and i.result in program.requires_grad
-    return (sheet.exchanges[i.result, True] if flows else None), "data"
+    if not flows:
+        return None, "data"
+    return sheet.exchanges[i.result, True], purpose_of(program, i)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from ..ir import (
     Program,
     Replicate,
     Shard,
+    beside_points,
     owned_type,
     print_instruction,
     region_of,
@@ -133,6 +134,7 @@ class _Writer:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
         self.training, self.sink, self.recorder, self.window = training, sink, recorder, window
         self.receiver = receiver
+        self.beside = {n: b.collective for n, b in beside_points(program).items()}
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed):"]
@@ -232,7 +234,7 @@ class _Writer:
         else:
             self.bound[f"op{n}"] = local_op(self.program, i, self.rank, self.device, self.random, self.window)
             if wgrad_of(i) is not None:
-                self.bound[f"op{n}"] = self._apart(i, self.bound[f"op{n}"])
+                self.bound[f"op{n}"] = self._apart(n, i, self.bound[f"op{n}"])
         used = [(r is not None) for r in i.results]
         plain = self.bound[f"op{n}"]
         if self.recorder is not None and any(used):
@@ -253,10 +255,10 @@ class _Writer:
             self._line(f"del again{self.region_ends[n]}", None)
         self.held.update(r for r in i.results if r is not None)
 
-    def _apart(self, i: Instruction, plain: Callable[..., tuple]) -> Callable[..., tuple]:
+    def _apart(self, n: int, i: Instruction, plain: Callable[..., tuple]) -> Callable[..., tuple]:
         local = local_call(self.program, i, self.rank, self.window)
         around = nullcontext if self.recorder is None else partial(self.recorder.apart, i)
-        return wgrad_op(i, local, plain, self.receiver, around)
+        return wgrad_op(i, local, plain, self.receiver, around, self.beside.get(n))
 
     def _region(self, keep: Keeper) -> Region:
         return Region(self.random, keep, at_once if self.recorder is None else self.recorder.wait)
@@ -277,6 +279,8 @@ class _Writer:
         how = bind(self.program, i, self.comm)
         if not how.takes_part:
             return
+        if i.result in self.beside.values():
+            how = replace(how, sent=partial(self.receiver.sent, i.result))
         (source,) = i.inputs
         if self.window is not None and source in self.held:
             move = local_move(self.program, i, self.rank, self.window)

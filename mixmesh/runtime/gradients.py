@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -90,6 +91,8 @@ class _Progress:
     handles: list[Handle] = field(default_factory=list)
     arriving: deque[tuple[Callable[[Tensor], None], Handle, int]] = field(default_factory=deque)
     postponed: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    # by the redistribution beside whose gradient they are made
+    waiting: dict[str, list[tuple[Tensor, Callable[[], Tensor]]]] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)  # buckets whose sums were delivered
 
 
@@ -276,6 +279,15 @@ class GradientReducer:
         else:
             self.arrived(p, make())
 
+    def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
+        """One that is made when the gradient of that redistribution has been ``sent``."""
+        self._progress.waiting.setdefault(collective, []).append((p, make))
+
+    def sent(self, collective: str) -> None:
+        """Makes what was ``waiting`` for it."""
+        for p, make in self._progress.waiting.pop(collective, ()):
+            self.arrived(p, make())
+
     def _take(self, deliver: Callable[[Tensor], None], handle: Handle, size_bytes: int) -> None:
         arriving = self._progress.arriving
         under_way = sum(size for _, _, size in arriving)
@@ -376,8 +388,10 @@ class GradientReducer:
     def _finish(self) -> None:
         progress = self._progress
         with torch.no_grad():
-            for p, make in progress.postponed:
+            # nothing waits here still, unless only a part of the graph went back
+            for p, make in (*chain(*progress.waiting.values()), *progress.postponed):
                 self.arrived(p, make())
+        progress.waiting.clear()
         progress.postponed.clear()
         self._start_ready(all_of_them=True)
         while progress.arriving:

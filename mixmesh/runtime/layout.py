@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..cost.placed import purpose_of
 from ..ir import (
     PARTIAL,
     REPLICATE,
@@ -132,14 +133,15 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every set of ranks that communicates in a program, with its purpose, in one fixed order.
 
     Gradients have groups of their own: a rank that takes no part in a layer sends its zeros later than
-    the others send their addends, and must not get in the way of other collectives meanwhile.
+    the others send their addends, and must not get in the way of other collectives meanwhile. So have
+    parameters that are stored in shards: what is computed of samples is waited for sooner.
     """
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for i in program.instructions:
         found: list[tuple[str, tuple[int, ...]]] = []
         if i.is_redistribution:
             src, dst = layout(program, program.types[i.inputs[0]]), layout(program, i.type)
-            found = [("data", step.ranks) for step in round_trip(src, dst)]
+            found = [(purpose_of(program, i), step.ranks) for step in round_trip(src, dst)]
         elif i.attr("sfb", False):
             found = [("data", program.participants(i.type))]
         elif i.op == "param" and i.args[0] in program.copies:

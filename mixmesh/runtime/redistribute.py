@@ -12,7 +12,8 @@ in exactly the reverse order of the program on each rank.
 
 A redistribution is started at its place in the program and awaited at its first use. In the backward pass
 it is the other way round: it starts where it was awaited and is awaited where it was started, and what was
-computed in between is computed in between again. That of a parameter is not awaited in the backward pass at
+computed in between is computed in between again, and gradients of weights that wait for it (``wgrad``) are
+computed when it has started. That of a parameter is not awaited in the backward pass at
 all: its gradient is handed to a sink, which adds it to the parameter when it has arrived.
 """
 
@@ -26,6 +27,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ..cost.placed import purpose_of
 from ..errors import MixmeshError
 from ..ir import Instruction, Partial, Program
 from ..trace.dtypes import TORCH_DTYPE
@@ -48,6 +50,8 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
+    purpose: str = "data"  # of the process group
+    sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
     @cached_property
     def communicates(self) -> bool:
@@ -128,7 +132,7 @@ class Redistribution:
 
     def _collective(self, step: Step, x: Tensor, algorithm: str | None, part: str) -> Handle:
         src, dst = step.src, step.dst
-        channel = self.comm.channel(step.ranks, self.instruction, part=part)
+        channel = self.comm.channel(step.ranks, self.instruction, self.purpose, part)
         of = lambda held: [held.sizes[rank] for rank in step.ranks]  # noqa: E731
         match step.kind:
             case "gather":
@@ -221,6 +225,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor | None, _token):
         handle = ctx.how.backward(gradient)
+        if ctx.how.sent is not None:
+            ctx.how.sent()
         if ctx.sink is not None:
             ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
         elif ctx.gradient is not None:
@@ -252,6 +258,7 @@ def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistributi
         dst,
         instruction.attr("algorithm"),
         instruction.attr("gradient_algorithm"),
+        purpose_of(program, instruction),
     )
 
 

@@ -2,7 +2,8 @@
 
 PyTorch's node for ``linear`` or a convolution makes the gradients of input and weight in one go. Here it
 makes that of the input alone, and the parameters go around autograd: their gradients are made when the
-program says so, and handed to whoever sums them.
+program says so, and handed to whoever sums them. Those ``beside`` a collective are made by autograd's node
+that has sent it (``redistribute``), before the one that awaits it can run.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -31,6 +33,12 @@ class Receiver(Protocol):
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
         """One that is to be made after the rest of the backward pass."""
 
+    def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
+        """One that is to be made when the gradient of that redistribution is on its way."""
+
+    def sent(self, collective: str) -> None:
+        """The gradient of that redistribution is on its way."""
+
 
 class AtOnce:
     """A receiver where nothing is summed."""
@@ -40,6 +48,12 @@ class AtOnce:
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
         self.arrived(p, make())
+
+    def waiting(self, collective: str, p: Tensor, make: Callable[[], Tensor]) -> None:
+        self.arrived(p, make())
+
+    def sent(self, collective: str) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -109,11 +123,15 @@ def wgrad_op(
     plain: LocalOp,
     receiver: Receiver,
     around: Callable[[], AbstractContextManager] = nullcontext,
+    beside: str | None = None,
 ) -> LocalOp:
     """The local operator of an instruction with ``wgrad``. ``plain`` is the one without; the making of a
-    weight's gradient happens within ``around()``."""
+    weight's gradient happens within ``around()``, ``beside`` the gradient of that redistribution, if any."""
     gradients = Linear() if i.op == "aten.linear" else Convolution.of(local)
-    how = _How(plain, gradients, receiver, wgrad_of(i) == "last", around)
+    later = receiver.postponed if wgrad_of(i) == "last" else None
+    if beside is not None:
+        later = partial(receiver.waiting, beside)
+    how = _How(plain, gradients, receiver, later, around)
 
     def run(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
         params = (weight,) if bias is None else (weight, bias)
@@ -130,7 +148,7 @@ class _How:
     plain: LocalOp
     gradients: Linear | Convolution
     receiver: Receiver
-    is_last: bool
+    later: Callable[[Tensor, Callable[[], Tensor]], None] | None  # takes what is not made first
     around: Callable[[], AbstractContextManager]
 
 
@@ -152,11 +170,11 @@ class _Product(torch.autograd.Function):
             with how.around():
                 return how.gradients.of_weight(gy, x, held)
 
-        if not how.is_last:
+        if how.later is None:
             how.receiver.arrived(weight, make())
         gx = how.gradients.of_input(gy, x, held)
         for p in bias:
             how.receiver.arrived(p, how.gradients.of_bias(gy))
-        if how.is_last:
-            how.receiver.postponed(weight, make)
+        if how.later is not None:
+            how.later(weight, make)
         return gx, None, None

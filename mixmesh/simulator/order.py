@@ -15,9 +15,20 @@ from ..cost.placed import (
     Sheet,
     is_resharded,
     is_stored,
+    purpose_of,
     summed_params,
 )
-from ..ir import LEAVES, Instruction, Program, late_point, owned_type, release_points, wgrad_of
+from ..ir import (
+    LEAVES,
+    Instruction,
+    Program,
+    beside_points,
+    owned_type,
+    release_points,
+    returned,
+    weight_points,
+    wgrad_of,
+)
 from ..rules import RULES
 from ..timeline import factors_name, gradient_name, product_name, repeated_name, wgrad_name
 from .values import Call, Step
@@ -45,7 +56,7 @@ class Order:
         self.works: list[int] = []
         self.at: list[int] = []
         self.started: list[Exchange] = []  # kept alive, as calls are found by their identity
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[tuple[int, str], Call] = {}  # by the identity of exchanges, and purpose
         self.make()
         self.close()
         self.counts = counts_of(self.steps, sheet)
@@ -56,8 +67,8 @@ class Order:
         made = copy(self)
         made.simulation, made.sheet, made.program = simulation, sheet, sheet.program
         renewed: dict[int, Call] = {}
-        for call in self.calls.values():
-            renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks))
+        for (_, purpose), call in self.calls.items():
+            renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks), purpose)
         made.calls = {key: renewed[id(call)] for key, call in self.calls.items()}
         made.steps = [s if s.call is None else s._replace(call=renewed[id(s.call)]) for s in self.steps]
         return made
@@ -78,17 +89,23 @@ class Order:
             self.at.clear()
 
     def start(
-        self, name: str, exchange: Exchange, value: str = "", taken_in: tuple[int, str] | None = None
+        self,
+        name: str,
+        exchange: Exchange,
+        value: str = "",
+        taken_in: tuple[int, str] | None = None,
+        *,
+        purpose: str = "data",
     ) -> None:
-        call = self.calls.get(id(exchange))
+        call = self.calls.get((id(exchange), purpose))
         if call is None:
             self.started.append(exchange)
-            call = self.calls[id(exchange)] = self.simulation.call(exchange)
+            call = self.calls[id(exchange), purpose] = self.simulation.call(exchange, purpose)
         self.close("", call, name, value, taken_in)
 
     def finish_of(self, i: Instruction, n: int) -> int:
         """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
-        the loss at the end; what nobody uses at once."""
+        the loss at the end; what nobody uses at once (as ``ir.returned`` has it)."""
         end = len(self.program.instructions) if i.result == self.program.loss else n
         return self.sheet.uses.get(i.result, (end,))[0]
 
@@ -111,7 +128,7 @@ class Forward(Order):
                 self.at.append(n)
             exchange = self.sheet.exchanges.get((i.result, False)) if i.is_redistribution else None
             if exchange is not None:
-                self.start(i.result, exchange, i.result)
+                self.start(i.result, exchange, i.result, purpose=purpose_of(program, i))
                 at = self.finish_of(i, n)
                 if at == n:
                     self.close(awaited=i.result)
@@ -139,7 +156,10 @@ class Backward(Order):
         program, sheet = self.program, self.sheet
         points = {point for groups in self.simulation.points.values() for point, _ in groups}
         again, regions = self._repeated(), repeats(program)
-        moved = self._moved()
+        moved, later = returned(program), weight_points(program)
+        beside: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
+        for n, at in beside_points(program).items():
+            beside.setdefault(at.collective, []).append(n)
         self.returning: set[str] = set()  # what goes back to a place that is still to come
         self.gathered: set[str] = set()  # factors
         coming: set[str] = set()
@@ -154,6 +174,7 @@ class Backward(Order):
                     repeated_name(gather.result),
                     sheet.exchanges[gather.result, False],
                     repeated_name(gather.result),
+                    purpose=purpose_of(program, gather),
                 )
                 coming.add(gather.result)
             if n in regions:
@@ -166,19 +187,21 @@ class Backward(Order):
                             self.close(awaited=repeated_name(name))
                 if n in sheet.factor_work_of:
                     self._factors(n, i)
-                if wgrad_of(i) == "first":
+                if n in sheet.wgrad_work_of and n not in later:
                     self._weight(n, n, points)
                 self.works.append(sheet.work_of[n])
                 self.at.append(n)
-            if n in points and not (i is not None and wgrad_of(i) == "first"):
+            if n in points and not (n in sheet.wgrad_work_of and n not in later):
                 self.close(point=n)
             for redistribution in moved.get(n, ()):
                 self._gradient(redistribution)
+                for product in beside.get(redistribution.result, ()):
+                    self._weight(product, later[product], points)
         for n in sorted(sheet.wgrad_work_of, reverse=True):
             if wgrad_of(program.instructions[n]) == "last":
-                self._weight(n, late_point(program, n), points)
+                self._weight(n, later[n], points)
 
-    def _weight(self, n: int, point: int, points: set[int]) -> None:
+    def _weight(self, n: int, point: float, points: set[float]) -> None:
         """The gradient of a weight, apart, which may be the last one at ``point``."""
         self.works.append(self.sheet.wgrad_work_of[n])
         self.at.append(~n - len(self.program.instructions))
@@ -193,21 +216,6 @@ class Backward(Order):
         for n in region.members:
             self.works.append(self.sheet.again_work_of[n])
             self.at.append(~n)
-
-    def _moved(self) -> dict[int, list[Instruction]]:
-        """Redistributions with a gradient, by where autograd's node for them was made, last first."""
-        program = self.program
-        out: dict[int, list[Instruction]] = {}
-        for n, i in enumerate(program.instructions):
-            if not (i.is_redistribution and i.result in program.requires_grad):
-                continue
-            if any(self.sheet.exchanges[i.result, backward] is not None for backward in (False, True)):
-                out.setdefault(self.finish_of(i, n), []).append(i)
-        for n, moved in out.items():
-            if n < len(program.instructions):
-                order = {name: k for k, name in enumerate(program.instructions[n].inputs)}
-                moved.sort(key=lambda i: -order.get(i.result, -1))
-        return out
 
     def _repeated(self) -> dict[int, list[Instruction]]:
         """Gathers that are repeated, by the instruction before whose backward they start, last first."""
@@ -233,7 +241,7 @@ class Backward(Order):
             return
         name = gradient_name(i.result)
         if is_stored(self.program, i):
-            self.start(name, exchange, taken_in=(-1, name))
+            self.start(name, exchange, taken_in=(-1, name), purpose=purpose_of(self.program, i))
         else:
             self.start(name, exchange, name)
             self.returning.add(i.result)
@@ -268,18 +276,20 @@ def keeps(program: Program, user: Instruction, name: str) -> bool:
     return name in factors and any(f != name and f in program.requires_grad for f in factors)
 
 
-Points = tuple[tuple[int, tuple[int, ...]], ...]
+Points = tuple[tuple[float, tuple[int, ...]], ...]
 
 
 def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is, or below all of them (``late_point``). A rank
-    that makes no use of a parameter is in none: it sends its zeros when its pass ends.
+    A point is the instruction after whose backward that is, or where a weight's gradient is computed apart
+    (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when its pass
+    ends.
     """
     out: dict[str, Points] = {}
+    later = weight_points(program)
     for first in summed_params(program):
-        found: list[tuple[int, tuple[int, ...]]] = []
+        found: list[tuple[float, tuple[int, ...]]] = []
         if first.args[0] in program.late:
             out[first.result] = ()
             continue
@@ -293,8 +303,8 @@ def ready_points(program: Program, sheet: Sheet) -> dict[str, Points]:
                 types = (p.type,) if user.is_redistribution else user.types
                 taking = [program.participants(t) for t in types]
                 if len(left) == len(everyone) and taking.count(everyone) == len(taking):
-                    late = wgrad_of(user) == "last" and p.result == user.inputs[1]
-                    found.append((late_point(program, n) if late else n, everyone))  # nearly always
+                    late = n in later and p.result == user.inputs[1]
+                    found.append((later[n] if late else n, everyone))  # nearly always
                     break
                 who = left.intersection(*taking)
                 if who:

@@ -172,7 +172,7 @@ class _Clocks:
                 self._issue(step.point, mine)
         self._issue(AT_THE_END, mine)
 
-    def _issue(self, point: int, mine: set[int]) -> None:
+    def _issue(self, point: float, mine: set[int]) -> None:
         for n, ranks in self.run.sums.issues.get(point, ()):
             here = tuple(r for r in ranks if r in mine)
             if here and n in self.run.sums.plain:

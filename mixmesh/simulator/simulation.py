@@ -258,7 +258,7 @@ class Simulation:
         return Alike(membership(groups, self.sheet.world_size))
 
     @cached_property
-    def complete(self) -> dict[str, dict[int, int]]:
+    def complete(self) -> dict[str, dict[int, float]]:
         """Per parameter whose gradient is summed, the point where it is complete by kind of ``in_sums``."""
         return {
             name: {kind: point for point, who in points for kind in self.in_sums.of(who)}

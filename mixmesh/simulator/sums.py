@@ -24,7 +24,7 @@ class Sums:
 
     names: tuple[str, ...]
     calls: tuple[Call, ...]
-    issues: dict[int, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
+    issues: dict[float, list[tuple[int, tuple[int, ...]]]]  # by point: (sum, ranks)
     gathers: tuple[tuple[str, Call], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
     late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
@@ -36,11 +36,11 @@ NO_SUMS = Sums((), (), {})
 
 def sums_of(simulation: Simulation, sums: tuple[GradientSum, ...]) -> Sums:
     """A rank starts its buckets in their order, each when it is complete."""
-    issues: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    issues: dict[float, list[tuple[int, tuple[int, ...]]]] = {}
     alike = simulation.in_sums
-    passed: dict[int, int] = {}  # by kind of rank: where it started its last one
+    passed: dict[int, float] = {}  # by kind of rank: where it started its last one
     for k, s in enumerate(sums):
-        by_point: dict[int, list[int]] = {}
+        by_point: dict[float, list[int]] = {}
         complete = [simulation.complete[p.result] for p in s.params]
         for kind in alike.of(s.ranks):
             last = min([at.get(kind, AT_THE_END) for at in complete])

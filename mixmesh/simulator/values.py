@@ -38,7 +38,7 @@ class Step(NamedTuple):  # made by the thousand, in a third of a frozen dataclas
     name: str = ""
     value: str = ""  # what the call brings, awaited later; empty if it never is
     taken_in: tuple[int, str] | None = None  # at the end of the pass: (work of the product or -1, name)
-    point: int | None = None  # gradients are complete here
+    point: float | None = None  # gradients are complete here
     used: str = ""  # an owned parameter, brought up to date by now
 
 

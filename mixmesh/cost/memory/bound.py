@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import floor
 
 import numpy as np
 
-from ...ir import Cut, Instruction, Program, owned_type, regions, wgrad_of
+from ...ir import Cut, Instruction, Program, owned_type, regions, weight_points
 from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ..calls import Kind, kinds_of
@@ -172,23 +173,21 @@ def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> Non
 
 def _gradients(program: Program, last: Mapping[str, int], sizes: Sizes) -> None:
     """The most at any time of the gradients of values, each there from the ``last`` use to what made the
-    value. Those of parameters, and of what weight gradients wait for, stay."""
+    value, or to the weight's gradient that waits for it if that is later. Those of parameters stay."""
     grad = program.requires_grad
     wholes: dict[str, float] = {}
-    stay: set[str | None] = set()
+    until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in weight_points(program).items()}
     for i in program.instructions:
         if i.op == "aten.cat":  # each a view of the whole
             for name in i.inputs:
                 wholes[name] = wholes.get(name, 0.0) + i.type.value.size_bytes
-        if wgrad_of(i) == "last":
-            stay.update(i.results)
     coming: dict[Cut, list[tuple[int, float]]] = {}
     for n, i in enumerate(program.instructions):
         for name, t in zip(i.results, i.types) if not i.is_leaf else ():
             if name in grad:
                 size = max(wholes.get(name, 0.0), t.value.size_bytes)
                 there = coming.setdefault(t.cut, [])
-                there += [(last.get(name, n) + 1, -size), (0 if name in stay else n, size)]
+                there += [(last.get(name, n) + 1, -size), (until.get(name, n), size)]
     _most_at_once(coming, sizes)
 
 

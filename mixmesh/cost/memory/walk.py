@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from math import ceil
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,12 +23,13 @@ from ...ir import (
     Program,
     Shard,
     TensorType,
+    beside_points,
     last_points,
-    late_point,
     owned_type,
     region_of,
     release_points,
-    wgrad_of,
+    returned,
+    weight_points,
 )
 from ...optimizer_states import OptimizerStates
 from ...rules import Call
@@ -232,7 +234,8 @@ class Walk:
         self.flying: deque[_Storage] = deque()
         self.flying_bytes = 0.0
         self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
-        self.complete: dict[int, Moment] = {}  # by index, where the last gradient of a parameter is there
+        # by point of the backward pass, where the last gradient of a parameter is there
+        self.complete: dict[float, Moment] = {}
         self.uses: dict[str, list[int]] = {}
         # of each instruction, without repetition
         self.inputs = [
@@ -243,10 +246,11 @@ class Walk:
                 self.uses.setdefault(name, []).append(n)
         grad = program.requires_grad
         self.flows = [not grad.isdisjoint(i.results) for i in program.instructions]
-        self.moved: dict[int, list[Instruction]] = {}  # redistributions, by the first use of what they bring
-        for i in program.instructions:
-            if i.is_redistribution and i.result in self.uses:
-                self.moved.setdefault(self.uses[i.result][0], []).append(i)
+        self.later = weight_points(program)
+        # products by where they are computed beside a collective: that is sent after the backward of so many
+        self.beside: dict[int, list[int]] = {}
+        for n, at in beside_points(program).items():
+            self.beside.setdefault(ceil(at.point), []).append(n)
         self.resharded = {i.result for i in program.instructions if is_resharded(program, i)}
         self.repeats = repeats(program)
         self.repeat_of = {region_of(program.instructions[at]): r for at, r in self.repeats.items()}
@@ -326,7 +330,7 @@ class Walk:
         self._fetch()
         last = {name: uses[-1] for name, uses in self.uses.items()}
         last[self.program.loss] = len(self.inputs)
-        arriving = {i.result for moved in self.moved.values() for i in moved if i.op == "all_gather"}
+        arriving = {i.result for i in self.program.instructions if i.op == "all_gather"}
         arriving.update(self.owned)
         for n, i in enumerate(self.program.instructions):
             names = self.inputs[n]
@@ -479,9 +483,9 @@ class Walk:
 
     def backward(self) -> None:
         program = self.program
-        last = program.producers[program.loss]
-        if last.is_redistribution:  # nobody uses the loss
-            self._move_back(last)
+        sent = returned(program)
+        for moved in sent.get(len(program.instructions), ()):  # nobody uses the loss
+            self._move_back(moved)
         again: dict[str, _Storage] = {}  # gathered once more
         points = last_points(program)
         complete = {points.get(p.result, 0) for p in program.params if synchronised(program, p)}
@@ -489,44 +493,46 @@ class Walk:
         ends = {repeat.first: at for at, repeat in self.repeats.items()}
         for n in range(len(program.instructions) - 1, -1, -1):
             i = program.instructions[n]
-            if not self.flows[n]:
-                self.ledger.drop(*self.saved.pop(n, ()))
-                continue
             if i.is_leaf:
                 continue
-            if i.is_redistribution and i.result in self.returning:
-                self._come_back(i)
-            for name in (*self.released.get(n, ()), *self.inputs[n]) if self.resharded else ():
-                if name in self.resharded and name not in again:
-                    again[name] = self.ledger.take(
-                        program.types[name].value.size_bytes, whole(program.types[name])
-                    )
-                    moved = program.producers[name]
-                    beside = staging("all_gather", program.types[moved.inputs[0]], moved.type, self.cuda)
-                    self.ledger.moment(f"%{name} again", *beside)
-            if n in self.repeats:
-                self._compute_again(self.repeats[n], again)
-            if self.kinds[n] is not None:
-                self._compute_back(n, i)
-            if n in ends:
-                self.ledger.drop(*self.kept_inputs.pop(ends[n]).values())
-            for name in self.inputs[n] if again else ():
-                if name in again and self.uses[name][0] == n:
-                    self.ledger.drop(again.pop(name))
+            if self.flows[n]:
+                self._back(n, i, again)
+                if n in ends:
+                    self.ledger.drop(*self.kept_inputs.pop(ends[n]).values())
+                for name in self.inputs[n] if again else ():
+                    if name in again and self.uses[name][0] == n:
+                        self.ledger.drop(again.pop(name))
+            else:
+                self.ledger.drop(*self.saved.pop(n, ()))
             # a redistribution that came in at its first use goes back after it
-            order = {name: k for k, name in enumerate(self.inputs[n])} if n in self.moved else {}
-            for moved in sorted(self.moved.get(n, ()), key=lambda i: -order[i.result]):
-                if moved.result in program.requires_grad:
-                    self._move_back(moved)
-            if n in complete:
+            for moved in sent.get(n, ()):
+                self._move_back(moved)
+            if n in complete and self.flows[n]:
                 self._complete(n, {name for name in i.inputs if points[name] == n}, missing)
+            for product in self.beside.get(n, ()):
+                self._compute_late(product, complete, missing)
         for n in sorted(self.late, reverse=True):
-            self._compute_late(n)
-            point, weight = late_point(program, n), program.instructions[n].inputs[1]
-            if point in complete:
-                self._complete(point, {weight}, missing)
+            self._compute_late(n, complete, missing)
 
-    def _complete(self, point: int, names: set[str], missing: list[set[str]]) -> None:
+    def _back(self, n: int, i: Instruction, again: dict[str, _Storage]) -> None:
+        """The backward of an instruction, before which is gathered or computed ``again`` what it needs."""
+        program = self.program
+        if i.is_redistribution and i.result in self.returning:
+            self._come_back(i)
+        for name in (*self.released.get(n, ()), *self.inputs[n]) if self.resharded else ():
+            if name in self.resharded and name not in again:
+                again[name] = self.ledger.take(
+                    program.types[name].value.size_bytes, whole(program.types[name])
+                )
+                moved = program.producers[name]
+                beside = staging("all_gather", program.types[moved.inputs[0]], moved.type, self.cuda)
+                self.ledger.moment(f"%{name} again", *beside)
+        if n in self.repeats:
+            self._compute_again(self.repeats[n], again)
+        if self.kinds[n] is not None:
+            self._compute_back(n, i)
+
+    def _complete(self, point: float, names: set[str], missing: list[set[str]]) -> None:
         """The last gradients of these values are there. ``missing`` are those of each bucket with owners."""
         self.complete[point] = self.ledger.now(BUCKET)
         here = names.intersection(self.owned)
@@ -536,13 +542,15 @@ class Walk:
                 if not left:
                     self._scatter(s)
 
-    def _compute_late(self, n: int) -> None:
+    def _compute_late(self, n: int, complete: set[float], missing: list[set[str]]) -> None:
         """The gradient of a weight, of what was held until now."""
-        i = self.program.instructions[n]
-        made = self._new(self.program.types[i.inputs[1]])
-        self.ledger.moment(f"gradient of %{i.inputs[1]}", *self._footprint(self.kinds[n]).backward)
+        weight = self.program.instructions[n].inputs[1]
+        made = self._new(self.program.types[weight])
+        self.ledger.moment(f"gradient of %{weight}", *self._footprint(self.kinds[n]).backward)
         self.ledger.drop(*self.late.pop(n))
-        self._accumulate(i.inputs[1], made)
+        self._accumulate(weight, made)
+        if self.later[n] in complete:
+            self._complete(self.later[n], {weight}, missing)
 
     def _compute_again(self, repeat: Repeat, again: Mapping[str, _Storage]) -> None:
         """A region runs a second time, and now keeps what its backward needs."""
@@ -576,7 +584,7 @@ class Walk:
         outgoing = self._outgoing(i)
         arriving: list[tuple[str, _View]] = []
         for position, (name, t, takes) in enumerate(zip(i.inputs, kind.inputs, kind.takes)):
-            if not takes or (position == 1 and wgrad_of(i) == "last"):
+            if not takes or (position == 1 and n in self.later):
                 continue
             g = outgoing[0] if outgoing else None
             if row.passes and g is not None:
@@ -596,7 +604,7 @@ class Walk:
             beside = (*beside, (float(sizes), whole(i.type)))
         self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside)
         done = *(g.storage for g in outgoing), *self.saved.pop(n, ())
-        if wgrad_of(i) == "last":
+        if n in self.later:
             self.late[n] = done
         else:
             self.ledger.drop(*done)
@@ -734,7 +742,7 @@ class Walk:
 
 
 def bucket_moments(
-    program: Program, complete: Mapping[int, Moment], summed: tuple[Summed, ...]
+    program: Program, complete: Mapping[float, Moment], summed: tuple[Summed, ...]
 ) -> Iterator[Moment]:
     """When buckets of gradients of replicated parameters are copied into one buffer: at the first use, which
     the backward pass comes to last, of the last of their parameters. ``complete`` is of a ``Walk``,
