@@ -20,6 +20,7 @@ from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError
 from mixmesh.ir import even_ratio
 from mixmesh.job import Job
+from mixmesh.optimizer_states import ADAM
 from mixmesh.profiler.children import Outcome, in_child
 from mixmesh.profiler.micro_batches import (
     MAX_PASSES,
@@ -131,7 +132,7 @@ def cluster(memory_gib: float) -> Cluster:
 def plans(made: Job, stage: int) -> Plans:
     costs = CostModel(cluster(4))
     graph = trace(made.model, made.batch).graph
-    return Plans(data_parallel(graph, costs, even_ratio(WORLD)), costs, 1, stage, 2)
+    return Plans(data_parallel(graph, costs, even_ratio(WORLD)), costs, 1, stage, ADAM)
 
 
 @pytest.mark.parametrize("size", [1, 10, 15, 16, 30])
