@@ -167,7 +167,7 @@ class Training:
 
 
 def accumulates(_) -> None:
-    """Two backward passes before a step of the optimizer."""
+    """Several backward passes before a step of the optimizer."""
     single, mine = model_of("megatron"), model_of("megatron")
     model, _ = parallelize(
         mine, torch.optim.SGD(mine.parameters()), PlanOf("megatron")(), device="cpu", timeout_s=60
@@ -175,6 +175,8 @@ def accumulates(_) -> None:
     for step in range(2):
         single(**batch("megatron", step)).backward()
         model(**batch("megatron", step)).backward()
+    for m in (single, model):  # and two losses in one
+        (m(**batch("megatron", 2)) + m(**batch("megatron", 3))).backward()
     for key, p in model.named_parameters():
         whole = model._runtime.by_param[p].whole(p.grad, model.comm)
         torch.testing.assert_close(whole, single.get_parameter(key).grad, rtol=1e-9, atol=1e-9)

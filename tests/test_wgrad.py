@@ -149,6 +149,25 @@ def accumulates(_) -> None:
         torch.testing.assert_close(p.grad, single.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
 
 
+class TwoLosses:
+    """In one backward pass, after a forward pass that nothing goes back through, and then one alone."""
+
+    def __init__(self, marks) -> None:
+        self.marks = marks
+
+    def __call__(self, _) -> None:
+        single, mine = model_of(), model_of()
+        optimizer = torch.optim.SGD(mine.parameters())
+        model, _ = parallelize(mine, optimizer, PlanOf(self.marks)(), device="cpu", timeout_s=60)
+        model(**batch(2))
+        for steps in ((0, 1), (2,)):
+            for m in (single, model):
+                sum(m(**batch(step)) for step in steps).backward()
+            for name, p in model.named_parameters():
+                torch.testing.assert_close(p.grad, single.get_parameter(name).grad, rtol=1e-9, atol=1e-9)
+        assert not any(model._runtime.reducer._uses.values())
+
+
 def frozen(_) -> None:
     """A parameter that takes no gradient after planning."""
     single, mine = model_of(), model_of()
@@ -197,6 +216,8 @@ CHECKS = {
     "micro-steps": Training(PlanOf(("last", "first"), micro_batches=TWO_EACH)),
     "owners in micro-steps": Training(PlanOf(("last", "first"), stage=2, micro_batches=TWO_EACH)),
     "accumulates": accumulates,
+    "two losses, first": TwoLosses(("first",)),
+    "two losses, last": TwoLosses(("last",)),
     "without gradients": frozen,
     "recorded first": Recorded(("first",)),
     "recorded last": Recorded(("last",)),

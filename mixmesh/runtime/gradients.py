@@ -127,6 +127,7 @@ class GradientReducer:
         self._ready: dict[int, list[Callable[[Tensor], None]]] = {}  # by parameter, its hooks
         self._first: dict[int, bool] = {}  # is this the rank that keeps an accumulated sum?
         self._summed: set[int] = set()  # parameters whose .grad is a sum over ranks
+        self._uses: dict[int, int] = {}  # by parameter, from which a gradient is expected (``wgrad``)
         self._buckets: list[list[Tensor]] = []
         self._channels: list[Channel] = []
         self._levels: list[ByLevels | None] = []
@@ -265,10 +266,15 @@ class GradientReducer:
         meanwhile are added; where the backward pass is faster than the network, it waits."""
         self._take(lambda gradient: add(p, gradient), handle, size_bytes)
 
+    def expects(self, p: Tensor, uses: int) -> None:
+        """So many more uses of a parameter (or fewer) bring gradients that autograd knows nothing of."""
+        self._uses[id(p)] = self._uses.get(id(p), 0) + uses
+
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
-        """Takes a gradient that autograd knows nothing of, the only one of its parameter."""
+        """Takes a gradient that autograd knows nothing of. It is the last of its parameter if no other use
+        is expected to bring one: that of another loss, perhaps in this very pass."""
         add(p, gradient)
-        for ready in self._ready.get(id(p), ()):
+        for ready in () if self._uses.get(id(p)) else self._ready.get(id(p), ()):
             ready(p)
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:

@@ -27,8 +27,11 @@ LocalOp = Callable[..., tuple[Tensor]]
 class Receiver(Protocol):
     """Who takes the gradients of parameters."""
 
+    def expects(self, p: Tensor, uses: int) -> None:
+        """So many more uses of a parameter (or, negative, fewer) will bring it a gradient."""
+
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
-        """One that is complete."""
+        """One of a use that is no longer expected: the parameter's is complete if no other use is."""
 
     def postponed(self, p: Tensor, make: Callable[[], Tensor]) -> None:
         """One that is to be made after the rest of the backward pass."""
@@ -42,6 +45,9 @@ class Receiver(Protocol):
 
 class AtOnce:
     """A receiver where nothing is summed."""
+
+    def expects(self, p: Tensor, uses: int) -> None:
+        pass
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
         add(p, gradient)
@@ -152,21 +158,42 @@ class _How:
     around: Callable[[], AbstractContextManager]
 
 
+class _Uses:
+    """What one call expects of a receiver, until its gradients are there or its graph goes without them: a
+    backward pass may be that of several losses, each of which brings a parameter one gradient."""
+
+    def __init__(self, receiver: Receiver, params: tuple[Tensor, ...]) -> None:
+        self._receiver, self._left = receiver, list(params)
+        for p in params:
+            receiver.expects(p, 1)
+
+    def over(self, p: Tensor) -> None:
+        if any(p is one for one in self._left):
+            self._left = [one for one in self._left if one is not p]
+            self._receiver.expects(p, -1)
+
+    def __del__(self) -> None:
+        for p in self._left:
+            self._receiver.expects(p, -1)
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, params: tuple[Tensor, ...], how: _How) -> Tensor:
         ctx.save_for_backward(x)
         ctx.params, ctx.how = params, how
+        ctx.uses = _Uses(how.receiver, params)
         (y,) = how.plain(x, *(p.detach() for p in params))
         return y
 
     @staticmethod
     def backward(ctx, gy: Tensor):
-        (x,), how = ctx.saved_tensors, ctx.how
+        (x,), how, uses = ctx.saved_tensors, ctx.how, ctx.uses
         weight, *bias = ctx.params
         held = weight.detach()
 
         def make() -> Tensor:
+            uses.over(weight)
             with how.around():
                 return how.gradients.of_weight(gy, x, held)
 
@@ -174,6 +201,7 @@ class _Product(torch.autograd.Function):
             how.receiver.arrived(weight, make())
         gx = how.gradients.of_input(gy, x, held)
         for p in bias:
+            uses.over(p)
             how.receiver.arrived(p, how.gradients.of_bias(gy))
         if how.later is not None:
             how.later(weight, make)
