@@ -225,6 +225,14 @@ def test_who_is_far_behind_has_no_more_turns():
     assert loop.fastest([Trial(plan, (1.0, 1.1)), Trial(plan, (0.9,))]).turns_s == (1.0, 1.1)
 
 
+def test_what_is_faster_by_chance_is_not_taken():
+    plan = make_plan(graph(MLP, 48), cluster(THREE), planner="ddp-even")
+    first, level, faster = (Trial(plan, (s, s)) for s in (1.0, 0.98, 0.96))
+    assert loop.fastest([first, level]) is first and loop.fastest([first, level, faster]) is faster
+    assert loop.fastest([Trial(plan, (1.0,)), level]) is level
+    assert loop.fastest([Trial(plan, (1.0, 1.0), "out of memory"), level]) is level
+
+
 def test_tune_in_the_testbed_and_a_run_by_its_plan(tmp_path, capfd, monkeypatch):
     write_job(tmp_path, GOOD)
     (tmp_path / "two.toml").write_text(TWO_DEVICES)

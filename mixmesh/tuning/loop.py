@@ -22,6 +22,7 @@ from .correct import corrected, device_factors
 from .trials import Load, Trial, hopeful, one_round, same
 
 PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
+MARGIN = 0.03  # of a step, by which two turns of one plan differ
 CORRECTED_COUNT = 2  # plans by the corrected profile that are tried
 
 
@@ -73,11 +74,16 @@ def tune(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """That of the shortest step, of those with most turns. Raises CollectiveError if none could train."""
+    """That of the shortest step, of those with most turns; but the first one, which is best by prediction,
+    unless another is faster by more than turns of one plan differ. Raises CollectiveError if none could
+    train."""
     able = [t for t in trials if not t.failed]
     if able:
         turns = max(len(t.turns_s) for t in able)
-        return min((t for t in able if len(t.turns_s) == turns), key=lambda t: t.step_s)
+        best = min((t for t in able if len(t.turns_s) == turns), key=lambda t: t.step_s)
+        first = trials[0]
+        is_level = len(first.turns_s) == turns and first.step_s * (1 - MARGIN) <= best.step_s
+        return first if is_level and not first.failed else best
     raise CollectiveError(
         "no plan could train",
         expected="one of them to take a few steps",
