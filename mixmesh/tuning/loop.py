@@ -114,6 +114,7 @@ class _Planning:
         made: tuple[Plan, ...] = ()
         said: list[Any] = [None]
         if dist.get_rank() == 0:
+            leave_device()  # a device's quota is for training
             try:
                 made = self._planned(profile, count)
                 said = [list(map(str, made))]

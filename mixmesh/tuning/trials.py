@@ -20,8 +20,10 @@ from ..testbed import enter_device, leave_device
 from ..timeline import Timeline
 from ..zero import zero_stage
 
-TURN_S = 2.5  # of steps that count, by prediction
+TURN_S = 2.0  # of steps that count, by prediction
 LEAST_STEPS, MOST_STEPS = 3, 12
+# before those that count, in every turn: the first few are slower, and some of the first round are recorded
+UNCOUNTED_STEPS = WARMUP_STEPS + RECORDED_STEPS
 KEPT_WITHIN = (1.15, 1.07)  # of the fastest, after each round; the last one stands for all that follow
 PATIENCE = 40  # predicted steps that a collective of a trial may take
 OUT_OF_MEMORY = "out of memory"
@@ -50,7 +52,8 @@ class Trial:
         if isinstance(found, str):
             return replace(self, failed=found)
         step = typical(found.timelines) if found.timelines else self.timeline
-        return replace(self, turns_s=(*self.turns_s, found.step_s_median), timeline=step)
+        took_s = statistics.median(found.step_s[UNCOUNTED_STEPS:] or found.step_s)
+        return replace(self, turns_s=(*self.turns_s, took_s), timeline=step)
 
 
 def one_round(
@@ -75,8 +78,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
     """Some steps of a job from its beginning, or what kept any of the ranks from training them."""
     leave_device()  # the threads of new process groups are to be outside
     expected_s = max(plan.predicted_step_s, 1e-3)
-    steps = WARMUP_STEPS + (RECORDED_STEPS if record else 0)
-    steps += max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
+    steps = UNCOUNTED_STEPS + max(LEAST_STEPS, min(MOST_STEPS, round(TURN_S / expected_s)))
     timeout_s = max(LEAST_TIMEOUT_S, min(MOST_TIMEOUT_S, PATIENCE * expected_s))
     failure, report = "", None
     try:
