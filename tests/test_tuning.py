@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +24,8 @@ from mixmesh.job import Job
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan, make_plans
 from mixmesh.profiler import profile
-from mixmesh.runtime.comm import initialise
+from mixmesh.runtime.comm import Comm, initialise
+from mixmesh.runtime.gradients import GradientReducer
 from mixmesh.timeline import Timeline
 from mixmesh.tuning import (
     Trial,
@@ -164,6 +167,19 @@ def planning_fails_on_every_rank(_) -> None:
         tune(job, where, None, planner="happ")
 
 
+def turns_leave_nothing_behind(_) -> None:
+    """Neither parameters nor process groups with their threads."""
+    _, plans = small()
+
+    def held() -> tuple[int, int]:
+        one_round(job, [Trial(plans[0])])
+        kept = sum(isinstance(o, (GradientReducer, Comm)) for o in gc.get_objects())
+        return kept, len(os.listdir("/proc/self/task"))
+
+    first = held()
+    assert first[0] == 0 and held() == held() == first
+
+
 def what_a_device_took_changes_its_share(_) -> None:
     """As if the first of two devices had taken three times as long as it was predicted to."""
     from mixmesh.trace import trace
@@ -195,6 +211,7 @@ CHECKS = (
     a_rank_that_runs_out_of_memory_fails_the_trial_alone,
     nothing_trains,
     planning_fails_on_every_rank,
+    turns_leave_nothing_behind,
     what_a_device_took_changes_its_share,
 )
 

@@ -16,6 +16,7 @@ bucket is reduce_scattered to the owners, and the whole gradient is let go of wh
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -311,13 +312,16 @@ class GradientReducer:
             yield from members
 
     def _hook(self, index: int, p: Tensor):
-        key = id(p)
+        # autograd keeps hooks where Python's collector does not look: with a reducer in them it would never
+        # be let go of, nor would its parameters and process groups
+        key, reducer = id(p), weakref.ref(self)
 
         def ready(_: Tensor) -> None:
-            missing = self._progress.missing
+            me = reducer()
+            missing = None if me is None else me._progress.missing
             if missing and missing[index]:
                 missing[index].discard(key)
-                self._start_ready()
+                me._start_ready()
 
         return ready
 
