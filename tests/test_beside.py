@@ -21,6 +21,7 @@ from mixmesh.cost.memory import PeakMemory, peak_memory_bytes
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.explain import explain_plan
 from mixmesh.ir import beside_points, make_ratio, parse_program, separable, wgrad_of, with_wgrads
+from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan as plan_of
 from mixmesh.runtime.parallel import parallelize
@@ -395,7 +396,8 @@ def test_what_waits_is_held_until_its_collective(every, held):
 
     program = data_parallel(trace(Chain(), {"x": torch.zeros(samples, width)}).graph, costs(), UNEVEN)
     usual, beside, last = (
-        peak_memory_bytes(marked(program, (mark,)), costs(), 0)[0] for mark in (None, "beside", "last")
+        peak_memory_bytes(marked(program, (mark,)), costs(), OptimizerStates(0, 0))[0]
+        for mark in (None, "beside", "last")
     )
     tensor_bytes = samples * UNEVEN[0] * width * 4
     assert last - usual > (products / 2) * tensor_bytes

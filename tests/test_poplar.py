@@ -112,7 +112,9 @@ def test_a_plan_for_devices_that_differ(name):
     where = CLUSTERS[name]
     plan = make_plan(traced(), where, planner="poplar")
     assert Plan.parse(str(plan)) == plan
-    assert sum(sum(m.sizes) for m in plan.micro_batches) == BATCH
+    if plan.micro_batches is not None:  # else everyone takes its share at once
+        assert sum(sum(m.sizes) for m in plan.micro_batches) == BATCH
+    assert name == "memory" or plan.micro_batches is not None
     for peak, device in zip(plan.predicted_peak_memory_bytes, where.devices):
         assert peak <= device.memory_bytes * (1 - HEADROOM)
     again = simulate(plan.program, CostModel(where), micro_batches=plan.micro_batches)
