@@ -45,9 +45,7 @@ class Case:
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     emulation: str
-    drift: float = (
-        1.0  # of the machine: what a local step took beside the plans, over that beside the profile
-    )
+    drift: float = 1.0  # what a local step took beside the plans, over that beside the profile
 
     @property
     def time_error(self) -> float:

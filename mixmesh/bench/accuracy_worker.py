@@ -32,6 +32,12 @@ PLAN_S = 10.0  # about so long every plan is timed
 MAX_STEPS = 5  # of a round that count; one before them does not
 
 
+def profile_and_local_steps(job: str, cluster: str, out: str, budget_s: str) -> None:
+    """Profiles, and prints seconds of a local step by rank, from the same minute."""
+    measure_profile(job, cluster, out, budget_s)
+    print_from_rank_0(everyones_local_s(local_step(job, Cluster.load(cluster)), LOCAL_STEPS))
+
+
 def measure_times(job: str, cluster: str, paths: str) -> None:
     """Prints seconds of a step by plan and round, and of a local step by round and rank."""
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)
@@ -62,5 +68,5 @@ def plan_steps(job: str, plan: Plan) -> Callable[[], object]:
 
 
 if __name__ == "__main__":
-    {"profile": measure_profile, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
+    {"profile": profile_and_local_steps, "times": measure_times}[sys.argv[1]](*sys.argv[2:])
     leave()

@@ -130,7 +130,7 @@ def call(
 
 def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str = "") -> None:
     """Profiles a job of ``bench/jobs.py`` on this cluster file into ``out``; ``what`` may be
-    ``micro-batches``, to confirm the largest as well. Prints what a local step takes then. Collective."""
+    ``micro-batches``, to confirm the largest as well. Collective."""
     made, described = jobs.make(job), Cluster.load(cluster)
     graph = trace(made.model, made.batch).graph
     leave_device()  # the threads of new process groups are to be outside
@@ -139,7 +139,6 @@ def measure_profile(job: str, cluster: str, out: str, budget_s: str, what: str =
     found = profile(graph, made, described, budget_s=float(budget_s), program=program, on_start=enter_device)
     if dist.get_rank() == 0:
         found.save(out)
-    print_from_rank_0(everyones_local_s(local_step(job, described), LOCAL_STEPS))
 
 
 def local_step(job: str, cluster: Cluster) -> Callable[[], None]:

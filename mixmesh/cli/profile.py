@@ -34,13 +34,7 @@ def profile(
     as_json: Json = False,
 ) -> None:
     """Measure a job's operators on every device, and the links: under torchrun or inside the testbed."""
-    given = cluster or os.environ.get(CLUSTER_VARIABLE)
-    if given is None:
-        raise InputError("profile needs to know the cluster", expected="--cluster C.toml")
-    described = Cluster.load(given)
-    if not out.parent.is_dir():
-        raise InputError("the profile cannot be written", where=str(out), got=f"no folder {out.parent}")
-    rank = check_launch("profile", job, described, given, out)
+    described, rank = on_every_device("profile", job, cluster, out, writes="profile")
     from ..baselines import data_parallel
     from ..cost import CostModel
     from ..ir import even_ratio
@@ -94,6 +88,20 @@ def profile(
             print(f"{name}: up to {', '.join(map(str, d.largest_micro_batch))} samples in ZeRO stages 0 to 3")
     if skipped:
         print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
+
+
+def on_every_device(
+    command: str, job: str, cluster: Path | None, out: Path, *, writes: str
+) -> tuple[Cluster, int]:
+    """The cluster, given or the testbed's, and this process's rank, of a command that writes to ``out`` what
+    was measured. Raises InputError."""
+    given = cluster or os.environ.get(CLUSTER_VARIABLE)
+    if given is None:
+        raise InputError(f"{command} needs to know the cluster", expected="--cluster C.toml")
+    described = Cluster.load(given)
+    if not out.parent.is_dir():
+        raise InputError(f"the {writes} cannot be written", where=str(out), got=f"no folder {out.parent}")
+    return described, check_launch(command, job, described, given, out)
 
 
 @contextmanager

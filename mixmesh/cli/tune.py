@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,12 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..cluster import Cluster
-from ..errors import InputError
 from .output import Json, print_json, seconds, table
 from .plan import JobName, PlannerName, ProfileFile, summary
-from .profile import check_launch, telling
-from .testbed import CLUSTER_VARIABLE
+from .profile import on_every_device, telling
 
 if TYPE_CHECKING:
     from ..tuning import Trial, Tuned
@@ -36,13 +32,7 @@ def tune(
     as_json: Json = False,
 ) -> None:
     """Try the best plans on the cluster, and keep the fastest: under torchrun or inside the testbed."""
-    given = cluster or os.environ.get(CLUSTER_VARIABLE)
-    if given is None:
-        raise InputError("tune needs to know the cluster", expected="--cluster C.toml")
-    described_cluster = Cluster.load(given)
-    if not out.parent.is_dir():
-        raise InputError("the plan cannot be written", where=str(out), got=f"no folder {out.parent}")
-    rank = check_launch("tune", job, described_cluster, given, out)
+    described_cluster, rank = on_every_device("tune", job, cluster, out, writes="plan")
     from ..api import load_profile
     from ..job import load_job
     from ..planner import check_planner
