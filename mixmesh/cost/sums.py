@@ -158,20 +158,21 @@ def gradient_sums(
 
     def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, float]:
         (number, _, late), members = item
-        return (late, 0, number) if number >= 0 else (late, 1, -min(s.first_use for s in members))
+        return (late, 0, number) if number >= 0 else (late, 1, -members[-1].first_use)
 
     def rooted(owned: str | None) -> bool:
         return owned is not None and len(support(program.ratio_of[owned])) == 1
 
     def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
+        cells = tuple([s.cell for s in members]) if program.copies else ()
         s = GradientSum(
-            tuple(params[s.place] for s in members),
+            tuple([params[s.place] for s in members]),
             *kind[1:],
             rooted(kind.owned),
-            tuple(s.cell for s in members) if any(s.cell for s in members) else (),
+            cells if any(cells) else (),
             late,
         )
-        parts = parts_of(program, s.size_bytes, s.ranks, s.owned)
+        parts = parts_of(program, s.size_bytes, s.ranks, s.owned) if program.levels is not None else ()
         return replace(s, parts=parts) if parts else s
 
     ordered = sorted(groups.items(), key=ready)

@@ -157,6 +157,12 @@ class Program:
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
 
     @cached_property
+    def wgrads(self) -> dict[int, str]:
+        """By index of the instructions that say it, when their weight's gradient is computed."""
+        said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
+        return {n: when for n, when in said if when is not None}
+
+    @cached_property
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
         """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
@@ -191,7 +197,7 @@ class Program:
         """A copy with other ratios, or other attributes of instructions. What follows from names and types
         alone is handed on, as planning makes many such copies."""
         made = replace(self, **fields)
-        same = ("producers", "params", "buckets", "copies", "factored", "graph")
+        same = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
         same = () if "instructions" in fields else same
         same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
         for known in ("types", "requires_grad", *same):

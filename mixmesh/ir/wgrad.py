@@ -54,13 +54,13 @@ def beside_points(program: Program) -> dict[int, Beside]:
 
     A function of the program alone: the same on all ranks, as sums of gradients keep one order.
     """
-    if not any(wgrad_of(i) == "beside" for i in program.instructions):
+    if "beside" not in program.wgrads.values():
         return {}
     out: dict[int, Beside] = {}
     sent = returned(program)
     waiting: list[int] = []
     for n in range(len(program.instructions) - 1, -1, -1):
-        if wgrad_of(program.instructions[n]) == "beside":
+        if program.wgrads.get(n) == "beside":
             waiting.append(n)
         if n not in sent or not waiting:
             continue
@@ -120,8 +120,8 @@ def weight_points(program: Program) -> dict[int, float]:
     """By index of what computes its weight's gradient after its input's, where in the backward pass that is;
     all else is at the index."""
     out: dict[int, float] = {n: b.point for n, b in beside_points(program).items()}
-    for n, i in enumerate(program.instructions):
-        if wgrad_of(i) == "last":
+    for n, when in program.wgrads.items():
+        if when == "last":
             out[n] = late_point(program, n)
     return out
 

@@ -135,18 +135,18 @@ class Orders:
         rest = [n for n, i in enumerate(instructions) if n not in self.placed]
         return [self.graph.backward(n) for n in reversed((*rest, *order)) if flows[n]]
 
-    def passes(self, order: Sequence[int]) -> tuple[Played, Played]:
-        """The forward and the backward pass in an order of all instructions."""
-        main = [n for n in order if n in self.placed]
-        back = {t: k for k, t in enumerate(self._back(main))}
+    def forward_pass(self, order: Sequence[int]) -> Played:
+        """The forward pass in an order of all instructions."""
+        return play(self.graph, [n for n in order if n in self.placed])
+
+    def backward_pass(self, order: Sequence[int]) -> Played:
+        """As ``forward_pass``."""
+        back = {t: k for k, t in enumerate(self._back([n for n in order if n in self.placed]))}
         tasks = self.graph.tasks
-        return (
-            play(self.graph, main),
-            play(self.graph, list(back), lambda t, *_: (tasks[t].group is None, back[t])),
-        )
+        return play(self.graph, list(back), lambda t, *_: (tasks[t].group is None, back[t]))
 
     def estimate_s(self, order: Sequence[int]) -> float:
-        return sum(p.end_s for p in self.passes(order))
+        return self.forward_pass(order).end_s + self.backward_pass(order).end_s
 
     def complete(self, main: Sequence[int]) -> list[int]:
         """All instructions: those of ``main`` in this order, what they need before them; what gathers
@@ -199,7 +199,7 @@ def in_order(program: Program, order: Sequence[int]) -> Program:
 def ready_seconds(program: Program, sheet: Sheet) -> dict[str, float]:
     """Per parameter whose gradient is summed, when in the backward pass it is there on the slowest rank."""
     orders = Orders(program, sheet)
-    _, backward = orders.passes(range(len(program.instructions)))
+    backward = orders.backward_pass(range(len(program.instructions)))
     return {
         i.result: backward.ready_s[orders.graph.backward(n)]
         for n, i in enumerate(program.instructions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from math import isclose
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
@@ -38,6 +39,13 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
+
+    roomy: bool = True  # no program that was tried needs more memory than there is
+
+    def holds(self, floor_s: float, least_s: float) -> bool:
+        """Whether a program with these times was tried, and would not do better by needing less memory."""
+        known = zip(self.floors_s, self.least_s)
+        return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in known)
 
     @property
     def same_at_both_ends(self) -> bool:
@@ -144,6 +152,8 @@ class Synthesis:
             program = self.task.packed(program)
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
+            if turn == 0 and tried.holds(floor_s, least_s):
+                break  # the same program in other words
             tried.floors_s.append(floor_s)
             tried.least_s.append(least_s)
             if not judged and least_s > LOST * self.task.best_s:
@@ -153,6 +163,7 @@ class Synthesis:
             better = self.task.ratio(simulation, program, ranks)
             made = self.task.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
             made = replace(made, gap=gap)
+            tried.roomy &= made.feasible and not made.timeline.peak_memory_bytes
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)
             if not made.feasible or self.bound_by_memory(made, ranks):

@@ -64,7 +64,7 @@ NEEDS = {
     "pipeline": "several devices, a model that can run in micro-steps, and a batch that they divide",
 }
 PLANNERS = ("auto", *PROPOSERS)
-COLLECTED_AFTER = 100_000  # new objects; planning makes many, all of them needed, and no cycles
+COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all of them needed, and no cycles
 
 
 class Traced(Protocol):
@@ -159,6 +159,7 @@ def untouched() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.freeze()  # what planning made is not new any more: else all of it is looked through at once
         gc.set_threshold(*thresholds)
         gc.unfreeze()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice, permutations
+from itertools import accumulate, islice, permutations
 
 import numpy as np
 
@@ -229,10 +229,12 @@ class _Estimate:
         return self._stages[key]
 
     def floor_s(self, units: Sequence[Ranks], micro_steps: int) -> float:
-        """About what no borders between these stages get below: all of them equally long."""
+        """About what no borders between these stages get below: the fastest of them equally long, however
+        many, and nothing for the others."""
         size = self.space.batch // micro_steps
-        whole_s = [self.stage(ranks, size, 1)[0][0, -1] for ranks in units]
-        return (micro_steps - 1) / sum(1 / max(s, 1e-12) for s in whole_s) + min(whole_s)
+        whole_s = sorted([float(self.stage(ranks, size, 1)[0][0, -1]) for ranks in units])
+        rates = accumulate([1 / max(s, 1e-12) for s in whole_s])
+        return min([(micro_steps - 1 + count) / rate for count, rate in enumerate(rates, 1)])
 
     def fastest(self, every: Sequence[tuple[Ranks, ...]], micro_steps: int, below_s: float) -> Chain | None:
         """The chain with the shortest estimate, if that is ``below_s``; None if nothing fits."""

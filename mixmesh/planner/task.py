@@ -115,7 +115,7 @@ class Task:
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
         self.refused = ""  # why a planner has nothing to propose
-        self._data_parallel: dict[Ratio, Program] = {}
+        self._data_parallel: dict[bool, Program] = {}  # by whether one rank is alone
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
@@ -181,11 +181,13 @@ class Task:
         return self.costs.cluster.devices[rank].memory_bytes
 
     def data_parallel(self, ratio: Ratio) -> Program:
-        if ratio not in self._data_parallel:
+        """One program whatever the shares, but that one rank alone converts nothing."""
+        alone = len(support(ratio)) == 1
+        if alone not in self._data_parallel:
             with self.timed("search"):
                 made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices, self.spell)
-            self._data_parallel[ratio] = made
-        return self._data_parallel[ratio]
+            self._data_parallel[alone] = made
+        return with_ratio(self._data_parallel[alone], "r0", ratio)
 
     def spell(self, problem: Problem, found: Found) -> Program:
         """The program of a path: the same instructions for all who go it, whatever their ratio, but that one

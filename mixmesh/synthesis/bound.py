@@ -57,20 +57,17 @@ class Bound:
             self.roots[step] = rest
 
     def _cost(self, step: int, option: Option) -> Vector:
-        problem = self.problem
-        cost = option.seconds
+        steps, cost = self.steps, option.seconds
         for value in option.loads:
-            code = self.steps.load(option, value)
+            code = steps.load(option, value)
             if code is None:
                 return lift((float("inf"),) * len(cost))
-            load = problem.load(value, code)
-            weight = problem.weights[step]
-            cost = tuple(t + weight * (load.sync_s + o) for t, o in zip(cost, load.optimizer))
+            cost = _add(cost, steps.load_s(value, code, self.problem.weights[step]))
         cost = lift(cost)
         for value, code in option.gives:
-            if value in self.children:
-                children = len(self.children[value])
-                cost = _add(cost, self.held(value, children, self.steps.closure(value, code)))
+            children = self.children.get(value)
+            if children is not None:
+                cost = _add(cost, self.held(value, len(children), steps.closure(value, code)))
         return cost
 
     def held(self, value: int, children: int, mask: int) -> Vector:

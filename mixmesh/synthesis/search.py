@@ -149,14 +149,10 @@ def _widest(steps: Steps, level: list[State], width: int) -> list[State]:
 def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
     """Cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
     rest = ahead.remaining(state.step, state.masks)
-    worst = total = 0.0
-    for forward, backward, after in zip(state.forward, state.backward, rest):
-        done = forward + backward
-        total += done
-        done += weight * after
-        if done > worst:
-            worst = done
-    return max(worst, total / len(state.forward) + weight * rest[-1])
+    if weight != 1.0:
+        rest = [weight * after for after in rest]
+    done = [*map(add, state.forward, state.backward)]
+    return max(*map(add, done, rest), sum(done) / len(done) + rest[-1])
 
 
 def successors(steps: Steps, state: State):

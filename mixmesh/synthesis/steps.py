@@ -8,6 +8,7 @@ one integer, so that both are single comparisons.
 
 from __future__ import annotations
 
+from operator import add
 from typing import NamedTuple
 
 from .choices import Need, P, R
@@ -49,6 +50,8 @@ class Steps:
         self.live = self.lives.live
         self.kinds = problem.choices.kinds
         self._closures: dict[tuple[int, int], int] = {}
+        self._loads: dict[tuple[int, int], int | None] = {}  # by option, which lives as long, and value
+        self._load_s: dict[tuple[int, int, float], Vector] = {}
         self._cheapest: dict[tuple[int, int, int], tuple[float, float] | None] = {}
         self._transitions: list[dict[tuple[int, ...], tuple[Transition, ...]]] = [
             {} for _ in range(self.count)
@@ -113,7 +116,7 @@ class Steps:
 
     def transition(self, step: int, before: dict[int, int], option: Option) -> Transition | None:
         """An option taken where ``before`` is held of live values; None if it cannot be."""
-        problem, weight = self.problem, self.problem.weights[step]
+        problem, weight, closure = self.problem, self.problem.weights[step], self.closure
         held = dict(before)
         loads: list[Need] = []
         wait = wait_back = 0.0
@@ -125,23 +128,20 @@ class Steps:
                 if load is None:
                     return None
                 loads.append((value, load))
-                held[value] = mask = self.closure(value, load)
-                price = problem.load(value, load)
-                backward = tuple(
-                    [t + weight * (seconds + price.sync_s) for t, seconds in zip(backward, price.optimizer)]
-                )
+                held[value] = mask = closure(value, load)
+                backward = tuple(map(add, backward, self.load_s(value, load, weight)))
             if mask >> code & 1:
                 continue
             price = self.cheapest(value, mask, code)
             if price is None:
                 return None
-            held[value] = mask | self.closure(value, code)
+            held[value] = mask | closure(value, code)
             if problem.waits(value):
                 wait, wait_back = wait + weight * price[0], wait_back + weight * price[1]
             else:
                 forward = tuple([t + weight * price[0] for t in forward])
         for value, code in option.gives:
-            held[value] = self.closure(value, code)
+            held[value] = closure(value, code)
         new, shifts = 0, self.lives.shifts[step]
         for value, mask in held.items():
             if value in shifts:
@@ -152,6 +152,12 @@ class Steps:
     def load(self, option: Option, value: int) -> int | None:
         """How an option loads a leaf: as it is forced to be, or else as it is needed; whole if it is needed
         in two ways."""
+        key = (id(option), value)
+        if key not in self._loads:
+            self._loads[key] = self._load(option, value)
+        return self._loads[key]
+
+    def _load(self, option: Option, value: int) -> int | None:
         codes = [code for v, code in option.needs if v == value]
         forced = self.problem.forced.get(value)
         if forced is not None:
@@ -163,6 +169,14 @@ class Steps:
         if self.problem.load(value, R) is None:
             return None
         return R if all(self.problem.convert(value, R, code) is not None for code in codes) else None
+
+    def load_s(self, value: int, code: int, weight: float) -> Vector:
+        """Seconds of each class that holding a leaf as ``code`` adds to the backward pass, so many times."""
+        key = (value, code, weight)
+        if key not in self._load_s:
+            load = self.problem.load(value, code)
+            self._load_s[key] = tuple([weight * (load.sync_s + seconds) for seconds in load.optimizer])
+        return self._load_s[key]
 
     def cheapest(self, value: int, mask: int, code: int) -> tuple[float, float] | None:
         """The least price of making ``code`` from what is held."""
