@@ -194,7 +194,8 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
 )
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
-        assert 0.98 * measured <= predicted <= 1.2 * measured
+        # one gather more may be under way when the next begins, as threads happen to run: 18 MB of 700
+        assert 0.97 * measured <= predicted <= 1.2 * measured
 
 
 @pytest.mark.parametrize("name", GRAPHS)
