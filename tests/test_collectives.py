@@ -86,6 +86,34 @@ def check_change_of_ratio(comm: Comm) -> None:
             assert torch.equal(out, full.split(list(b), dim)[comm.rank]), (a, b, dim)
 
 
+def check_pairwise(comm: Comm) -> None:
+    """The same, however little is sent, by sends and receives of each two."""
+    usual, c.PAIRWISE_BYTES = c.PAIRWISE_BYTES, 0
+    try:
+        for check in (check_all_gather, check_reduce_scatter, check_all_to_all, check_change_of_ratio):
+            check(comm)
+        check_many_at_once(comm)
+    finally:
+        c.PAIRWISE_BYTES = usual
+
+
+def check_many_at_once(comm: Comm) -> None:
+    """More exchanges than are waited for at once, on several groups, awaited last first."""
+    going = []
+    for n in range(30):
+        for ranks in ((0, 1, 2), (0, 1), (1, 2)):
+            if comm.rank in ranks:
+                full, sizes = whole((n + 1, 4000 + n), seed=n), (n + 1, *[0] * (len(ranks) - 2), 3999)
+                mine = full.split(list(sizes), 1)[ranks.index(comm.rank)]
+                channel = comm.channel(ranks, "all_gather")
+                going.append(
+                    (c.all_gather(channel, mine, sizes, 1, algorithm="all_to_all", async_op=True), full)
+                )
+    for handle, full in reversed(going):
+        assert torch.equal(handle.wait(), full)
+        assert handle.is_ready()
+
+
 def check_all_reduce(comm: Comm) -> None:
     channel = comm.channel(comm.everyone, "all_reduce")
     for dtype in [*DTYPES, torch.int16]:

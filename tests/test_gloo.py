@@ -508,6 +508,11 @@ def fails_when_a_rank_never_calls(_) -> None:
     assert "timed out after 2 s" in message or "lost a peer" in message
 
 
+def fails_in_sends_and_receives(_) -> None:
+    collectives.PAIRWISE_BYTES = 0  # this process ends with the test
+    fails_when_a_rank_never_calls(_)
+
+
 def fails_in_the_backward_pass(_) -> None:
     model, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu", timeout_s=2)
     loss = model(**batch(0))
@@ -529,10 +534,10 @@ def fails_by_levels(_) -> None:
 
 
 def test_a_rank_that_never_calls_is_an_error_with_a_place():
-    failing = {
-        f.__name__: f for f in (fails_when_a_rank_never_calls, fails_in_the_backward_pass, fails_by_levels)
-    }
-    for failures in run_world(WORLD, failing).values():
+    failing = (fails_when_a_rank_never_calls, fails_in_the_backward_pass, fails_by_levels)
+    for failures in run_world(WORLD, {f.__name__: f for f in failing}).values():
+        assert_passed(failures)
+    for failures in run_world(WORLD, {"sends and receives": fails_in_sends_and_receives}).values():
         assert_passed(failures)
 
 

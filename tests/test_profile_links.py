@@ -283,7 +283,7 @@ def test_groups_tell_links_apart():
         (c.collective, c.algorithm, c.ranks): c.skew for c in link_cases(cluster(), "gloo") if c.is_vital
     }
     assert ("all_gather", "padded", ALL) not in vital
-    assert vital["all_gather", "broadcasts", ALL] == pytest.approx(0.6 * 3 / 1.2)  # pieces by speed
+    assert vital["all_gather", "all_to_all", ALL] == pytest.approx(0.6 * 3 / 1.2)  # pieces by speed
     sent = {c.ranks for c in link_cases(cluster(), "gloo") if c.collective == "send"}
     assert sent == {(0, 1), (0, 2)}
     # between machines it is what stages of a pipeline need

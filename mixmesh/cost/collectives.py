@@ -63,16 +63,16 @@ class CollectiveFit:
 def default_algorithm(collective: str, size_bytes: float, backend: str, skew: float = 1.0) -> str:
     """What the runtime takes for pieces of which more than one holds anything, where nothing else is asked.
 
-    It is what was fastest on gloo: for small tensors one all_to_all, whose latency is the lowest; for large
-    ones one broadcast per piece (grouped broadcasts of HAP, EuroSys'24, section 4.2) and one reduce per
-    piece. On NCCL it is padding while the largest piece is at most twice the mean. Empty for a collective
-    that is done in one way only.
+    It is what was fastest on gloo: one all_to_all, each piece sent to each rank; to sum large tensors one
+    reduce per piece, which holds no addends. On NCCL it is padding while the largest piece is at most twice
+    the mean, else one broadcast per piece (grouped broadcasts of HAP, EuroSys'24, section 4.2) and one
+    reduce. Empty for a collective that is done in one way only.
     """
     if collective not in ("all_gather", "reduce_scatter"):
         return ""
     if backend == "nccl" and skew <= NCCL_MAX_SKEW:
         return "padded"
-    if backend == "gloo" and size_bytes <= SMALL_BYTES:
+    if backend == "gloo" and (collective == "all_gather" or size_bytes <= SMALL_BYTES):
         return "all_to_all"
     return "broadcasts" if collective == "all_gather" else "reduces"
 

@@ -21,8 +21,10 @@ from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
 from .levels import ByLevels
+from .works import pairwise
 
 Sizes = Sequence[int]
+PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
 
 
 class Handle:
@@ -92,6 +94,8 @@ def _gather_padded(channel: Channel, mine: Tensor, counts: Sizes):
 
 def _gather_all_to_all(channel: Channel, mine: Tensor, counts: Sizes):
     full = mine.new_empty(sum(counts))
+    if _is_pairwise(channel, sum(counts)):
+        return [channel.start(pairwise, full.split(list(counts)), [mine] * len(counts))], lambda: full
     sent = mine.repeat(len(counts))
     splits = [mine.numel()] * len(counts)
     works = [channel.start(dist.all_to_all_single, full, sent, list(counts), splits)]
@@ -184,8 +188,11 @@ def _scatter_all_reduce(channel: Channel, flat: Tensor, counts: Sizes):
 def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
     count, world_size = counts[channel.me], len(counts)
     addends = flat.new_empty(world_size, count)
-    splits = [count] * world_size
-    works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
+    if _is_pairwise(channel, flat.nbytes):
+        works = [channel.start(pairwise, addends.unbind(), flat.split(list(counts)))]
+    else:
+        splits = [count] * world_size
+        works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
     return works, lambda: (flat, addends)[1].sum(0)
 
 
@@ -275,9 +282,15 @@ def all_reduce(
 
 
 def exchange(
-    channel: Channel, sent: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], *, async_op: bool = False
+    channel: Channel,
+    sent: Sequence[Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    size_bytes: int,
+    *,
+    async_op: bool = False,
 ) -> list[Tensor] | Handle:
-    """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes."""
+    """Sends ``sent[j]`` to the j-th rank of the channel; gives what each sent here, of these shapes.
+    ``size_bytes`` of all ranks together are sent, as all of them know."""
     dtype, width = sent[0].dtype, sent[0].element_size()
     flat = _stage(channel, torch.cat([piece.reshape(-1) for piece in sent]))
     counts = [math.prod(shape) for shape in shapes]
@@ -287,6 +300,9 @@ def exchange(
     works = []
     if channel.alone:
         received = flat
+    elif _is_pairwise(channel, size_bytes):
+        pieces = _bytes(received).split(bytes_out), _bytes(flat).split(bytes_in)
+        works = [channel.start(pairwise, *pieces)]
     else:
         works = [channel.start(dist.all_to_all_single, _bytes(received), _bytes(flat), bytes_out, bytes_in)]
 
@@ -322,7 +338,8 @@ def all_to_all(
         sent = [x.narrow(src_dim, max(a - src[me][0], 0) if b > a else 0, b - a) for a, b in cuts]
         takes = [_overlap(src[i], dst[me]) for i in range(n)]
         shapes = [_resize(x.shape, src_dim, b - a) for a, b in takes]
-    handle = exchange(channel, sent, shapes, async_op=True)
+    whole = _resize(x.shape, src_dim, sum(src_sizes))
+    handle = exchange(channel, sent, shapes, math.prod(whole) * x.element_size(), async_op=True)
     return _give(then(lambda pieces: torch.cat(pieces, src_dim), handle), async_op)
 
 
@@ -369,6 +386,11 @@ def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, w
             f"{what} has no algorithm {algorithm!r}", expected=", ".join(table), where=channel.where
         )
     return table[algorithm]
+
+
+def _is_pairwise(channel: Channel, size_bytes: int) -> bool:
+    """Whether so many bytes of all ranks are exchanged by sends and receives of each two."""
+    return channel.backend == "gloo" and size_bytes >= PAIRWISE_BYTES
 
 
 def _give(handle: Handle, async_op: bool):

@@ -9,7 +9,7 @@ place of the threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from queue import SimpleQueue
@@ -21,8 +21,7 @@ from torch import Tensor
 from ..ir import Parts, leaders
 from .comm import Comm
 from .layout import BETWEEN, DOWN, UP
-
-Stage = Callable[[], Sequence[dist.Work]]
+from .works import Stage, StagedWork
 
 
 class ByLevels:
@@ -83,49 +82,12 @@ class ByLevels:
             return ()
         return [dist.broadcast(x, self.leader, group=self.down_group, async_op=True)]
 
-    def _start(self, x: Tensor, stages: Sequence[Stage], group: dist.ProcessGroup) -> LevelWork | StreamWork:
+    def _start(self, x: Tensor, stages: Sequence[Stage], group: dist.ProcessGroup) -> StagedWork | StreamWork:
         if dist.get_backend(group) == "nccl":
             return StreamWork.of(x, stages, self.device)
-        work = LevelWork(stages)
+        work = StagedWork(stages)
         _threads()[0].put(work)
         return work
-
-
-class LevelWork:
-    """A sum on its way through the threads. As a ``torch.distributed.Work``."""
-
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        self.stages, self.done = stages, torch.futures.Future()
-        self.over = threading.Event()  # set when what was to happen at the end has happened too
-        self.error: Exception | None = None
-
-    def advance(self, stage: int) -> None:
-        """A failure is told to who waits; later stages are left out, and time out elsewhere."""
-        if self.error is None and stage < len(self.stages):
-            try:
-                for work in self.stages[stage]():
-                    work.wait()
-            except Exception as error:
-                self.error = error
-        if stage != len(self.stages) - 1:
-            return
-        try:
-            if self.error is None:
-                self.done.set_result(None)
-            else:
-                self.done.set_exception(self.error)
-        finally:
-            self.over.set()
-
-    def wait(self) -> None:
-        self.over.wait()
-        self.done.wait()
-
-    def is_completed(self) -> bool:
-        return self.over.is_set()
-
-    def get_future(self) -> torch.futures.Future:
-        return self.done
 
 
 @cache
