@@ -42,7 +42,7 @@ def _better_algorithm(program: Program, i: Instruction, costs: CostModel, *, bac
         return None
     fastest = cost.algorithm(exchange.size_bytes, skew)
     backend = str(costs.profile.provenance.get("backend", "")) if costs.profile else ""
-    usual = default_algorithm(exchange.name, exchange.size_bytes, backend, skew)
+    usual = default_algorithm(exchange.name, backend, skew)
     if fastest is None or fastest == usual:
         return None
     usual_s = cost.seconds_by(usual, exchange.size_bytes, skew)

@@ -258,7 +258,11 @@ def test_programs_name_algorithms_where_others_than_the_usual_are_faster():
     gathers = [i for i in program.instructions if i.op == "all_gather"]
     found = {(i.type.value.size_bytes > MB, i.attr("algorithm")) for i in gathers}
     assert found == {(False, None), (True, "padded")}
-    assert all(i.attr("gradient_algorithm") is None for i in gathers)  # reduces: the runtime's own
+    back = {i.attr("gradient_algorithm") for i in gathers if i.type.value.size_bytes > 4 * MB}
+    assert back == {"reduces"}
+    assert all(
+        i.attr("gradient_algorithm") is None for i in gathers if i.type.value.size_bytes < 2 * MB
+    )  # 2 % faster is noise
     check_program(program)
     assert parse_program(str(program)) == program
     assert with_algorithms(program, costs(*LINKS)) == program

@@ -111,9 +111,7 @@ def rows(sweep: Sweep, cluster: Cluster, found: dict[tuple[str, str, float], Seq
             for skew in sweep.skews:
                 seconds = {how: times[n] for (c, how, s), times in found.items() if (c, s) == (name, skew)}
                 planned = cost.algorithm(whole_bytes(size), skew) or ""
-                out.append(
-                    Row(name, size, skew, seconds, planned, default_algorithm(name, size, "gloo", skew))
-                )
+                out.append(Row(name, size, skew, seconds, planned, default_algorithm(name, "gloo", skew)))
     return out
 
 

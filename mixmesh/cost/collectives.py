@@ -32,7 +32,6 @@ COLLECTIVES = (
 # waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
-SMALL_BYTES = 2**20
 NCCL_TREE_RATE = (
     0.9  # of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
@@ -60,19 +59,18 @@ class CollectiveFit:
         return None
 
 
-def default_algorithm(collective: str, size_bytes: float, backend: str, skew: float = 1.0) -> str:
+def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
     """What the runtime takes for pieces of which more than one holds anything, where nothing else is asked.
 
-    It is what was fastest on gloo: one all_to_all, each piece sent to each rank; to sum large tensors one
-    reduce per piece, which holds no addends. On NCCL it is padding while the largest piece is at most twice
-    the mean, else one broadcast per piece (grouped broadcasts of HAP, EuroSys'24, section 4.2) and one
-    reduce. Empty for a collective that is done in one way only.
+    It is what was fastest on gloo: one all_to_all, each piece sent to each rank. On NCCL it is padding while
+    the largest piece is at most twice the mean, else one broadcast per piece (grouped broadcasts of HAP,
+    EuroSys'24, section 4.2) or one reduce. Empty for a collective that is done in one way only.
     """
     if collective not in ("all_gather", "reduce_scatter"):
         return ""
     if backend == "nccl" and skew <= NCCL_MAX_SKEW:
         return "padded"
-    if backend == "gloo" and (collective == "all_gather" or size_bytes <= SMALL_BYTES):
+    if backend == "gloo":
         return "all_to_all"
     return "broadcasts" if collective == "all_gather" else "reduces"
 

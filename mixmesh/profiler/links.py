@@ -123,10 +123,10 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         rest = OTHER if everyone else PAIR if across else MACHINE
         declared = tuple(cluster.devices[r].flop_per_s for r in ranks)
         for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
-            defaults = {default_algorithm(collective, size, backend) for size in SIZES_BYTES}
+            default = default_algorithm(collective, backend)
             rooted = collective in ("broadcast", "reduce")
             for algorithm in ALGORITHMS.get(collective, ("",)):
-                vital = everyone and algorithm in defaults and not rooted
+                vital = everyone and algorithm == default and not rooted
                 cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
                 if everyone and collective in BY_SKEW and len(set(declared)) > 1:
                     cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))

@@ -21,7 +21,7 @@ from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
 from .levels import ByLevels
-from .works import pairwise
+from .works import pairwise, pairwise_sum
 
 Sizes = Sequence[int]
 PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
@@ -135,7 +135,7 @@ def all_gather(
     if levels is not None:
         run = partial(_gather_by_levels, levels)
     else:
-        run = _pick(ALL_GATHER, algorithm, channel, counts, width, "all_gather")
+        run = _pick(ALL_GATHER, algorithm, channel, counts, "all_gather")
     works, full = run(channel, _bytes(_stage(channel, x)), [count * width for count in counts])
 
     def finish() -> Tensor:
@@ -186,13 +186,13 @@ def _scatter_all_reduce(channel: Channel, flat: Tensor, counts: Sizes):
 
 
 def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
+    if _is_pairwise(channel, flat.nbytes):
+        pieces = flat.split(list(counts))
+        return [channel.start(pairwise_sum, pieces)], lambda: pieces[channel.me].clone()
     count, world_size = counts[channel.me], len(counts)
     addends = flat.new_empty(world_size, count)
-    if _is_pairwise(channel, flat.nbytes):
-        works = [channel.start(pairwise, addends.unbind(), flat.split(list(counts)))]
-    else:
-        splits = [count] * world_size
-        works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
+    splits = [count] * world_size
+    works = [channel.start(dist.all_to_all_single, addends.view(-1), flat, splits, list(counts))]
     return works, lambda: (flat, addends)[1].sum(0)
 
 
@@ -227,11 +227,10 @@ def reduce_scatter(
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
     counts = [math.prod(_resize(x.shape, dim, size)) for size in sizes]
-    width = x.element_size()
     if levels is not None:
         run = partial(_scatter_by_levels, levels)
     else:
-        run = _pick(REDUCE_SCATTER, algorithm, channel, counts, width, "reduce_scatter")
+        run = _pick(REDUCE_SCATTER, algorithm, channel, counts, "reduce_scatter")
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
         flat = moved.reshape(-1)
@@ -374,12 +373,11 @@ def reduce(channel: Channel, x: Tensor, dst: int, *, async_op: bool = False) -> 
 ALIASES = {"grouped": {"all_gather": "broadcasts", "reduce_scatter": "reduces"}}
 
 
-def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, width: int, what: str):
+def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, what: str):
     if algorithm is None:
         rooted = sum(count > 0 for count in counts) == 1  # a broadcast or a reduce, and nothing to pad
         skew = max(counts) * len(counts) / sum(counts)
-        size_bytes = sum(counts) * width
-        algorithm = "grouped" if rooted else default_algorithm(what, size_bytes, channel.backend, skew)
+        algorithm = "grouped" if rooted else default_algorithm(what, channel.backend, skew)
     algorithm = ALIASES.get(algorithm, {}).get(what, algorithm)
     if algorithm not in table:
         raise InputError(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Stage = Callable[[], Sequence[dist.Work]]
 
 WAITING = 4  # exchanges that are waited for at once: more are under way, and told of later
+ADDENDS_BYTES = 2**21  # of a sum, that come from others at once
+SERIAL = 2**15  # elements, of which torch shares no fewer among threads
 
 
 class StagedWork:
@@ -53,40 +56,90 @@ class StagedWork:
 
 
 def pairwise(
-    received: Sequence[torch.Tensor],
-    sent: Sequence[torch.Tensor],
-    *,
-    group: dist.ProcessGroup,
-    async_op: bool,
+    received: Sequence[Tensor], sent: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool
 ) -> StagedWork:
     """Between every two ranks of a gloo group, ``sent[j]`` goes to rank j of it and ``received[j]`` comes
-    from there; what is empty does not. Sizes may all differ.
+    from there; what is empty does not. Sizes may all differ."""
+    me = dist.get_rank(group)
+    received[me].copy_(sent[me])
+    works = _posted(received, sent, group, _next_tag(group))
+    return _carried_on([lambda: works])
 
-    All that is to be received is said before anything is sent. gloo says so over the connection that it
+
+def pairwise_sum(pieces: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool) -> StagedWork:
+    """Every rank of a gloo group gets its piece of the sum, in place: ``pieces``, each one flat, are what
+    this one adds to those of each rank. What others add comes in parts, ``ADDENDS_BYTES`` at once."""
+    me, tag = dist.get_rank(group), _next_tag(group)
+    mine = pieces[me]
+    count = max(1, ADDENDS_BYTES // (2 * mine.element_size() * max(len(pieces) - 1, 1)))
+    starts = range(0, max(map(len, pieces)), count)
+    landed: list[list[Tensor]] = []  # by part; the last two
+
+    def post(start: int) -> list[dist.Work]:
+        sent = [piece[start : start + count] for piece in pieces]
+        landed.append([sent[me] if j == me else torch.empty_like(sent[me]) for j in range(len(pieces))])
+        return _posted(landed[-1], sent, group, tag)
+
+    def add(start: int) -> None:
+        sums = mine[start : start + count]
+        for j, addend in enumerate(landed.pop(0)):
+            if j != me:
+                # so little at once that torch does it in this thread, and starts no team of others for it
+                for part, more in zip(sums.split(SERIAL), addend.split(SERIAL)):
+                    part.add_(more)
+
+    def after(start: int) -> list[dist.Work]:
+        """Begins the next part, and adds this one while that is under way."""
+        works = post(start + count) if start + count in starts else []
+        add(start)
+        return works
+
+    works = post(0)
+    return _carried_on([lambda: works, *(partial(after, start) for start in starts)])
+
+
+def _posted(
+    received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int
+) -> list[dist.Work]:
+    """All that is to be received is said before anything is sent. gloo says so over the connection that it
     sends over, so that a rank that sends first says it when its megabytes are gone. Where both do, the one
     waits for the other, and of the two ways of a link only one is in use (gloo's own all_to_all and
-    broadcasts take up to twice as long for it, as threads happen to run).
-    """
+    broadcasts take up to twice as long for it, as threads happen to run)."""
     me, count = dist.get_rank(group), len(sent)
-    received[me].copy_(sent[me])
-    steps = range(1, count)
-    sources, targets = [(me - k) % count for k in steps], [(me + k) % count for k in steps]
-    works = [dist.irecv(received[j], group=group, group_src=j) for j in sources if received[j].numel()]
-    works += [dist.isend(sent[j], group=group, group_dst=j) for j in targets if sent[j].numel()]
-    work = StagedWork((lambda: works,))
-    _to_wait_for().put(work)
+    others = range(1, count)
+    sources = [j for j in ((me - k) % count for k in others) if received[j].numel()]
+    targets = [j for j in ((me + k) % count for k in others) if sent[j].numel()]
+    works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
+    return works + [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
+
+
+_tags: dict[str, int] = {}
+
+
+def _next_tag(group: dist.ProcessGroup) -> int:
+    """Tells the parts of one exchange from those of others of the group, which all ranks begin in one
+    order."""
+    tag = _tags[group.group_name] = (_tags.get(group.group_name, 0) + 1) % 2**30
+    return tag
+
+
+def _carried_on(stages: Sequence[Stage]) -> StagedWork:
+    work = StagedWork(stages)
+    _to_carry_on().put(work)
     return work
 
 
 @cache
-def _to_wait_for() -> SimpleQueue:
+def _to_carry_on() -> SimpleQueue:
     """Of the threads that wait, as gloo says only to who waits that something has come. They end with the
     process."""
     queue: SimpleQueue = SimpleQueue()
 
     def serve() -> None:
         while True:
-            queue.get().advance(0)
+            work = queue.get()
+            for stage in range(len(work.stages)):
+                work.advance(stage)
 
     for n in range(WAITING):
         threading.Thread(target=serve, name=f"mixmesh pairwise {n}", daemon=True).start()
