@@ -28,14 +28,15 @@ class StagedWork:
 
     def advance(self, stage: int) -> None:
         """A failure is told to who waits; later stages are left out, and time out elsewhere."""
+        is_last = stage == len(self.stages) - 1
         if self.error is None and stage < len(self.stages):
             try:
-                for work in self.stages[stage]():
-                    work.wait()
+                self._do(stage)
             except Exception as error:
                 self.error = error
-        if stage != len(self.stages) - 1:
+        if not is_last:
             return
+        self.stages = ()  # with the tensors: a thread remembers its last work until the next one
         try:
             if self.error is None:
                 self.done.set_result(None)
@@ -43,6 +44,10 @@ class StagedWork:
                 self.done.set_exception(self.error)
         finally:
             self.over.set()
+
+    def _do(self, stage: int) -> None:
+        for work in self.stages[stage]():
+            work.wait()
 
     def wait(self) -> None:
         self.over.wait()
@@ -69,24 +74,26 @@ def pairwise(
 def pairwise_sum(pieces: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool) -> StagedWork:
     """Every rank of a gloo group gets its piece of the sum, in place: ``pieces``, each one flat, are what
     this one adds to those of each rank. What others add comes in parts, ``ADDENDS_BYTES`` at once."""
-    me, tag = dist.get_rank(group), _next_tag(group)
+    me, tag, ranks = dist.get_rank(group), _next_tag(group), range(len(pieces))
     mine = pieces[me]
     count = max(1, ADDENDS_BYTES // (2 * mine.element_size() * max(len(pieces) - 1, 1)))
     starts = range(0, max(map(len, pieces)), count)
-    landed: list[list[Tensor]] = []  # by part; the last two
+    # by part, in turn, and rank; taken here, as threads keep what they let go of to themselves
+    addends = [[mine.new_empty(min(count, len(mine)) if j != me else 0) for j in ranks] for _ in range(2)]
+
+    def landing(start: int) -> list[Tensor]:
+        length = len(mine[start : start + count])
+        return [addend[:length] for addend in addends[start // count % 2]]
 
     def post(start: int) -> list[dist.Work]:
-        sent = [piece[start : start + count] for piece in pieces]
-        landed.append([sent[me] if j == me else torch.empty_like(sent[me]) for j in range(len(pieces))])
-        return _posted(landed[-1], sent, group, tag)
+        return _posted(landing(start), [piece[start : start + count] for piece in pieces], group, tag)
 
     def add(start: int) -> None:
         sums = mine[start : start + count]
-        for j, addend in enumerate(landed.pop(0)):
-            if j != me:
-                # so little at once that torch does it in this thread, and starts no team of others for it
-                for part, more in zip(sums.split(SERIAL), addend.split(SERIAL)):
-                    part.add_(more)
+        for addend in (a for j, a in enumerate(landing(start)) if j != me):
+            # so little at once that torch does it in this thread, and starts no team of others for it
+            for part, more in zip(sums.split(SERIAL), addend.split(SERIAL)):
+                part.add_(more)
 
     def after(start: int) -> list[dist.Work]:
         """Begins the next part, and adds this one while that is under way."""
