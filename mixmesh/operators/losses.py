@@ -53,7 +53,7 @@ def _log_sums(x: Tensor) -> Tensor:
     rows = _pieces(x)
     work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
     for piece in x.split(rows):
-        top = piece.amax(1, keepdim=True)
+        top = piece.amax(1, keepdim=True).to(work.dtype)
         top.masked_fill_(top == -math.inf, 0.0)  # nothing but classes that are ruled out
         total = torch.sub(piece, top, out=work[: len(piece)]).exp_().sum(1)
         parts.append(total.double().log_().add_(top.squeeze(1)))
@@ -120,7 +120,7 @@ class _CrossEntropy(torch.autograd.Function):
         if label_smoothing:
             others = logs * x.shape[1] - x.sum(1, dtype=torch.float64)
             rows += torch.where(counts, others, 0.0).mul_(label_smoothing / num_classes)
-        ctx.save_for_backward(x, logs.to(wide(x)), counts, own, known)
+        ctx.save_for_backward(x, logs, counts, own, known)
         ctx.smoothing = label_smoothing, num_classes
         return (rows.sum() if reduction == SUM else rows).to(wide(x))
 
@@ -135,10 +135,13 @@ class _CrossEntropy(torch.autograd.Function):
         parts = zip(x.split(rows), dx.split(rows), grad.split(rows), *(t.split(rows) for t in of_rows))
         for piece, out, g, logs, counts, own, known in parts:
             g = torch.where(counts, g, 0.0).unsqueeze(1)
-            made = torch.sub(piece, logs.unsqueeze(1), out=out if piece.dtype == logs.dtype else None).exp_()
+            # exp(x - log) is the softmax; a factor makes up for what a logarithm loses in the precision of x
+            near = logs.to(g.dtype)
+            rest = (near - logs).exp_().to(g.dtype)
+            made = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
+            made.mul_(g * rest.unsqueeze(1))
             if smoothing:
-                made.sub_(smoothing / num_classes)
-            made.mul_(g)
+                made.sub_(g * (smoothing / num_classes))
             made.scatter_add_(1, known.unsqueeze(1), g * own.unsqueeze(1) * (smoothing - 1))
             if made is not out:
                 out.copy_(made)
