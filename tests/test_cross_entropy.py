@@ -26,6 +26,8 @@ from mixmesh.operators import (
     sum_exp_of_part,
 )
 from mixmesh.optimizer_states import ADAM
+from mixmesh.planner.hap import Synthesis, synthesised
+from mixmesh.planner.task import Task
 from mixmesh.recomputation import recomputed
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
@@ -474,12 +476,18 @@ def test_data_parallelism_costs_no_more(monkeypatch):
 
 
 def test_the_search_cuts_classes_where_that_is_faster():
-    """A head of many words on slow links, and none where links are fast enough for its sums."""
+    """A head of many words; whole classes are looked at as well."""
     vocab = 20000
-    graph = trace(Language(vocab), words(vocab, 12)).graph
-    slow = CostModel(cluster(THREE, 1))
-    problem = Problem(graph, slow, make_ratio([0.5, 0.3, 0.2]))
-    assert cuts_classes(emit(problem, search(problem)))
+    graph = trace(Language(vocab), words(vocab, 600)).graph
+    task = Task(graph, CostModel(cluster(THREE, 40)), ADAM, lambda _: None)
+    for whole_classes in (False, True):
+        program, *_ = Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_classes=whole_classes)
+        assert cuts_classes(program) != whole_classes
+    proposals = list(synthesised(task))
+    best = min(proposals, key=lambda p: p.key)
+    assert cuts_classes(best.program)
+    # once more at its price, after data parallelism
+    assert [cuts_classes(p.program) for p in proposals][-2:] == [True, False]
 
 
 # --- between processes ---------------------------------------------------------------------------------

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors
-from ..ir import Program, Ratio, regions
+from ..ir import PARTIAL, Program, Ratio, Shard, regions
 from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..synthesis import NoProgram, Prices, Problem, search
+from ..synthesis.choices import code_of
 from .polish import polish
 from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
 
+SUM_EXP = "mixmesh.sum_exp"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
@@ -38,6 +41,7 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
+    cutting_classes: list[float] = field(default_factory=list)  # prices whose programs do
 
     @property
     def same_at_both_ends(self) -> bool:
@@ -83,6 +87,16 @@ class Synthesis:
                 for proposal in self.alternate(ranks, price, tried, judged=not proposed):
                     proposed = True
                     yield proposal
+            # a gather of the head's weight may hide, which no price says; one of hidden states does not
+            for price in tried.cutting_classes[-1:]:
+                self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
+                yield from self.alternate(ranks, price, tried, judged=False, whole_classes=True)
+
+    @cached_property
+    def sums_of_samples(self) -> dict[int, int]:
+        """The sums over classes, as codes of the search: of whole rows, cut between samples."""
+        choices = self.task.choices
+        return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
 
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
@@ -90,10 +104,11 @@ class Synthesis:
         return self.bounds(self.task.packed(program), ranks)[2]
 
     def find(
-        self, ratio: Ratio, price: float | None, seen: set[int]
+        self, ratio: Ratio, price: float | None, seen: set[int], *, whole_classes: bool = False
     ) -> tuple[Program | None, int, float | None]:
         """The cheapest program under a ratio, with a number that tells it from others and its gap; no
-        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism."""
+        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
+        ``whole_classes`` the classes of a loss are not cut."""
         if price is None:
             if 0 in seen:
                 return None, 0, None
@@ -108,6 +123,7 @@ class Synthesis:
                 prices=Prices(gradient_sync=price),
                 optimizer_states=self.task.optimizer_states,
                 choices=self.task.choices,
+                forced=self.sums_of_samples if whole_classes else None,
             )
             try:
                 found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
@@ -125,7 +141,12 @@ class Synthesis:
             return None if known else program, number, found.gap
 
     def alternate(
-        self, ranks: tuple[int, ...], price: float | None, tried: Tried, judged: bool
+        self,
+        ranks: tuple[int, ...],
+        price: float | None,
+        tried: Tried,
+        judged: bool,
+        whole_classes: bool = False,
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
@@ -135,12 +156,14 @@ class Synthesis:
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, gap = self.find(ratio, price, tried.seen)
-            if turn == 0 and price is not None:
+            program, number, gap = self.find(ratio, price, tried.seen, whole_classes=whole_classes)
+            if turn == 0 and price is not None and not whole_classes:
                 tried.by_price[price] = number
             if program is None:
                 break  # another price or ratio led to the same program
             tried.seen.add(number)
+            if cuts_classes(program):
+                tried.cutting_classes.append(price)
             program = self.task.packed(program)
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
@@ -253,6 +276,10 @@ class Synthesis:
 def shape_of(program: Program) -> int:
     """A number that tells a program from those with other placements or on other ranks."""
     return hash((supports(program), *((i.op, i.types) for i in program.instructions)))
+
+
+def cuts_classes(program: Program) -> bool:
+    return any(i.op == SUM_EXP and i.type.placement == PARTIAL for i in program.instructions)
 
 
 def device_sets(
