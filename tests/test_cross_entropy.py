@@ -480,9 +480,10 @@ def test_the_search_cuts_classes_where_that_is_faster():
     vocab = 20000
     graph = trace(Language(vocab), words(vocab, 600)).graph
     task = Task(graph, CostModel(cluster(THREE, 40)), ADAM, lambda _: None)
-    for whole_classes in (False, True):
-        program, *_ = Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_classes=whole_classes)
-        assert cuts_classes(program) != whole_classes
+    for whole_s in (None, 1.0):
+        program, *_ = Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_s=whole_s)
+        assert cuts_classes(program) == (whole_s is None)
+    assert Synthesis(task).find(make_ratio(RATIOS[0]), 1.0, set(), whole_s=1e-6)[0] is None
     proposals = list(synthesised(task))
     best = min(proposals, key=lambda p: p.key)
     assert cuts_classes(best.program)

@@ -27,6 +27,7 @@ SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
+CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 FULL = 0.9  # of what is usable: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
@@ -41,7 +42,8 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
-    cutting_classes: list[float] = field(default_factory=list)  # prices whose programs do
+    # by price, what a program that cuts classes costs
+    cutting_classes: dict[float, float] = field(default_factory=dict)
 
     @property
     def same_at_both_ends(self) -> bool:
@@ -88,9 +90,9 @@ class Synthesis:
                     proposed = True
                     yield proposal
             # a gather of the head's weight may hide, which no price says; one of hidden states does not
-            for price in tried.cutting_classes[-1:]:
+            for price, cost_s in [*tried.cutting_classes.items()][-1:]:
                 self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
-                yield from self.alternate(ranks, price, tried, judged=False, whole_classes=True)
+                yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
 
     @cached_property
     def sums_of_samples(self) -> dict[int, int]:
@@ -104,11 +106,11 @@ class Synthesis:
         return self.bounds(self.task.packed(program), ranks)[2]
 
     def find(
-        self, ratio: Ratio, price: float | None, seen: set[int], *, whole_classes: bool = False
+        self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
     ) -> tuple[Program | None, int, float | None]:
         """The cheapest program under a ratio, with a number that tells it from others and its gap; no
         program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
-        ``whole_classes`` the classes of a loss are not cut."""
+        ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
         if price is None:
             if 0 in seen:
                 return None, 0, None
@@ -123,7 +125,7 @@ class Synthesis:
                 prices=Prices(gradient_sync=price),
                 optimizer_states=self.task.optimizer_states,
                 choices=self.task.choices,
-                forced=self.sums_of_samples if whole_classes else None,
+                forced=self.sums_of_samples if whole_s is not None else None,
             )
             try:
                 found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
@@ -131,7 +133,7 @@ class Synthesis:
                 return None, 0, None
             self.task.states_expanded += found.states_expanded
             number = found.number
-            if number in seen:
+            if number in seen or (whole_s is not None and found.cost_s > whole_s):
                 return None, number, found.gap
             program = self.task.spell(problem, found)
             shape = shape_of(program)
@@ -146,7 +148,7 @@ class Synthesis:
         price: float | None,
         tried: Tried,
         judged: bool,
-        whole_classes: bool = False,
+        whole_s: float | None = None,
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
@@ -156,14 +158,14 @@ class Synthesis:
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, gap = self.find(ratio, price, tried.seen, whole_classes=whole_classes)
-            if turn == 0 and price is not None and not whole_classes:
+            program, number, gap = self.find(ratio, price, tried.seen, whole_s=whole_s)
+            if turn == 0 and price is not None and whole_s is None:
                 tried.by_price[price] = number
             if program is None:
                 break  # another price or ratio led to the same program
             tried.seen.add(number)
             if cuts_classes(program):
-                tried.cutting_classes.append(price)
+                tried.cutting_classes.setdefault(price, self.task.searched[shape_of(program)][1].cost_s)
             program = self.task.packed(program)
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
