@@ -36,9 +36,14 @@ GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
 HALF = ("f16", "bf16")
-# backward over forward seconds of operators bound by memory, by tensors of the data's size that are read and
-# written: of moments the gradient is written and then added to that of normalise
-MEMORY_BOUND, MEMORY_BOUND_OWN = 1.5, {"mixmesh.moments": 5.0, "mixmesh.normalise": 2.0}
+# seconds of operators bound by memory, forward and backward, over those of reading and writing what they are
+# given and give, by tensors of the data's size that are read and written: of moments the gradient is written
+# and then added to that of normalise; cross entropy looks at one logit of a row in the forward pass
+MEMORY_BOUND = (1.0, 1.5)
+MEMORY_BOUND_OWN = {
+    "mixmesh.moments": (1.0, 5.0), "mixmesh.normalise": (1.0, 2.0),
+    "mixmesh.sum_exp": (1.0, 0.0), "mixmesh.cross_entropy": (0.0, 1.5),
+}  # fmt: skip
 CALL_PER_PIECE = ("broadcasts", "reduces")  # algorithms with a call for every rank of the group
 
 
@@ -132,8 +137,9 @@ class CostModel:
         scale = self._class_scale(device, is_product(call))
         launch = CPU_LAUNCH_S / (device.cpu_share or 1) if device.kind == "cpu" else GPU_LAUNCH_S
         work = roofline_s(call, device) * scale
-        backward = affine_curve(launch * 2, work * backward_factor(call, grads)) if grads else ZERO
-        return OpTime(affine_curve(launch, work), backward)
+        forward, backward = passes(call, grads)
+        back = affine_curve(launch * 2, work * backward) if grads and backward else ZERO
+        return OpTime(affine_curve(launch, work * forward), back)
 
     def _class_scale(self, device: Device, product: bool) -> float:
         """Measured over roofline seconds of the same class of operators on this device, or of the other class
@@ -289,12 +295,13 @@ def moved_bytes(call: Call) -> int:
     return sum(t.size_bytes for t in call.inputs) + sum(t.size_bytes for t in call.outputs)
 
 
-def backward_factor(call: Call, grads: int) -> float:
-    """Backward over forward time: a product is repeated once per factor that takes a gradient.
+def passes(call: Call, grads: int) -> tuple[float, float]:
+    """Forward and backward time over the roofline's: a product is repeated once per factor that takes a
+    gradient.
 
     A bias takes a sum and no product, and attention's backward is two to two and a half forward passes
     (Dao, FlashAttention-2, 2023, section 4), so no operator counts more than two.
     """
     if is_product(call):
-        return float(min(max(grads, 1), 2))
+        return 1.0, float(min(max(grads, 1), 2))
     return MEMORY_BOUND_OWN.get(call.op, MEMORY_BOUND)

@@ -1,7 +1,7 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
 from .copies import Cell, cell_bytes, cells, piece
-from .graph import LEAVES, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
+from .graph import LEAVES, NOT_DIFFERENTIABLE, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
 from .levels import Levels, Parts, leaders
 from .ownership import owned_type, stage_of
 from .placement import (
@@ -48,7 +48,7 @@ from .wgrad import (
 )
 
 __all__ = [
-    "DTYPE_BYTES", "LEAVES", "NEVER", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
+    "DTYPE_BYTES", "LEAVES", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "Beside", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial",
     "Parts", "Placement",
     "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType", "WGRADS",

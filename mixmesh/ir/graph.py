@@ -144,7 +144,7 @@ class Graph:
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
 
-NOT_DIFFERENTIABLE = frozenset({"aten.detach", "update"})
+NOT_DIFFERENTIABLE = frozenset({"aten.detach", "mixmesh.sum_exp", "update"})
 
 
 def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isclose
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors
-from ..ir import Program, Ratio, regions
+from ..ir import PARTIAL, Program, Ratio, Shard, regions
 from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..synthesis import NoProgram, Prices, Problem, search
+from ..synthesis.choices import code_of
 from .polish import polish
 from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
 
+SUM_EXP = "mixmesh.sum_exp"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
@@ -25,6 +28,7 @@ SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
+CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 FULL = 0.9  # of what is usable: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
@@ -39,6 +43,8 @@ class Tried:
     by_price: dict[float, int] = field(default_factory=dict)
     floors_s: list[float] = field(default_factory=list)
     least_s: list[float] = field(default_factory=list)
+    # by price, what a program that cuts classes costs
+    cutting_classes: dict[float, float] = field(default_factory=dict)
 
     roomy: bool = True  # no program that was tried needs more memory than there is
 
@@ -91,6 +97,18 @@ class Synthesis:
                 for proposal in self.alternate(ranks, price, tried, judged=not proposed):
                     proposed = True
                     yield proposal
+            # a gather of the head's weight may hide, which no price says; one of hidden states does not
+            if min(tried.least_s, default=0.0) > LOST * self.task.best_s:
+                continue
+            for price, cost_s in [*tried.cutting_classes.items()][-1:]:
+                self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
+                yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
+
+    @cached_property
+    def sums_of_samples(self) -> dict[int, int]:
+        """The sums over classes, as codes of the search: of whole rows, cut between samples."""
+        choices = self.task.choices
+        return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
 
     def least_s(self, ranks: tuple[int, ...]) -> float:
         """The least step of data parallelism on these devices."""
@@ -98,10 +116,11 @@ class Synthesis:
         return self.bounds(self.task.packed(program), ranks)[2]
 
     def find(
-        self, ratio: Ratio, price: float | None, seen: set[int]
+        self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
     ) -> tuple[Program | None, int, float | None]:
         """The cheapest program under a ratio, with a number that tells it from others and its gap; no
-        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism."""
+        program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
+        ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
         if price is None:
             if 0 in seen:
                 return None, 0, None
@@ -116,6 +135,7 @@ class Synthesis:
                 prices=Prices(gradient_sync=price),
                 optimizer_states=self.task.optimizer_states,
                 choices=self.task.choices,
+                forced=self.sums_of_samples if whole_s is not None else None,
             )
             try:
                 found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
@@ -123,7 +143,7 @@ class Synthesis:
                 return None, 0, None
             self.task.states_expanded += found.states_expanded
             number = found.number
-            if number in seen:
+            if number in seen or (whole_s is not None and found.cost_s > whole_s):
                 return None, number, found.gap
             program = self.task.spell(problem, found)
             shape = shape_of(program)
@@ -133,7 +153,12 @@ class Synthesis:
             return None if known else program, number, found.gap
 
     def alternate(
-        self, ranks: tuple[int, ...], price: float | None, tried: Tried, judged: bool
+        self,
+        ranks: tuple[int, ...],
+        price: float | None,
+        tried: Tried,
+        judged: bool,
+        whole_s: float | None = None,
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
@@ -143,12 +168,14 @@ class Synthesis:
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
         for turn in range(MAX_ROUNDS):
-            program, number, gap = self.find(ratio, price, tried.seen)
-            if turn == 0 and price is not None:
+            program, number, gap = self.find(ratio, price, tried.seen, whole_s=whole_s)
+            if turn == 0 and price is not None and whole_s is None:
                 tried.by_price[price] = number
             if program is None:
                 break  # another price or ratio led to the same program
             tried.seen.add(number)
+            if cuts_classes(program):
+                tried.cutting_classes.setdefault(price, self.task.searched[shape_of(program)][1].cost_s)
             program = self.task.packed(program)
             simulation = self.task.simulation(program)
             free, floor_s, least_s = self.bounds(program, ranks)
@@ -264,6 +291,10 @@ class Synthesis:
 def shape_of(program: Program) -> int:
     """A number that tells a program from those with other placements or on other ranks."""
     return hash((supports(program), *((i.op, i.types) for i in program.instructions)))
+
+
+def cuts_classes(program: Program) -> bool:
+    return any(i.op == SUM_EXP and i.type.placement == PARTIAL for i in program.instructions)
 
 
 def device_sets(

@@ -192,6 +192,8 @@ RULES: dict[str, Rule] = {
     "aten.cosine_similarity": Rule(n.cosine_similarity),
     "aten.pairwise_distance": Rule(n.pairwise_distance),
     "aten.cross_entropy_loss": Rule(n.cross_entropy),
+    "mixmesh.sum_exp": Rule(n.sum_exp),
+    "mixmesh.cross_entropy": Rule(n.cross_entropy_by_sums),
     "aten.nll_loss": Rule(n.cross_entropy, linear="first"),
     "aten.nll_loss_nd": Rule(n.cross_entropy, linear="first"),
     "aten.nll_loss_forward": Rule(n.nll_loss_forward),

@@ -140,6 +140,24 @@ def cross_entropy(call: Call) -> str:
     return f"{' '.join(logits)}, {' '.join(target)}, c! -> {out}"
 
 
+def _rows(call: Call) -> str:
+    """The dims of logits [N, C, ...] but their classes."""
+    return " ".join(["n", *(f"x{i}" for i in range(s.rank_of(call) - 2))])
+
+
+def sum_exp(call: Call) -> str:
+    """sum_exp(x): a sum over classes."""
+    rows = _rows(call)
+    return f"{rows.replace('n', 'n c', 1)} -> {rows}"
+
+
+def cross_entropy_by_sums(call: Call) -> str:
+    """cross_entropy(x, sums, target, reduction): classes are free where the sums of all are known."""
+    rows = _rows(call)
+    out = rows if call.arg(3) == NONE else ""
+    return f"{rows.replace('n', 'n c', 1)}, {rows}, {rows} -> {out}"
+
+
 def nll_loss_forward(call: Call) -> str:
     """As ``nll_loss``, with the sum of the weights as a second result: defined for a sum only."""
     text = cross_entropy(call)

@@ -329,6 +329,13 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(4, 5, 3), P(4, 5, 3), None, 0, -100, 0.1),
         call(F(7, 5), I(5, 7), None, SUM, 2),
     ),
+    "mixmesh.sum_exp": (call(F(5, 7)), call(F(4, 7, 3)), call(F(3, 5, 4, 2))),
+    "mixmesh.cross_entropy": (
+        call(F(5, 7), no_grad(P(5)), I(7, 5), SUM, -100, 0.0),
+        call(F(5, 7), no_grad(P(5)), I(7, 5), 0, 2, 0.0),
+        call(F(4, 7, 3), no_grad(P(4, 3)), I(7, 4, 3), SUM, 2, 0.1),
+        call(F(4, 7, 3), no_grad(P(4, 3)), I(7, 4, 3), 0, -100, 0.1),
+    ),
     "aten.nll_loss": (call(LOG(7, 5), I(5, 7), None, SUM), call(LOG(7, 5), I(5, 7), no_grad(P(5)), 0)),
     "aten.nll_loss_nd": (
         call(LOG(7, 5), I(5, 7), None, SUM),

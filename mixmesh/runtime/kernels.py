@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
 from ..ir.samples import DRAWS
+from ..operators import cross_entropy_of_part, sum_exp_of_part
 from ..rules import MEANS, LocalCall, mean_share
 from .random import RandomPolicy
 from .window import Window
@@ -261,6 +262,28 @@ def index_kernel(site: Site) -> LocalOp | None:
     return run
 
 
+# --- cut classes ---------------------------------------------------------------------------------------
+
+
+def sum_exp_kernel(site: Site) -> LocalOp | None:
+    if cut_table(site, 1) is None:
+        return None
+    return lambda x: (sum_exp_of_part(x),)
+
+
+def cross_entropy_kernel(site: Site) -> LocalOp | None:
+    """What a piece of the classes adds to the loss; labels count from the first class of all."""
+    span = cut_table(site, 1)
+    if span is None:
+        return None
+    num_classes, options = site.local.call.inputs[0].shape[1], site.local.call.args[3:]
+
+    def run(x, sums, target):
+        return (cross_entropy_of_part(x, sums, target, *options, span()[0], num_classes),)
+
+    return run
+
+
 TORCH_FLOATS = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
 }  # fmt: skip
@@ -286,4 +309,6 @@ KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
     "aten.gather": gather_kernel,
     "aten.index.Tensor": index_kernel,
     "aten.index_select": index_kernel,
+    "mixmesh.sum_exp": sum_exp_kernel,
+    "mixmesh.cross_entropy": cross_entropy_kernel,
 }

@@ -146,10 +146,15 @@ class Problem:
     def _shared_options(self) -> tuple[tuple[Option, ...], ...]:
         """Of every step. No price is part of an option, so that problems of one ratio have the same."""
         key = (self.ratio, self.batch_only)
-        known = self.choices.options if self.costs is self.choices.costs and not self.forced else {}
+        known = self.choices.options if self.costs is self.choices.costs else {}
         if key not in known:
             known[key] = tuple(self._options(n) for n in range(len(self.steps)))
-        return known[key]
+        if not self.forced:
+            return known[key]
+        return tuple(tuple(o for o in options if self._as_forced(o)) for options in known[key])
+
+    def _as_forced(self, option: Option) -> bool:
+        return all(self.forced.get(value, code) == code for value, code in option.gives)
 
     def _options(self, step: int) -> tuple[Option, ...]:
         made = []
@@ -158,8 +163,6 @@ class Problem:
         for choice in self._allowed(step):
             if len(self.ranks) == 1 and any(code != R for _, code in choice.needs + choice.gives):
                 continue  # one rank alone has nothing to cut
-            if self.forced and any(self.forced.get(value, code) != code for value, code in choice.gives):
-                continue
             if not choice.times:
                 forward = backward = self.nothing
             else:

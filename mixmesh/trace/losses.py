@@ -7,6 +7,7 @@ from .build import Builder, Rule
 from .schema import bound, changed
 
 NONE, MEAN, SUM = 0, 1, 2  # at::Reduction
+MANY_CLASSES = 1024  # from which on a row's sum is less than 0.2 % of its logits, in f32
 HALF = frozenset({"bf16", "f16", "f8e4m3", "f8e5m2"})
 
 
@@ -26,6 +27,8 @@ def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
     plain one (torch.nn.functional.cross_entropy), so smoothing stays inside the sum.
     """
     arg = bound(node)
+    if _has_many_classes(b, arg):
+        return (_by_sums(b, arg),)
     if arg["reduction"] != MEAN:
         return None
     x, weight, dtype = _in_f32(b, arg["self"], arg["weight"])
@@ -38,6 +41,24 @@ def cross_entropy(b: Builder, node: Node) -> tuple[Ref] | None:
         count = counted(b, arg["target"], weight, arg["ignore_index"], b.type(total).dtype)
         loss = b("aten.div.Tensor", total, count)
     return (_cast(b, loss, dtype),)
+
+
+def _has_many_classes(b: Builder, arg: dict) -> bool:
+    """Whether it may pay to cut the classes, of labels that all count alike."""
+    shape = b.type(arg["self"]).shape
+    labels = not b.type(arg["target"]).is_floating
+    return len(shape) > 1 and shape[1] >= MANY_CLASSES and labels and arg["weight"] is None
+
+
+def _by_sums(b: Builder, arg: dict) -> Ref:
+    """The loss in two operators between which the classes may be summed over ranks (``operators.losses``)."""
+    x, target, ignore_index = arg["self"], arg["target"], arg["ignore_index"]
+    reduction = NONE if arg["reduction"] == NONE else SUM
+    options = (reduction, ignore_index, arg["label_smoothing"])
+    loss = b("mixmesh.cross_entropy", x, b("mixmesh.sum_exp", x), target, *options)
+    if arg["reduction"] == MEAN:
+        loss = b("aten.div.Tensor", loss, counted(b, target, None, ignore_index, b.type(loss).dtype))
+    return _cast(b, loss, b.type(x).dtype)
 
 
 def nll(b: Builder, node: Node) -> tuple[Ref, ...] | None:

@@ -57,6 +57,8 @@ ROWS: dict[str, Row] = {
     "mixmesh.moments": Row("first"),
     "mixmesh.normalise": Row("inputs"),
     "mixmesh.running_statistics": Row(""),
+    "mixmesh.sum_exp": Row(""),
+    "mixmesh.cross_entropy": Row("inputs"),
     # the mask is a byte per element, drawn as numbers; the product with it comes before the scaling
     "aten.native_dropout": Row("", extra=0.25, forward=1.0, backward=1.0),
     # positions of the largest, in eight bytes

@@ -1,9 +1,9 @@
-"""Operators of our own, in PyTorch's registry under ``torch.ops.mixmesh``.
+"""Batch normalisation in two operators.
 
-Batch normalisation over samples that several ranks hold is two of them, with one sum between the ranks in
-each pass: ``moments`` adds up, ``normalise`` is elementwise once the sums are known, and the gradient of the
-sums is again a sum. PyTorch's SyncBatchNorm moves as much. Sums are f64, so that a variance is the difference
-of two of them without loss; no squares of numbers far from zero are added up in the precision of the data.
+Over samples that several ranks hold there is one sum between the ranks in each pass: ``moments`` adds up,
+``normalise`` is elementwise once the sums are known, and the gradient of the sums is again a sum. PyTorch's
+SyncBatchNorm moves as much. Sums are f64, so that a variance is the difference of two of them without loss;
+no squares of numbers far from zero are added up in the precision of the data.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-PIECE_BYTES = 2**21  # of what is centred at a time on a CPU: it stays in the second-level cache
-HALF = (torch.float16, torch.bfloat16)
-
+from .pieces import PIECE_BYTES, wide
 
 # --- numbers per channel -------------------------------------------------------------------------------
 
@@ -30,11 +28,6 @@ def _check(x: Tensor, moments: Tensor, *of_channels: Tensor | None) -> None:
     for t, shape in [(moments, (2, channels)), *((t, (channels,)) for t in of_channels)]:
         if t is not None and tuple(t.shape) != shape:
             raise RuntimeError(f"{list(shape)} wanted for data {list(x.shape)}, not {list(t.shape)}")
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    """What statistics of ``x`` are computed in."""
-    return torch.float32 if x.dtype in HALF else x.dtype
 
 
 def _statistics(moments: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +47,7 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mean, var = (t.double() for t in torch.batch_norm_update_stats(x, None, None, 0.0))
         return mean, mean * count, torch.addcmul(var, mean, mean) * count
     dims = [d for d in range(x.ndim) if d != 1]
-    about = x.mean(dims, keepdim=True, dtype=_wide(x))
+    about = x.mean(dims, keepdim=True, dtype=wide(x))
     rows = max(1, PIECE_BYTES * len(x) // (x.numel() * about.element_size()))
     parts = []
     for piece in x.split(rows):
@@ -68,7 +61,7 @@ def _sums(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _scaled(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
     """(x - mean) / sqrt(var + eps) * weight + bias, per channel, in one pass."""
-    weight, bias, mean, var = (None if t is None else t.to(_wide(x)) for t in (weight, bias, mean, var))
+    weight, bias, mean, var = (None if t is None else t.to(wide(x)) for t in (weight, bias, mean, var))
     return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
 
@@ -108,11 +101,11 @@ class _Normalise(torch.autograd.Function):
         if grad.stride() != x.stride():
             # PyTorch 2.13's CPU kernel errs where one sample is laid out in two ways, as rows and as an image
             grad, x = grad.contiguous(), x.contiguous()
-        wide = _wide(x)
+        dtype = wide(x)
         scale = (var + ctx.eps).rsqrt_()
-        local = [t.to(wide) for t in (mean, var, scale)]
+        local = [t.to(dtype) for t in (mean, var, scale)]
         # a GPU's kernel makes no sums without a weight
-        weight = torch.ones_like(local[0]) if weight is None else weight.to(wide)
+        weight = torch.ones_like(local[0]) if weight is None else weight.to(dtype)
         # with given statistics: dy * weight * scale, and the sums of dy * xhat and of dy
         dx, of_xhat, of_y = torch.ops.aten.native_batch_norm_backward(
             grad, x, weight, *local[:2], local[0], local[2], False, ctx.eps,
@@ -159,8 +152,7 @@ def running_statistics(
         return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
 
 
-LIBRARY = torch.library.Library("mixmesh", "DEF")
-for schema, run in (
+SCHEMAS = (
     ("moments(Tensor x) -> Tensor", moments),
     (
         "normalise(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, int count, float eps) -> Tensor",
@@ -171,5 +163,4 @@ for schema, run in (
         " -> (Tensor, Tensor)",
         running_statistics,
     ),
-):
-    LIBRARY.impl(LIBRARY.define(schema), run, "CompositeImplicitAutograd")
+)

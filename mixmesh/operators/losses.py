@@ -1,0 +1,180 @@
+"""Cross entropy in two operators, so that its classes may be cut.
+
+``sum_exp`` adds up the exponentials of every row's logits; where classes are cut these are partial sums, and
+one sum between the ranks makes them whole. ``cross_entropy`` is then local: a rank adds what it knows of its
+own classes, and its gradient is softmax minus target there. Only the sums travel, once per step, where
+Megatron-LM (Shoeybi et al., 2019, section 3) moves a maximum, a sum and a logit.
+
+Sums are f64 and of the logits themselves, not of their differences to a maximum that ranks would have to
+agree on first: exp is finite up to 709 in f64, and above zero from -745 on. Inside a piece differences to its
+own maximum are added up. Whole rows have no such bound (``_positive``).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .pieces import PIECE_BYTES, wide
+
+NONE, SUM = 0, 2  # at::Reduction
+# logarithms up to which a sum is exp of it: a sum over ranks can be e^10 times its largest addend
+EDGE, EDGE_OF_PART = 600.0, 590.0
+GPU_PIECE_BYTES = 2**26  # as PIECE_BYTES: enough for a GPU's memory to be what takes the time
+
+
+def _check(x: Tensor, *of_rows: Tensor) -> None:
+    if x.ndim < 2 or not x.is_floating_point():
+        raise RuntimeError(
+            f"cross entropy wants floating-point logits [N, C, ...], not {x.dtype} {list(x.shape)}"
+        )
+    rows = (x.shape[0], *x.shape[2:])
+    for t in of_rows:
+        if tuple(t.shape) != rows:
+            raise RuntimeError(f"{list(rows)} wanted for logits {list(x.shape)}, not {list(t.shape)}")
+
+
+def _pieces(x: Tensor) -> int:
+    """How many samples of ``x`` to work on at a time."""
+    piece = GPU_PIECE_BYTES if x.is_cuda else PIECE_BYTES
+    each = x.numel() * wide(x).itemsize // max(len(x), 1)
+    return max(1, piece // max(each, 1))
+
+
+# --- sums of exponentials ------------------------------------------------------------------------------
+
+
+def _log_sums(x: Tensor) -> Tensor:
+    """Logarithms of the sums of exponentials over dim 1: f64 [N, ...]."""
+    parts = []
+    rows = _pieces(x)
+    work = x.new_empty((min(rows, len(x)), *x.shape[1:]), dtype=wide(x))
+    for piece in x.split(rows):
+        top = piece.amax(1, keepdim=True).to(work.dtype)
+        top.masked_fill_(top == -math.inf, 0.0)  # nothing but classes that are ruled out
+        total = torch.sub(piece, top, out=work[: len(piece)]).exp_().sum(1)
+        parts.append(total.double().log_().add_(top.squeeze(1)))
+    return torch.cat(parts)
+
+
+def _positive(logs: Tensor) -> Tensor:
+    """exp up to EDGE either way, from there on a line, or one over a line: of no f32 too large or small."""
+    beyond = (logs - EDGE).clamp_(min=0).add_(1)
+    below = (-EDGE - logs).clamp_(min=0).add_(1)
+    return logs.clamp(-EDGE, EDGE).exp_().mul_(beyond).div_(below)
+
+
+def _log(sums: Tensor) -> Tensor:
+    """What ``_positive`` is of; infinite where a sum over ranks is (``sum_exp_of_part``)."""
+    large = math.exp(EDGE)
+    logs = sums.log()
+    logs = torch.where(sums > large, EDGE - 1 + sums / large, logs)
+    return torch.where(sums < 1 / large, 1 - EDGE - 1 / (sums * large), logs)
+
+
+@torch.no_grad()
+def sum_exp(x: Tensor) -> Tensor:
+    """Sums of the exponentials of logits ``x`` [N, C, ...] over their classes, f64 [N, ...]. No gradient
+    passes: ``cross_entropy`` has all of it. Of rows whose sum f64 cannot hold, a number that tells its
+    logarithm."""
+    _check(x)
+    if x.is_meta or not x.numel():
+        return x.new_zeros((x.shape[0], *x.shape[2:]), dtype=torch.float64)
+    return _positive(_log_sums(x))
+
+
+@torch.no_grad()
+def sum_exp_of_part(x: Tensor) -> Tensor:
+    """As ``sum_exp``, of some of the classes, to be summed with those of the others. A sum beyond e^590 is
+    infinite and so is the loss; one below e^-590 counts as nothing."""
+    logs = _log_sums(x)
+    sums = logs.exp()
+    return sums.masked_fill_(logs > EDGE_OF_PART, math.inf).masked_fill_(logs < -EDGE_OF_PART, 0.0)
+
+
+# --- the loss ------------------------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """``first`` and ``num_classes``: which classes ``x`` is of, and of how many."""
+
+    @staticmethod
+    def forward(ctx, x, sums, target, reduction, ignore_index, label_smoothing, first, num_classes):
+        logs = _log(sums)
+        counts = target != ignore_index
+        target = target.long()
+        known = torch.where(counts, target, first)  # an ignored label need not be a class
+        if first or x.shape[1] < num_classes:
+            fits = (known >= 0) & (known < num_classes)
+            torch._assert_async(fits.all(), f"a target is none of {num_classes} classes")
+            known = known - first
+            own = counts & (known >= 0) & (known < x.shape[1])
+            known.clamp_(0, x.shape[1] - 1)
+        else:
+            own = counts
+        picked = x.gather(1, known.unsqueeze(1)).squeeze(1)
+        rows = torch.where(own, logs - picked, 0.0).mul_(1 - label_smoothing)
+        if label_smoothing:
+            others = logs * x.shape[1] - x.sum(1, dtype=torch.float64)
+            rows += torch.where(counts, others, 0.0).mul_(label_smoothing / num_classes)
+        ctx.save_for_backward(x, logs, counts, own, known)
+        ctx.smoothing = label_smoothing, num_classes
+        return (rows.sum() if reduction == SUM else rows).to(wide(x))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, *of_rows = ctx.saved_tensors
+        smoothing, num_classes = ctx.smoothing
+        dx = torch.empty_like(x)
+        rows = _pieces(x)
+        grad = grad.expand(of_rows[0].shape)
+        parts = zip(x.split(rows), dx.split(rows), grad.split(rows), *(t.split(rows) for t in of_rows))
+        for piece, out, g, logs, counts, own, known in parts:
+            g = torch.where(counts, g, 0.0).unsqueeze(1)
+            # exp(x - log) is the softmax; a factor makes up for what a logarithm loses in the precision of x
+            near = logs.to(g.dtype)
+            rest = (near - logs).exp_().to(g.dtype)
+            made = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
+            made.mul_(g * rest.unsqueeze(1))
+            if smoothing:
+                made.sub_(g * (smoothing / num_classes))
+            made.scatter_add_(1, known.unsqueeze(1), g * own.unsqueeze(1) * (smoothing - 1))
+            if made is not out:
+                out.copy_(made)
+        return dx, *[None] * 7
+
+
+def cross_entropy(
+    x: Tensor, sums: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """torch.nn.functional.cross_entropy of logits ``x`` [N, C, ...] whose ``sum_exp`` are known, reduction by
+    ATen's number: the sum, or every row's. In f32 at least."""
+    return cross_entropy_of_part(x, sums, target, reduction, ignore_index, label_smoothing, 0, x.shape[1])
+
+
+def cross_entropy_of_part(
+    x: Tensor, sums: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float,
+    first: int, num_classes: int,
+) -> Tensor:  # fmt: skip
+    """What the classes from ``first`` on add to the ``cross_entropy`` over all ``num_classes``, by ``sums``
+    over all. ``target`` counts from the first class of all."""
+    _check(x, sums, target)
+    if reduction not in (NONE, SUM):
+        raise RuntimeError(f"a sum or the loss of every row, not reduction {reduction}")
+    if x.is_meta:
+        return x.new_empty(() if reduction == SUM else target.shape, dtype=wide(x))
+    return _CrossEntropy.apply(x, sums, target, reduction, ignore_index, label_smoothing, first, num_classes)
+
+
+SCHEMAS = (
+    ("sum_exp(Tensor x) -> Tensor", sum_exp),
+    (
+        "cross_entropy(Tensor x, Tensor sums, Tensor target, int reduction, int ignore_index,"
+        " float label_smoothing) -> Tensor",
+        cross_entropy,
+    ),
+)

@@ -1,0 +1,14 @@
+"""What the kernels of our own operators share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PIECE_BYTES = 2**21  # of what is worked on at a time on a CPU: it stays in the second-level cache
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(x: Tensor) -> torch.dtype:
+    """What statistics of ``x`` are computed in."""
+    return torch.float32 if x.dtype in HALF else x.dtype
