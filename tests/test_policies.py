@@ -23,13 +23,13 @@ from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio
 from mixmesh.job import Job
 from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Estimator, Group, Grouping, Space, make_grouping
+from mixmesh.placement import SYNCS, Estimator, Group, Grouping, Space, make_grouping
 from mixmesh.planner import make_plan
 from mixmesh.policies.choices import Tables
 from mixmesh.policies.evaluate import Evaluator, Outcome, estimated, placed_of, simulated
 from mixmesh.policies.features import Facts
 from mixmesh.policies.heterog import Training
-from mixmesh.policies.improve import Improvement
+from mixmesh.policies.improve import Improvement, of_one_ratio
 from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, order_of_groups, reward
 from mixmesh.policies.moves import Moves
 from mixmesh.policies.seeds import best_alike, everywhere, judged_seeds
@@ -342,7 +342,70 @@ def test_what_a_policy_advises_is_judged_first_and_where_it_is_good_nothing_else
     judged_seeds(evaluate)
     seeded = evaluate.calls
     Tree(evaluate, 2.0, advice)
-    assert [(n, o.step_s) for n, o in evaluate.improved if n > seeded] == [(seeded + 1, 1.0)]
+    found = [(n - seeded, o.step_s) for n, o in evaluate.improved if n > seeded]
+    assert found[-1] == (2, 1.0)  # after that of one ratio for all groups
+
+
+def test_the_ratio_that_is_likeliest_for_all_groups_is_judged_before_what_is_likeliest_for_each():
+    s = space(count=4)
+    judged: list = []
+
+    def advice(current, outcome):
+        """For each group another choice has 0.4, and the last one 0.35."""
+        out = [np.full(len(s.actions(k)), 0.01) for k in range(len(s.groups))]
+        for k, p in enumerate(out):
+            p[k], p[-1] = 0.4, 0.35
+        return tuple(out)
+
+    def judge(strategy) -> Outcome:
+        judged.append(strategy)
+        return Outcome(1.0, (0.5,) * 3, (1.0,) * 3)
+
+    start = everywhere(s, s.actions(0)[3])
+    Improvement(s, judge, advice, start, seed=0).advised()
+    last = tuple(s.actions(k)[-1] for k in range(len(s.groups)))
+    each = tuple(s.actions(k)[k] for k in range(len(s.groups)))
+    assert len({a.placed.ratio for a in each}) > 1
+    assert judged == [start, last, each]
+
+
+def test_seconds_and_ways_to_synchronise_count_for_the_ratio_of_all_groups():
+    s = space(count=4)
+    heavy = max(range(len(s.groups)), key=lambda k: max(s.groups[k].seconds))
+    wanted = s.actions(heavy)[0].placed.ratio
+    same = [[n for n, a in enumerate(s.actions(k)) if a.placed.ratio == wanted] for k in range(len(s.groups))]
+    out = [np.eye(len(s.actions(k)))[-1] for k in range(len(s.groups))]  # the last, but for the heavy one
+    out[heavy] = np.zeros(len(s.actions(heavy)))
+    chances = np.arange(1, 1 + len(same[heavy]))
+    out[heavy][same[heavy]] = chances / chances.sum()
+    made = of_one_ratio(s, out)
+    seconds = [max(g.seconds) for g in s.groups]
+    assert 2 * seconds[heavy] > sum(seconds) and len(seconds) > 2
+    assert {a.placed.ratio for a in made} == {wanted}
+    assert made[heavy] == s.actions(heavy)[same[heavy][-1]]
+
+
+def test_groups_that_must_all_synchronise_in_another_way_are_tried_together():
+    s = space(count=8)
+    start = next(all_devices(s))
+    owns = [k for k, g in enumerate(s.groups) if g.param_bytes]
+    assert len(owns) > 3 and {start[k].placed.sync for k in owns} == {"allreduce"}
+
+    def judge(strategy) -> Outcome:
+        """Best where all are sharded, and the worse the more are where some are not."""
+        changed = sum(strategy[k].placed.sync == "sharded" for k in owns)
+        moved = sum(a.placed.ratio != b.placed.ratio for a, b in zip(strategy, start))
+        return Outcome(0.5 + moved if changed == len(owns) else 1.0 + changed + moved, (0.5,) * 3, (1.0,) * 3)
+
+    def sure(current, outcome):
+        return tuple(np.eye(len(s.actions(k)))[s.actions(k).index(a)] for k, a in enumerate(start))
+
+    improvement = Improvement(s, judge, sure, start, seed=0)
+    assert improvement.advised() is None  # nothing new
+    for _ in SYNCS:
+        improvement.step()
+    assert improvement.outcome.step_s == 0.5
+    assert [a.placed.ratio for a in improvement.best] == [a.placed.ratio for a in start]
 
 
 def test_a_policy_that_is_sure_and_wrong_keeps_the_search_from_no_devices():
@@ -355,7 +418,7 @@ def test_a_policy_that_is_sure_and_wrong_keeps_the_search_from_no_devices():
 
     tree = Tree(evaluate, base_s, advice)
     ways = {(a.device_groups, a.shares) for a in s.actions(order[0])}
-    tree.run(2 * len(ways))
+    tree.run(len(ways))
     tried = {tree.root.choices[n] for n in tree.root.children}
     assert {(a.device_groups, a.shares) for a in tried} == ways
 

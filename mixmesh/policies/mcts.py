@@ -8,14 +8,15 @@ first group counts what gradients need on the wire: what is worth placing apart 
 a policy that is asked of a group says what all others are to be as well: the strategy that follows it in all
 is judged, and where it is better than copies of the first choice, it is what groups not decided are like.
 
-A search with a policy begins with what that makes of the best seed, judged before any playout. Between its
-playouts it changes the best strategy (``improve``). Every second playout goes to another choice of the root,
-one for each set of devices and shares, until all have been tried.
+A search with a policy begins with what that makes of the best seed, judged before any playout. Then three
+take turns, so that whichever is best waits for two others at most: a playout; one to another choice of the
+root, one for each set of devices and shares, until all have been tried; a change of the best strategy
+(``improve``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -34,7 +35,6 @@ EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
 EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
 REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
-IMPROVED = 1  # changes of the best strategy after each playout
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
 
@@ -97,13 +97,18 @@ class Tree:
     def run(self, max_playouts: int | None = None) -> None:
         """Playouts until the evaluator's budget is spent, or at most so many."""
         most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
-        for n in range(most):
-            if self.evaluate.spent:
-                break
-            self.playout(self._unseen.pop(0) if n % 2 and self._unseen else None)
-            for _ in range(IMPROVED if self.improvement else 0):
-                if not self.evaluate.spent:
-                    self.improvement.step()
+        for _ in range(most):
+            for turn in self._turns():
+                if self.evaluate.spent:
+                    return
+                turn()
+
+    def _turns(self) -> Iterator[Callable[[], None]]:
+        yield self.playout
+        if self._unseen:
+            yield partial(self.playout, self._unseen.pop(0))
+        if self.improvement:
+            yield self.improvement.step
 
     def playout(self, first: int | None = None) -> None:
         """One way down to a new node, or to a strategy that is complete. ``first``: the root's choice."""
