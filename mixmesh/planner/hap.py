@@ -29,6 +29,7 @@ LOST = 1.01  # times the best step: a program that cannot get below it is not lo
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
+MOST_NODES = 1200  # of a graph that there is time for to look at whole classes too
 SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
 FULL = 0.9  # of what is usable: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
@@ -75,10 +76,10 @@ class Synthesis:
         sets = list(device_sets(fastest_first, self.task.costs.class_of))
         hopeful = [(self.least_s(ranks), -len(ranks), ranks) for needed, ranks in sets if needed]
         in_need = [(0.0, 0, ranks) for needed, ranks in sets if not needed]
-        proposed = False
+        best: tuple[tuple, tuple[int, ...], Tried] | None = None  # with the key of its best proposal
         for _, _, ranks in (*sorted(hopeful), *in_need):
             known = self.task.best_s < float("inf")
-            if proposed and (
+            if best is not None and (
                 self.task.least_seconds(ranks) >= self.task.best_s or (known and (0.0, 0, ranks) in in_need)
             ):
                 continue  # even with free communication these devices are too slow together
@@ -88,21 +89,26 @@ class Synthesis:
                     continue  # nothing to communicate
                 if price is not None and tried.same_at_both_ends:
                     continue  # the cheapest program at both ends is the cheapest in between
-                if proposed and 0.0 in tried.by_price and min(tried.floors_s) > LOST * self.task.best_s:
+                if (
+                    best is not None
+                    and 0.0 in tried.by_price
+                    and min(tried.floors_s) > LOST * self.task.best_s
+                ):
                     break  # gradients for nothing would not help these devices, nor will any other price
                 if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * self.task.best_s:
                     continue
                 what = "data parallel" if price is None else f"gradient price {price:g}"
                 self.task.progress(f"planning: hap, {len(ranks)} devices, {what}")
-                for proposal in self.alternate(ranks, price, tried, judged=not proposed):
-                    proposed = True
+                for proposal in self.alternate(ranks, price, tried, judged=best is None):
+                    if best is None or proposal.key < best[0]:
+                        best = proposal.key, ranks, tried
                     yield proposal
-            # a gather of the head's weight may hide, which no price says; one of hidden states does not
-            if min(tried.least_s, default=0.0) > LOST * self.task.best_s:
-                continue
-            for price, cost_s in [*tried.cutting_classes.items()][-1:]:
-                self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
-                yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
+        # a gather of the head's weight may hide, which no price says; one of hidden states does not
+        _, ranks, tried = best or (None, (), Tried())
+        small = len(self.task.graph.nodes) <= MOST_NODES
+        for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
+            self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
+            yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
 
     @cached_property
     def sums_of_samples(self) -> dict[int, int]:
