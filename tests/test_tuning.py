@@ -177,7 +177,8 @@ def turns_leave_nothing_behind(_) -> None:
         return kept, len(os.listdir("/proc/self/task"))
 
     first = held()
-    assert first[0] == 0 and held() == held() == first
+    second, third = held(), held()
+    assert first[0] == 0 and second == third == first, (first, second, third)
 
 
 def what_a_device_took_changes_its_share(_) -> None:

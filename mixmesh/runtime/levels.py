@@ -101,6 +101,7 @@ def _threads() -> tuple[SimpleQueue, ...]:
             work.advance(stage)
             if stage + 1 < len(queues):
                 queues[stage + 1].put(work)
+            del work  # not remembered until the next one comes
 
     for stage in range(len(queues)):
         threading.Thread(target=serve, args=(stage,), name=f"mixmesh level {stage}", daemon=True).start()

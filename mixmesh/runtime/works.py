@@ -24,7 +24,9 @@ class StagedWork:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages, self.done = stages, torch.futures.Future()
         self.over = threading.Event()  # set when what was to happen at the end has happened too
-        self.error: Exception | None = None
+        self.error: str | None = (
+            None  # its text: an error remembers all that was going on where it was raised
+        )
 
     def advance(self, stage: int) -> None:
         """A failure is told to who waits; later stages are left out, and time out elsewhere."""
@@ -33,15 +35,15 @@ class StagedWork:
             try:
                 self._do(stage)
             except Exception as error:
-                self.error = error
+                self.error = str(error)
         if not is_last:
             return
-        self.stages = ()  # with the tensors: a thread remembers its last work until the next one
+        self.stages = ()  # with the tensors: who waits may hold on to a work for longer
         try:
             if self.error is None:
                 self.done.set_result(None)
             else:
-                self.done.set_exception(self.error)
+                self.done.set_exception(RuntimeError(self.error))
         finally:
             self.over.set()
 
@@ -51,7 +53,8 @@ class StagedWork:
 
     def wait(self) -> None:
         self.over.wait()
-        self.done.wait()
+        if self.error is not None:
+            raise RuntimeError(self.error)
 
     def is_completed(self) -> bool:
         return self.over.is_set()
@@ -147,6 +150,7 @@ def _to_carry_on() -> SimpleQueue:
             work = queue.get()
             for stage in range(len(work.stages)):
                 work.advance(stage)
+            del work  # and who waited for it, if it failed: a thread remembers its last work until the next
 
     for n in range(WAITING):
         threading.Thread(target=serve, name=f"mixmesh pairwise {n}", daemon=True).start()
