@@ -24,9 +24,8 @@ class StagedWork:
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages, self.done = stages, torch.futures.Future()
         self.over = threading.Event()  # set when what was to happen at the end has happened too
-        self.error: str | None = (
-            None  # its text: an error remembers all that was going on where it was raised
-        )
+        # its text: an error itself remembers all that was going on where it was raised
+        self.error: str | None = None
 
     def advance(self, stage: int) -> None:
         """A failure is told to who waits; later stages are left out, and time out elsewhere."""
