@@ -8,14 +8,18 @@ import socket
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
+from mixmesh.ir import Program
 from mixmesh.runtime.comm import leave
+from mixmesh.runtime.parallel import parallelize
 
 
 def free_port() -> int:
@@ -59,6 +63,25 @@ def _worker(rank: int, world_size: int, port: int, checks: dict, make_comm, fold
     else:  # the others may wait for what never comes
         sys.stderr.flush()
         os._exit(0)
+
+
+def assert_trains_alike(
+    single: nn.Module, mine: nn.Module, program: Program, batches: Iterable[dict]
+) -> None:
+    """A step of Adam per batch: losses of ``mine``, trained by ``program``, and its parameters after each are
+    those of ``single``, which begins with the same ones. Collective."""
+    adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
+    model, mine_adam = parallelize(mine, adam[1], program, device="cpu", timeout_s=60)
+    for batch in batches:
+        expected, loss = single(**batch), model(**batch)
+        torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
+        for value, optimizer in ((expected, adam[0]), (loss, mine_adam)):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        whole = single.state_dict()
+        for name, value in model.full_state_dict().items():
+            torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def assert_passed(failures: list[str | None]) -> None:

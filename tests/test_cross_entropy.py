@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from gloo_world import assert_passed, run_world
+from gloo_world import assert_passed, assert_trains_alike, run_world
 from small_graphs import THREE, cluster
 from torch import nn
 
@@ -29,7 +29,6 @@ from mixmesh.optimizer_states import ADAM
 from mixmesh.planner.hap import Synthesis, synthesised
 from mixmesh.planner.task import Task
 from mixmesh.recomputation import recomputed
-from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
 from mixmesh.synthesis import Choices, Problem, emit, search
 from mixmesh.synthesis.choices import P
@@ -508,18 +507,7 @@ class Training:
         mine.load_state_dict(single.state_dict())
         program = with_cut_classes(trace(mine, batches[0]).graph, self.ratio)
         assert cuts_classes(program)
-        adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
-        model, mine_adam = parallelize(mine, adam[1], program, device="cpu", timeout_s=60)
-        for batch in batches:
-            expected, loss = single(**batch), model(**batch)
-            torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-            for value, optimizer in ((expected, adam[0]), (loss, mine_adam)):
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            whole = single.state_dict()
-            for name, value in model.full_state_dict().items():
-                torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=name)
+        assert_trains_alike(single, mine, program, batches)
 
 
 CHECKS = {

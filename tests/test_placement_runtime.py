@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from gloo_world import assert_passed, run_world
+from gloo_world import assert_passed, assert_trains_alike, run_world
 from torch import nn
 
 from mixmesh.baselines import data_parallel
@@ -15,7 +15,6 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.ir import even_ratio
 from mixmesh.placement import Placed, Space, make_grouping
-from mixmesh.runtime.parallel import parallelize
 from mixmesh.trace import trace
 
 WORLD, BATCH = 3, 8
@@ -76,18 +75,7 @@ class Training:
     def __call__(self, _) -> None:
         single, mine = model_of(), model_of()
         program = strategy(self.seed)
-        adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
-        model, mine_adam = parallelize(mine, adam[1], program, device="cpu", timeout_s=60)
-        for step in range(3):
-            expected, loss = single(**batch(step)), model(**batch(step))
-            torch.testing.assert_close(loss, expected, rtol=1e-9, atol=1e-9)
-            for value, optimizer in ((expected, adam[0]), (loss, mine_adam)):
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            whole = single.state_dict()
-            for name, value in model.full_state_dict().items():
-                torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=name)
+        assert_trains_alike(single, mine, program, map(batch, range(3)))
 
 
 CHECKS = {f"strategy {seed}": Training(seed) for seed in (0, 1, 2, 3, 4, "without rank 1")}

@@ -157,7 +157,7 @@ def gradient_sums(
         groups.setdefault((number, s.kind, s.late), []).append(s)
 
     def ready(item: tuple[tuple, list[Summed]]) -> tuple[bool, int, float]:
-        (number, _, late), members = item
+        (number, _, late), members = item  # by first use, last first
         return (late, 0, number) if number >= 0 else (late, 1, -members[-1].first_use)
 
     def rooted(owned: str | None) -> bool:
@@ -172,7 +172,7 @@ def gradient_sums(
             cells if any(cells) else (),
             late,
         )
-        parts = parts_of(program, s.size_bytes, s.ranks, s.owned) if program.levels is not None else ()
+        parts = parts_of(program, s.size_bytes, s.ranks, s.owned)
         return replace(s, parts=parts) if parts else s
 
     ordered = sorted(groups.items(), key=ready)
