@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 
@@ -629,3 +631,36 @@ def test_parameters_do_not_keep_samples_waiting():
     assert gather.start_s <= moved.start_s and named["g"].end_s < gather.end_s <= named["s"].start_s
     back, moved_back = named["v.r grad"], named["h.r grad"]
     assert back.start_s < moved_back.start_s < named["h grad"].start_s < back.end_s
+
+
+def fast_and_slow():
+    text = MLP2.format(a=0.7, b=0.3)
+    program = parse_program(text)
+    other = with_ratio(program, "r0", make_ratio([0.4, 0.6]))
+    return [with_buckets(p, size) for p in (program, other) for size in (1.0, 1e9)]
+
+
+def test_a_simulation_that_is_asked_again_says_what_a_new_one_says():
+    costs = CostModel(cluster(TWO))
+    programs = fast_and_slow()
+    one = Simulation(programs[0], costs)
+    for program in (*programs, *programs[::2], *reversed(programs)):
+        again, new = (s.run(program) for s in (one, Simulation(program, costs)))
+        assert again == new
+        assert one.step_s(program) == new.step_s
+        assert one.least_s(program) == Simulation(program, costs).least_s(program)
+    assert len({one.step_s(p) for p in programs}) == len(programs)
+
+
+def test_simulations_do_not_outlive_their_use():
+    """Nothing waits for the garbage collector, which looks at what planning made very rarely."""
+    program = fast_and_slow()[0]
+    gc.disable()
+    try:
+        simulation = Simulation(program, CostModel(cluster(TWO)))
+        simulation.step_s(program)
+        gone = weakref.ref(simulation)
+        del simulation
+        assert gone() is None
+    finally:
+        gc.enable()

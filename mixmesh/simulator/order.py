@@ -60,12 +60,13 @@ class Order:
         self.make()
         self.close()
         self.counts = counts_of(self.steps, sheet)
+        del self.simulation  # which holds this: in a circle both would outlive their plan
 
     def on(self, simulation: Simulation, sheet: Sheet) -> Order:
         """The same for the same instructions on other ranks, those of ``sheet``, all of which meet in every
         collective."""
         made = copy(self)
-        made.simulation, made.sheet, made.program = simulation, sheet, sheet.program
+        made.sheet, made.program = sheet, sheet.program
         renewed: dict[int, Call] = {}
         for (_, purpose), call in self.calls.items():
             renewed[id(call)] = simulation.call(replace(call.exchange, ranks=sheet.ranks), purpose)

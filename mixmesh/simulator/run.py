@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +18,10 @@ from .values import Alike, Call, Seconds
 if TYPE_CHECKING:
     from .order import Order
     from .simulation import Simulation
+
+
+# of a run, what changes while it goes on without events, beside numbers
+MOVING = "arriving busy carrying clock free has_gradients paced ready served under_way".split()
 
 
 class Run:
@@ -97,16 +102,30 @@ class Run:
 
     def micro_step(self, forward_s: Seconds, backward_s: Seconds, *, is_last: bool = True) -> None:
         """A forward and a backward pass; of the last one the loss is summed."""
-        simulation = self.simulation
-        self.steps(simulation.forward, forward_s)
+        self.forward_pass(forward_s, is_last=is_last)
+        self.backward_pass(backward_s)
+
+    def forward_pass(self, seconds: Seconds, *, is_last: bool = True) -> None:
+        self.steps(self.simulation.forward, seconds)
         if self.gathers:
             self.fetch(len(self.gathers) - 1)
         self.turn_s = min(self.clock)
-        if is_last and simulation.loss is not None:
-            self.start(simulation.loss, LOSS_SUM)
+        if is_last and self.simulation.loss is not None:
+            self.start(self.simulation.loss, LOSS_SUM)
+
+    def backward_pass(self, seconds: Seconds) -> None:
         self.accumulate(range(len(self.clock)))
-        self.steps(simulation.backward, backward_s)
-        self.end_of_backward(backward_s)
+        self.steps(self.simulation.backward, seconds)
+        self.end_of_backward(seconds)
+
+    def with_sums(self, simulation: Simulation, sums: Sums) -> Run:
+        """The same step up to here, going on with other sums; none of them gathers what owners stepped."""
+        made = copy(self)
+        made.simulation = simulation
+        for name in MOVING:
+            setattr(made, name, copy(getattr(self, name)))
+        made.begin(sums)
+        return made
 
     def accumulate(self, kinds: Iterable[int]) -> None:
         """A backward pass: every one but the first of a rank adds to gradients that are there."""

@@ -22,7 +22,7 @@ from .order import Backward, Forward, ready_points
 from .pipeline import Pipeline
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
-from .values import Alike, Call, MicroBatches, membership
+from .values import Alike, Call, MicroBatches, Seconds, membership
 
 MAX_STEPS = 5  # until devices are as rested as a step before
 
@@ -72,6 +72,7 @@ class Simulation:
         self._calls: dict[tuple[str, Exchange], Call] = {}
         self._s_per_byte: dict[tuple, dict[Link, float]] = {}
         self._sums: dict[tuple, Sums] = {}
+        self._last_turn: tuple[tuple, Run, Seconds] | None = None
         self.loss = self._loss(program)
         ranks = self.sheet.ranks
         model = like if like is not None and ranks and like.sheet.ranks else None
@@ -110,6 +111,7 @@ class Simulation:
         made.sheet = self.sheet.with_owners(program)
         made.memory = PeakMemory(self.costs, self.memory.optimizer_states, kinds=self.sheet.kinds)
         made._sums = {}
+        made._last_turn = None
         made.summed = with_other_owners(program, self.summed)
         made.forward = Forward(made, made.sheet)
         return made
@@ -205,16 +207,16 @@ class Simulation:
         leads: Sequence[float] = (),
     ) -> Run:
         sums = NO_SUMS if buckets is None else self.sums(program, buckets)
+        if planned is None and not (events or sums.gathers):
+            turn, backward_s = self._turn(program, whole, leads)
+            run = turn.with_sums(self, sums)
+            run.backward_pass(backward_s)
+            return run
         step = program if planned is None else with_ratios_of(self.step, program)
-        if self.sheet.pattern_of(step) != self.sheet.pattern:
-            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
+        self._check_pattern(step)
         # events tell equal ranks apart
         alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
-        run = Run(self, step, sums, alike, events, leads)
-        run.optimizer()
-        run.start_gathers()
-        if self.once_forward is not None:
-            run.steps(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
+        run = self._begun(program, step, sums, alike, events, leads)
         if planned is None:
             run.micro_step(*self.sheet.seconds(step, whole=whole, ranks=alike.firsts))
             return run
@@ -230,6 +232,41 @@ class Simulation:
             active = [one.part[rank] is not None for rank in alike.firsts]
             run.micro_steps(one, sums if one.is_last else in_each, active, *seconds)
         return run
+
+    def _begun(
+        self,
+        program: Program,
+        step: Program,
+        sums: Sums,
+        alike: Alike,
+        events: bool = False,
+        leads: Sequence[float] = (),
+    ) -> Run:
+        """A step of which the optimizer has run, and what comes once before all micro-steps."""
+        run = Run(self, step, sums, alike, events, leads)
+        run.optimizer()
+        run.start_gathers()
+        if self.once_forward is not None:
+            run.steps(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
+        return run
+
+    def _turn(self, program: Program, whole: bool, leads: Sequence[float]) -> tuple[Run, Seconds]:
+        """A step up to its backward pass, with the seconds of that. It is the same in all buckets, one of
+        which is usually tried after another: the last one is kept."""
+        key = (program.ratios, whole, tuple(leads))
+        if self._last_turn is None or self._last_turn[0] != key:
+            self._check_pattern(program)
+            alike = Alike(self._kinds(program, whole, None))
+            forward_s, backward_s = self.sheet.seconds(program, whole=whole, ranks=alike.firsts)
+            run = self._begun(program, program, NO_SUMS, alike, leads=leads)
+            run.forward_pass(forward_s)
+            del run.simulation  # this one: in a circle both would outlive their plan
+            self._last_turn = key, run, backward_s
+        return self._last_turn[1:]
+
+    def _check_pattern(self, program: Program) -> None:
+        if self.sheet.pattern_of(program) != self.sheet.pattern:
+            raise ValueError("other ranks take part, or other ones communicate: make another Simulation")
 
     def _kinds(self, program: Program, whole: bool, planned: Schedule | None) -> Iterable[Hashable]:
         """Per rank what its clock depends on: the device, what it holds of everything, with whom it meets,
