@@ -203,15 +203,22 @@ def test_a_batch_smaller_than_the_cluster(run, tmp_path, two):
     assert status == 2 and "the batch is smaller than the number of devices" in err
 
 
-def test_a_cluster_that_cannot_hold_the_model(run, tmp_path):
-    small = TWO_DEVICES.replace("cpu_share = 0.6", "cpu_share = 0.6, memory_gib = 0.01")
-    small = small.replace("cpu_share = 0.3", "cpu_share = 0.3, memory_gib = 0.01")
+SMALL = {"0.6": "cpu_share = 0.6, memory_gib = 0.01", "0.3": "cpu_share = 0.3, memory_gib = 0.01"}
+
+
+@pytest.mark.parametrize("ranks", ["1", "0, 1"])
+def test_a_cluster_with_devices_too_small_for_any_process(run, tmp_path, ranks):
+    small = TWO_DEVICES.replace("cpu_share = 0.3", SMALL["0.3"])
+    if ranks != "1":
+        small = small.replace("cpu_share = 0.6", SMALL["0.6"])
     (tmp_path / "small.toml").write_text(small)
     out = tmp_path / "x.plan"
     arguments = ("plan", write_job(tmp_path), "--cluster", str(tmp_path / "small.toml"), "--out", str(out))
     status, text, err = run(*arguments, "--json")
     assert status == 1 and err.startswith("Infeasible: no plan fits in memory") and not out.exists()
-    assert "try      a cluster file without rank" in err and "smaller global batch" not in err
+    alone = "try      a cluster file without rank 1,"
+    assert (alone if ranks == "1" else "holds nothing fits on none of ranks 0, 1") in err
+    assert "for its process alone" in err and "smaller global batch" not in err
     assert json.loads(text.splitlines()[-1])["error"]["type"] == "Infeasible"
 
 

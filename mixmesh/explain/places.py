@@ -14,7 +14,7 @@ from ..baselines import DATA_PARALLEL, fully_sharded
 from ..cost import CostModel
 from ..ir import Graph, Program, Ratio, support
 from ..optimizer_states import OptimizerStates
-from ..planner.hap import GRADIENT_PRICES, MAX_STATES, WEIGHT
+from ..planner.hap import GRADIENT_PRICES, WEIGHT, most_states
 from ..ratios import with_ratio
 from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..synthesis.choices import P, R, code_of
@@ -84,7 +84,7 @@ class Place:
             leaves = [value for value in self.values if value in problem.leaves]
             if not all(problem.options) or any(problem.load(value, code) is None for value in leaves):
                 continue
-            limit = MAX_STATES + 2 * len(problem.steps)
+            limit = most_states(problem)
             try:
                 yield price, emit(problem, search(problem, weight=WEIGHT, max_states=limit))
             except NoProgram:

@@ -14,6 +14,26 @@ from ..units import size_text
 from .task import Proposal, Task
 
 
+def check_memory(task: Task) -> None:
+    """Raises Infeasible for devices that are too small for a process that holds nothing: no share of them is
+    small enough, not even none."""
+    idle = [task.costs.memory_constant_bytes(rank, idle=True) for rank in range(task.world_size)]
+    small = [rank for rank, size in enumerate(idle) if size > task.usable_bytes[rank]]
+    if not small:
+        return
+    rank = min(small, key=task.usable_bytes.__getitem__)
+    ranks = f"rank{'s' * (len(small) > 1)} {', '.join(map(str, small))}"
+    hint = f"a cluster file without {ranks}, too small for a process that holds nothing"
+    if len(small) == task.world_size:
+        hint = f"devices with more memory: a process that holds nothing fits on none of {ranks}"
+    raise Infeasible(
+        "no plan fits in memory",
+        expected=f"at least {size_text(idle[rank])} usable on rank {rank}, for its process alone",
+        got=f"{size_text(task.usable_bytes[rank])} usable there ({task.costs.cluster.devices[rank].name})",
+        hint=hint,
+    )
+
+
 def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     """Why nothing fits, from the candidate that comes closest."""
 
@@ -41,9 +61,6 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         )
     constant = task.costs.memory_constant_bytes(rank)
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")
-    if task.costs.memory_constant_bytes(rank, idle=True) > task.usable_bytes[rank]:
-        # no share is small enough, not even none
-        hint = (f"a cluster file without rank {rank}, which is too small for a process that holds nothing",)
     name, size = largest_tensor(closest.program, rank)
     return Infeasible(
         "no plan fits in memory",

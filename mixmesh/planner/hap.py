@@ -22,7 +22,7 @@ from .task import HEADROOM, Proposal, Task
 SUM_EXP = "mixmesh.sum_exp"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
-MAX_STATES = 200  # and two per step, before it keeps only the best few of every step
+MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
@@ -61,6 +61,11 @@ class Tried:
 
 def synthesised(task: Task) -> Iterator[Proposal]:
     return Synthesis(task).proposals()
+
+
+def most_states(problem: Problem) -> int:
+    """How many states the search may expand before it keeps only the best few of every step."""
+    return MAX_STATES + round(MAX_STATES_PER_STEP * len(problem.steps))
 
 
 class Synthesis:
@@ -144,7 +149,7 @@ class Synthesis:
                 forced=self.sums_of_samples if whole_s is not None else None,
             )
             try:
-                found = search(problem, weight=WEIGHT, max_states=MAX_STATES + 2 * len(problem.steps))
+                found = search(problem, weight=WEIGHT, max_states=most_states(problem))
             except NoProgram:
                 return None, 0, None
             self.task.states_expanded += found.states_expanded

@@ -20,7 +20,7 @@ from ..ir import Graph, regions, without_needless_names
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Candidate, Plan
 from . import simple
-from .answers import dtype_warnings, infeasible, notes_of, warnings_of
+from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
 from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished
 from .hap import synthesised
@@ -191,6 +191,7 @@ def _make_plans(
     states, whole_parameters = optimizer
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_batch(graph, cluster)
+    check_memory(task)
     if count > 1:
         task.kinds = {}
     best = task.proposed

@@ -9,12 +9,14 @@ from ..ratios import with_ratio
 from .task import Proposal, Task
 
 MAX_POLISH = 64
+FAR = 1.05  # times the best step: single samples save less
 
 
 def polish(task: Task, proposal: Proposal) -> Proposal:
-    """Moves single samples between ranks while that shortens the simulated step."""
+    """Moves single samples between ranks while that shortens the simulated step; not where the best would
+    stay far off."""
     ranks = support(proposal.program.ratio_of["r0"])
-    if len(ranks) < 2 or not proposal.feasible:
+    if len(ranks) < 2 or not proposal.feasible or proposal.timeline.step_s > FAR * task.best_s:
         return proposal
     simulation = proposal.simulation
 
