@@ -15,7 +15,7 @@ from mixmesh.cost import CostModel
 from mixmesh.ir import even_ratio, make_ratio, parse_program
 from mixmesh.synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from mixmesh.synthesis.bound import Bound
-from mixmesh.synthesis.search import State, _bound, cost_s, successors
+from mixmesh.synthesis.search import State, _bound, cost_s, followed, successors
 from mixmesh.synthesis.steps import Steps
 
 INF = float("inf")
@@ -182,6 +182,34 @@ def test_gap_covers_what_is_lost(body, case, weight):
         assert found.bound_s <= best * (1 + 1e-9) <= found.cost_s * (1 + 2e-9)
         assert found.cost_s <= best * (1 + found.gap) * (1 + 1e-9)
     assert search(problem, weight=weight).cost_s <= weight * best * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=25)
+@given(bodies(max_steps=6), st.integers(0, len(CASES) - 1), st.sampled_from([1.01, 1.2, 2.0]))
+def test_known_paths_are_taken_if_they_are_near_the_bound_and_else_nothing_changes(body, case, weight):
+    problem = problem_of(body, case)
+    best = search(problem)
+    known = [search(problem, beam=1), best]
+    # a path costs the same when it is followed
+    assert [cost_s(followed(Steps(problem), p)) for p in known] == [p.cost_s for p in known]
+    found = search(problem, weight=weight, known=known)
+    assert found.bound_s <= best.cost_s * (1 + 1e-9) and found.cost_s <= weight * best.cost_s * (1 + 1e-9)
+    if found.states_expanded == 0:
+        assert found.moves == min(known, key=lambda p: p.cost_s).moves
+    else:
+        assert found.moves == search(problem, weight=weight).moves
+
+
+def test_known_paths_that_are_none_here_are_ignored():
+    """All results are to be whole, and the path that was found cuts samples."""
+    model, costs = graph(GRAPHS["mlp"]), CostModel(cluster(THREE))
+    ratio = make_ratio([0.5, 0.3, 0.2])
+    choices = Choices(model, costs)
+    known = search(Problem(model, costs, ratio, choices=choices))
+    whole = {choices.ids[r]: 0 for n in choices.steps for r in n.results if r != model.loss}
+    problem = Problem(model, costs, ratio, choices=choices, forced=whole)
+    assert followed(Steps(problem), known) is None
+    assert search(problem, known=[known]).moves == search(problem).moves
 
 
 def deep(blocks: int, uneven: bool = False) -> str:

@@ -10,10 +10,10 @@ from math import isclose
 from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors
-from ..ir import PARTIAL, Program, Ratio, Shard, regions
+from ..ir import PARTIAL, Program, Ratio, Shard, regions, support
 from ..ratios import with_ratio
 from ..recomputation import recomputed
-from ..synthesis import NoProgram, Prices, Problem, search
+from ..synthesis import Found, NoProgram, Prices, Problem, search
 from ..synthesis.choices import code_of
 from .polish import polish
 from .recomputed import fewest
@@ -73,6 +73,7 @@ class Synthesis:
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
 
     def proposals(self) -> Iterator[Proposal]:
         """HAP: program and ratio in turn, for several prices and sets of devices; first the set that data
@@ -126,6 +127,12 @@ class Synthesis:
         program = self.task.data_parallel(self.task.shares(ranks))
         return self.bounds(self.task.packed(program), ranks)[2]
 
+    def known(self, price: float) -> list[Found]:
+        """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
+        parallelism where sums are free."""
+        last = [self.paths[price]] if price in self.paths else []
+        return [self.task.data_parallel_path[False], *last] if price == 0.0 else last
+
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
     ) -> tuple[Program | None, int, float | None]:
@@ -133,11 +140,12 @@ class Synthesis:
         program if it is one of ``seen``. Without a price for gradients it is that of data parallelism. With
         ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
         if price is None:
-            if 0 in seen:
-                return None, 0, None
             program = self.task.data_parallel(ratio)
+            number = self.task.data_parallel_path[len(support(ratio)) == 1].number
+            if number in seen:
+                return None, number, None
             seen.add(shape_of(program))
-            return program, 0, None
+            return program, number, None
         with self.task.timed("search"):
             problem = Problem(
                 self.task.graph,
@@ -149,9 +157,12 @@ class Synthesis:
                 forced=self.sums_of_samples if whole_s is not None else None,
             )
             try:
-                found = search(problem, weight=WEIGHT, max_states=most_states(problem))
+                known = self.known(price) if whole_s is None else ()
+                found = search(problem, weight=WEIGHT, max_states=most_states(problem), known=known)
             except NoProgram:
                 return None, 0, None
+            if whole_s is None:
+                self.paths[price] = found
             self.task.states_expanded += found.states_expanded
             number = found.number
             if number in seen or (whole_s is not None and found.cost_s > whole_s):

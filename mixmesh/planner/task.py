@@ -116,6 +116,7 @@ class Task:
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
         self.refused = ""  # why a planner has nothing to propose
         self._data_parallel: dict[bool, Program] = {}  # by whether one rank is alone
+        self.data_parallel_path: dict[bool, Found] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
@@ -184,8 +185,13 @@ class Task:
         """One program whatever the shares, but that one rank alone converts nothing."""
         alone = len(support(ratio)) == 1
         if alone not in self._data_parallel:
+
+            def spell(problem: Problem, found: Found) -> Program:
+                self.data_parallel_path[alone] = found
+                return self.spell(problem, found)
+
             with self.timed("search"):
-                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices, self.spell)
+                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices, spell)
             self._data_parallel[alone] = made
         return with_ratio(self._data_parallel[alone], "r0", ratio)
 

@@ -15,6 +15,7 @@ holds as much.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
@@ -77,8 +78,12 @@ def search(
     max_states: int | None = None,
     beam: int | None = None,
     dominance: bool = True,
+    known: Sequence[Found] = (),
 ) -> Found:
     """The program of least stage sum. Raises NoProgram if there is none.
+
+    If the cheapest of ``known`` paths (of a problem with the same choices) costs at most ``weight`` times
+    what no path goes below, it is the answer and nothing is searched.
 
     ``weight`` above 1 trusts the bound that much more: fewer states, and a result at most that factor
     dearer than the cheapest. After ``max_states`` expansions the search starts again with at most
@@ -90,6 +95,11 @@ def search(
     start = State(0, 0, problem.nothing, problem.nothing)
     if beam is not None:
         return _beam_search(steps, ahead, start, beam, 0.0)
+    ends = [end for path in known if (end := followed(steps, path)) is not None]
+    if ends:
+        end, least_s = min(ends, key=cost_s), _bound(start, ahead)
+        if cost_s(end) <= weight * least_s:
+            return found_at(steps, end, 0, least_s)
     kept: list[dict[int, list[State]]] = [{} for _ in range(steps.count + 1)]
     heap = [(0.0, 0, 0, start)]
     pushed = expanded = 0
@@ -110,6 +120,23 @@ def search(
                 pushed += 1
                 heapq.heappush(heap, (_bound(child, ahead, weight), -child.step, pushed, child))
     raise NoProgram("no program computes this graph with the options given")
+
+
+def followed(steps: Steps, path: Found) -> State | None:
+    """The end of a path that was found in a problem with the same choices but other prices; None if it is
+    none here."""
+    state = State(0, 0, steps.problem.nothing, steps.problem.nothing)
+    for step, move in enumerate(path.moves):
+        wanted = move.option.needs, move.option.gives
+        option = next((o for o in steps.problem.options[step] if (o.needs, o.gives) == wanted), None)
+        if option is None:
+            return None
+        t = steps.transition(step, steps.needed(step, state.masks), option)
+        following = advance(steps, state, t) if t is not None else None
+        if following is None:
+            return None
+        state = following
+    return state
 
 
 def _beam_search(

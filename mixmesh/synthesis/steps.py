@@ -84,11 +84,15 @@ class Steps:
     def masks(self, step: int, packed: int) -> dict[int, int]:
         return {v: packed >> (BITS * n) & FULL for n, v in enumerate(self.live[step])}
 
+    def needed(self, step: int, packed: int) -> dict[int, int]:
+        """What is held of the live values that a step needs."""
+        return {self.live[step][n]: packed >> (BITS * n) & FULL for n in self.lives.needed[step]}
+
     def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:
         key = tuple([packed >> (BITS * n) & FULL for n in self.lives.needed[step]])
         known = self._transitions[step]
         if key not in known:
-            held = {self.live[step][n]: mask for n, mask in zip(self.lives.needed[step], key)}
+            held = self.needed(step, packed)
             made = [self.transition(step, held, o) for o in self.problem.options[step]]
             known[key] = _undominated([t for t in made if t is not None])
         return known[key]
