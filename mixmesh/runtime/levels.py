@@ -8,10 +8,9 @@ place of the threads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 
 import torch
@@ -21,7 +20,9 @@ from torch import Tensor
 from ..ir import Parts, leaders
 from .comm import Comm
 from .layout import BETWEEN, DOWN, UP
-from .works import Stage, StagedWork
+from .works import Stage, StagedWork, queue_of
+
+STAGES = 3  # at most: up, between, down
 
 
 class ByLevels:
@@ -86,26 +87,23 @@ class ByLevels:
         if dist.get_backend(group) == "nccl":
             return StreamWork.of(x, stages, self.device)
         work = StagedWork(stages)
-        _threads()[0].put(work)
+        _first_stage().put(work)
         return work
 
 
 @cache
-def _threads() -> tuple[SimpleQueue, ...]:
-    """The queues of this process's threads, one per stage. They end with the process."""
-    queues = tuple(SimpleQueue() for _ in range(3))
+def _first_stage() -> SimpleQueue:
+    """Of the thread of the first stage, which hands on to that of the next, and so on."""
+    following = None
+    for stage in reversed(range(STAGES)):
+        following = queue_of(1, f"level {stage}", partial(_serve, stage, following))
+    return following
 
-    def serve(stage: int) -> None:
-        while True:
-            work = queues[stage].get()
-            work.advance(stage)
-            if stage + 1 < len(queues):
-                queues[stage + 1].put(work)
-            del work  # not remembered until the next one comes
 
-    for stage in range(len(queues)):
-        threading.Thread(target=serve, args=(stage,), name=f"mixmesh level {stage}", daemon=True).start()
-    return queues
+def _serve(stage: int, following: SimpleQueue | None, work: StagedWork) -> None:
+    work.advance(stage)
+    if following is not None:
+        following.put(work)
 
 
 @dataclass(frozen=True)

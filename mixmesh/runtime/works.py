@@ -140,17 +140,25 @@ def _carried_on(stages: Sequence[Stage]) -> StagedWork:
 
 @cache
 def _to_carry_on() -> SimpleQueue:
-    """Of the threads that wait, as gloo says only to who waits that something has come. They end with the
-    process."""
+    """Of the threads that wait, as gloo says only to who waits that something has come."""
+
+    def serve(work: StagedWork) -> None:
+        for stage in range(len(work.stages)):
+            work.advance(stage)
+
+    return queue_of(WAITING, "pairwise", serve)
+
+
+def queue_of(threads: int, name: str, serve: Callable[[StagedWork], None]) -> SimpleQueue:
+    """A queue of works that so many threads ``serve``, each the next one. They end with the process."""
     queue: SimpleQueue = SimpleQueue()
 
-    def serve() -> None:
+    def run() -> None:
         while True:
             work = queue.get()
-            for stage in range(len(work.stages)):
-                work.advance(stage)
-            del work  # and who waited for it, if it failed: a thread remembers its last work until the next
+            serve(work)
+            del work  # and who waited for it, if it failed: not remembered until the next one comes
 
-    for n in range(WAITING):
-        threading.Thread(target=serve, name=f"mixmesh pairwise {n}", daemon=True).start()
+    for n in range(threads):
+        threading.Thread(target=run, name=f"mixmesh {name} {n}", daemon=True).start()
     return queue
