@@ -13,7 +13,7 @@ from ..factors import best_factors
 from ..ir import PARTIAL, Program, Ratio, Shard, regions, support
 from ..ratios import with_ratio
 from ..recomputation import recomputed
-from ..synthesis import BEAM, Found, NoProgram, Prices, Problem, search
+from ..synthesis import Found, NoProgram, Prices, Problem, search
 from ..synthesis.choices import code_of
 from .polish import polish
 from .recomputed import fewest
@@ -71,9 +71,8 @@ def most_states(problem: Problem) -> int:
 class Synthesis:
     """The alternation of one task."""
 
-    def __init__(self, task: Task, width: int = BEAM) -> None:
-        """``width``: how many states of a step are kept where the search is cut short."""
-        self.task, self.width = task, width
+    def __init__(self, task: Task) -> None:
+        self.task = task
         self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
 
     def proposals(self) -> Iterator[Proposal]:
@@ -159,8 +158,7 @@ class Synthesis:
             )
             try:
                 known = self.known(price) if whole_s is None else ()
-                states, width = most_states(problem), self.width
-                found = search(problem, weight=WEIGHT, max_states=states, width=width, known=known)
+                found = search(problem, weight=WEIGHT, max_states=most_states(problem), known=known)
             except NoProgram:
                 return None, 0, None
             if whole_s is None:

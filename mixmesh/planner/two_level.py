@@ -31,7 +31,6 @@ from .task import HEADROOM, Proposal, Task
 # of a second of gradient sums within a machine: those between machines take longer, the more so the thinner
 # the link
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
-WIDTH = 8  # states of a step that are kept: a few programs make up the whole, and the worst of them decides
 ROUNDS = 2  # of dealing out samples
 WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
 MOST_NODES = 1000  # of the graph, times kinds of machines: about a second
@@ -200,7 +199,7 @@ class TwoLevel:
         """The cheapest program of a part on these ranks, and the best shares for it."""
         if len(ranks) == 1:
             return inner.data_parallel(only(ranks[0], inner.world_size))
-        program, _, _ = Synthesis(inner, WIDTH).find(inner.shares(ranks), price, set())
+        program, _, _ = Synthesis(inner).find(inner.shares(ranks), price, set())
         if program is None:
             return None
         ratio = inner.ratio(inner.simulation(program), program, ranks, limited=False)

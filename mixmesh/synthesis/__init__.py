@@ -4,6 +4,6 @@ from .choices import Choices
 from .emit import Builder, emit
 from .exact import prove
 from .problem import Prices, Problem
-from .search import BEAM, Found, NoProgram, search
+from .search import Found, NoProgram, search
 
-__all__ = ["BEAM", "Builder", "Choices", "Found", "NoProgram", "Prices", "Problem", "emit", "prove", "search"]
+__all__ = ["Builder", "Choices", "Found", "NoProgram", "Prices", "Problem", "emit", "prove", "search"]

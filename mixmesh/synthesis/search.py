@@ -76,7 +76,6 @@ def search(
     *,
     weight: float = 1.0,
     max_states: int | None = None,
-    width: int = BEAM,
     beam: int | None = None,
     dominance: bool = True,
     known: Sequence[Found] = (),
@@ -88,7 +87,7 @@ def search(
 
     ``weight`` above 1 trusts the bound that much more: fewer states, and a result at most that factor
     dearer than the cheapest. After ``max_states`` expansions the search starts again with at most
-    ``width`` states kept per step (so many as ``beam`` from the start), which bounds the time on large
+    ``BEAM`` states kept per step (``beam`` asks for that from the start), which bounds the time on large
     graphs. ``Found.gap`` says what is left open. ``dominance`` is for tests.
     """
     steps = Steps(problem)
@@ -115,7 +114,7 @@ def search(
         expanded += 1
         if max_states is not None and expanded > max_states:
             open_s = min(_bound(s, ahead) for s in [state, *(s for *_, s in heap)] if not s.dropped)
-            return _beam_search(steps, ahead, start, width, open_s, expanded)
+            return _beam_search(steps, ahead, start, BEAM, open_s, expanded)
         for child in successors(steps, state):
             if not dominance or _keep(kept[child.step], child):
                 pushed += 1
