@@ -24,7 +24,7 @@ from .bound import Bound
 from .problem import Problem, Vector
 from .steps import Move, Steps, Transition, single_code
 
-BEAM = 4  # states kept per step once the exact search has used up its budget
+BEAM = 8  # states kept per step once the exact search has used up its budget
 
 
 class NoProgram(ValueError):
