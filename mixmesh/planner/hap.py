@@ -130,8 +130,8 @@ class Synthesis:
     def known(self, price: float) -> list[Found]:
         """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
         parallelism where sums are free."""
-        last = [self.paths[price]] if price in self.paths else []
-        return [self.task.data_parallel_path[False], *last] if price == 0.0 else last
+        spread = self.task.data_parallel_path.get(False) if price == 0.0 else None
+        return [path for path in (spread, self.paths.get(price)) if path is not None]
 
     def find(
         self, ratio: Ratio, price: float | None, seen: set[int], *, whole_s: float | None = None
