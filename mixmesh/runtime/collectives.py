@@ -21,7 +21,7 @@ from ..cost import default_algorithm
 from ..errors import InputError
 from .comm import Channel
 from .levels import ByLevels
-from .works import pairwise, pairwise_sum
+from .works import pairwise
 
 Sizes = Sequence[int]
 PAIRWISE_BYTES = 2**17  # less is sent before anybody waits for it: then gloo's own all_to_all has less to do
@@ -186,9 +186,6 @@ def _scatter_all_reduce(channel: Channel, flat: Tensor, counts: Sizes):
 
 
 def _scatter_all_to_all(channel: Channel, flat: Tensor, counts: Sizes):
-    if _is_pairwise(channel, flat.nbytes):
-        pieces = flat.split(list(counts))
-        return [channel.start(pairwise_sum, pieces)], lambda: pieces[channel.me].clone()
     count, world_size = counts[channel.me], len(counts)
     addends = flat.new_empty(world_size, count)
     splits = [count] * world_size

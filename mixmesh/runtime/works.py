@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from queue import SimpleQueue
 
 import torch
@@ -14,8 +14,6 @@ from torch import Tensor
 Stage = Callable[[], Sequence[dist.Work]]
 
 WAITING = 4  # exchanges that are waited for at once: more are under way, and told of later
-ADDENDS_BYTES = 2**21  # of a sum, that come from others at once
-SERIAL = 2**15  # elements, of which torch shares no fewer among threads
 
 
 class StagedWork:
@@ -71,40 +69,6 @@ def pairwise(
     received[me].copy_(sent[me])
     works = _posted(received, sent, group, _next_tag(group))
     return _carried_on([lambda: works])
-
-
-def pairwise_sum(pieces: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool) -> StagedWork:
-    """Every rank of a gloo group gets its piece of the sum, in place: ``pieces``, each one flat, are what
-    this one adds to those of each rank. What others add comes in parts, ``ADDENDS_BYTES`` at once."""
-    me, tag, ranks = dist.get_rank(group), _next_tag(group), range(len(pieces))
-    mine = pieces[me]
-    count = max(1, ADDENDS_BYTES // (2 * mine.element_size() * max(len(pieces) - 1, 1)))
-    starts = range(0, max(map(len, pieces)), count)
-    # by part, in turn, and rank; taken here, as threads keep what they let go of to themselves
-    addends = [[mine.new_empty(min(count, len(mine)) if j != me else 0) for j in ranks] for _ in range(2)]
-
-    def landing(start: int) -> list[Tensor]:
-        length = len(mine[start : start + count])
-        return [addend[:length] for addend in addends[start // count % 2]]
-
-    def post(start: int) -> list[dist.Work]:
-        return _posted(landing(start), [piece[start : start + count] for piece in pieces], group, tag)
-
-    def add(start: int) -> None:
-        sums = mine[start : start + count]
-        for addend in (a for j, a in enumerate(landing(start)) if j != me):
-            # so little at once that torch does it in this thread, and starts no team of others for it
-            for part, more in zip(sums.split(SERIAL), addend.split(SERIAL)):
-                part.add_(more)
-
-    def after(start: int) -> list[dist.Work]:
-        """Begins the next part, and adds this one while that is under way."""
-        works = post(start + count) if start + count in starts else []
-        add(start)
-        return works
-
-    works = post(0)
-    return _carried_on([lambda: works, *(partial(after, start) for start in starts)])
 
 
 def _posted(
