@@ -68,7 +68,9 @@ def pairwise(
     me = dist.get_rank(group)
     received[me].copy_(sent[me])
     works = _posted(received, sent, group, _next_tag(group))
-    return _carried_on([lambda: works])
+    work = StagedWork([lambda: works])
+    _to_carry_on().put(work)
+    return work
 
 
 def _posted(
@@ -96,21 +98,10 @@ def _next_tag(group: dist.ProcessGroup) -> int:
     return tag
 
 
-def _carried_on(stages: Sequence[Stage]) -> StagedWork:
-    work = StagedWork(stages)
-    _to_carry_on().put(work)
-    return work
-
-
 @cache
 def _to_carry_on() -> SimpleQueue:
     """Of the threads that wait, as gloo says only to who waits that something has come."""
-
-    def serve(work: StagedWork) -> None:
-        for stage in range(len(work.stages)):
-            work.advance(stage)
-
-    return queue_of(WAITING, "pairwise", serve)
+    return queue_of(WAITING, "pairwise", lambda work: work.advance(0))
 
 
 def queue_of(threads: int, name: str, serve: Callable[[StagedWork], None]) -> SimpleQueue:
