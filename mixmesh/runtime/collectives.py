@@ -150,7 +150,7 @@ def all_gather(
 # --- reduce_scatter -----------------------------------------------------------------------------------
 #
 # An algorithm maps (channel, addends in rank order, elements per rank) to (works, function that gives my
-# piece). The buffer is its own to overwrite.
+# piece). The buffer is its own to overwrite, but for those that only read it.
 
 
 def _scatter_reduces(channel: Channel, flat: Tensor, counts: Sizes):
@@ -205,6 +205,7 @@ REDUCE_SCATTER = {
     "all_reduce": _scatter_all_reduce,
     "all_to_all": _scatter_all_to_all,
 }
+ONLY_READ = (_scatter_padded, _scatter_all_to_all)
 
 
 def reduce_scatter(
@@ -218,8 +219,9 @@ def reduce_scatter(
     in_place: bool = False,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """This rank's piece along ``dim`` of the sum of all ranks' ``x``. ``in_place`` may overwrite ``x``. By
-    ``levels``, if they are given: then leaders alone have pieces."""
+    """This rank's piece along ``dim`` of the sum of all ranks' ``x``, which is not to change until it is
+    waited for. ``in_place`` may overwrite ``x``. By ``levels``, if they are given: then leaders alone have
+    pieces."""
     mine = _resize(x.shape, dim, sizes[channel.me])
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
@@ -231,7 +233,8 @@ def reduce_scatter(
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
         flat = moved.reshape(-1)
-        flat = flat.clone() if flat.data_ptr() == x.data_ptr() and not in_place else flat
+        is_mine = in_place or run in ONLY_READ or flat.data_ptr() != x.data_ptr()
+        flat = flat if is_mine else flat.clone()
     else:
         flat = torch.cat([piece.reshape(-1) for piece in moved.split(list(sizes), dim)])
     works, piece = run(channel, flat, counts)

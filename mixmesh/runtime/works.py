@@ -1,7 +1,8 @@
-"""Collectives that threads of this process carry on, each as a ``torch.distributed.Work``."""
+"""Collectives of several parts, each as a ``torch.distributed.Work``."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,7 +14,7 @@ from torch import Tensor
 
 Stage = Callable[[], Sequence[dist.Work]]
 
-WAITING = 4  # exchanges that are waited for at once: more are under way, and told of later
+WATCHING = 4  # exchanges that threads wait for at once: more are under way, and told of later
 
 
 class StagedWork:
@@ -60,17 +61,51 @@ class StagedWork:
         return self.done
 
 
+class PairwiseWork:
+    """Sends and receives under way. Who waits for them does so itself, and nobody else runs meanwhile: a
+    thread would take the interpreter from who computes. gloo says only to who waits that something has come,
+    so that who asks, or wants to be told, has a thread wait from then on."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self.works, self.watched = works, None
+
+    def wait(self) -> None:
+        if self.watched is not None:
+            self.watched.wait()
+        works, self.works = self.works, ()
+        for work in works:
+            work.wait()
+
+    def is_completed(self) -> bool:
+        return self._watched().is_completed()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._watched().get_future()
+
+    def _watched(self) -> StagedWork:
+        if self.watched is None:
+            works, self.works = self.works, ()
+            self.watched = StagedWork([lambda: works])
+            if works:
+                _watching().put(self.watched)
+            else:
+                self.watched.advance(0)
+        return self.watched
+
+    def __del__(self) -> None:
+        """gloo forgets a receive that nobody holds, and then reads no further from that peer."""
+        if self.works and not sys.is_finalizing():
+            self._watched()
+
+
 def pairwise(
     received: Sequence[Tensor], sent: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool
-) -> StagedWork:
+) -> PairwiseWork:
     """Between every two ranks of a gloo group, ``sent[j]`` goes to rank j of it and ``received[j]`` comes
     from there; what is empty does not. Sizes may all differ."""
     me = dist.get_rank(group)
     received[me].copy_(sent[me])
-    works = _posted(received, sent, group, _next_tag(group))
-    work = StagedWork([lambda: works])
-    _to_carry_on().put(work)
-    return work
+    return PairwiseWork(_posted(received, sent, group, _next_tag(group)))
 
 
 def _posted(
@@ -99,9 +134,8 @@ def _next_tag(group: dist.ProcessGroup) -> int:
 
 
 @cache
-def _to_carry_on() -> SimpleQueue:
-    """Of the threads that wait, as gloo says only to who waits that something has come."""
-    return queue_of(WAITING, "pairwise", lambda work: work.advance(0))
+def _watching() -> SimpleQueue:
+    return queue_of(WATCHING, "watches", lambda work: work.advance(0))
 
 
 def queue_of(threads: int, name: str, serve: Callable[[StagedWork], None]) -> SimpleQueue:

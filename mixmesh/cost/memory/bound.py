@@ -83,7 +83,7 @@ def _at_first(program: Program) -> float:
 
 def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
     """Parameters with gradients and states, what the optimizer makes of them and the buckets of gradients;
-    with owners more buffers: gathered, made one and on its way."""
+    with owners more buffers: gathered, made one, on its way, and the addends of owners."""
     for i in program.instructions:
         if i.op not in ("param", "buffer", "input", "const"):
             continue
@@ -96,6 +96,8 @@ def _stored(program: Program, states: OptimizerStates, sizes: Sizes) -> None:
             _add(sizes, (owned or i.type).cut, (states.kept + 1) * size)
             _add(sizes, i.type.cut, size)
             _add(sizes, whole(i.type), size if owned is None else 4 * size)
+            if owned is not None:
+                _add(sizes, owned.cut, program.world_size * size)
 
 
 def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str, int], sizes: Sizes) -> None:
@@ -213,6 +215,8 @@ def _moved(program: Program, sizes: Sizes) -> None:
             continue
         source, target = program.types[i.inputs[0]], i.type
         size = float(target.value.size_bytes)
+        # the addends of a sum
+        _add(sizes, source.cut, program.world_size * size)
         for cut in (source.cut, target.cut, whole(target)):
             _add(sizes, cut, 2 * size)
             at_once[cut] = max(at_once.get(cut, 0.0), 2 * size)

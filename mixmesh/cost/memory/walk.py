@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from math import ceil
+from math import ceil, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -51,6 +51,7 @@ Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
 OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
+EXCHANGES = (None, "all_to_all")  # forms of a reduce_scatter by which each rank has all addends of its piece
 BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
 
 
@@ -231,8 +232,8 @@ class Walk:
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
         self.late: dict[int, tuple[_Storage, ...]] = {}  # what weight gradients are made of, by index
-        self.flying: deque[_Storage] = deque()
-        self.flying_bytes = 0.0
+        # sums on their way to where pieces are kept: bytes, and what is held meanwhile
+        self.flying: deque[tuple[float, tuple[_Storage, ...]]] = deque()
         self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
         # by point of the backward pass, where the last gradient of a parameter is there
         self.complete: dict[float, Moment] = {}
@@ -459,7 +460,7 @@ class Walk:
             return
         made = self._new(i.type)
         self.values[i.result] = made
-        self.ledger.moment(f"%{i.result}", *staging(i.op, source, i.type, self.cuda))
+        self.ledger.moment(f"%{i.result}", *self._staging(i.op, source, i.type, i.attr("algorithm")))
 
     def _arrive(self, name: str, n: int) -> None:
         """At its first use a gathered value is put in order, if rank order is not memory order; an owned
@@ -525,7 +526,7 @@ class Walk:
                     program.types[name].value.size_bytes, whole(program.types[name])
                 )
                 moved = program.producers[name]
-                beside = staging("all_gather", program.types[moved.inputs[0]], moved.type, self.cuda)
+                beside = self._staging("all_gather", program.types[moved.inputs[0]], moved.type)
                 self.ledger.moment(f"%{name} again", *beside)
         if n in self.repeats:
             self._compute_again(self.repeats[n], again)
@@ -661,19 +662,25 @@ class Walk:
             self._accumulate(i.inputs[0], self._alias(outgoing[0], outgoing[0].strides))
             self.ledger.drop(outgoing[0].storage)
             return
+        algorithm = i.attr("gradient_algorithm")
+        if is_stored(self.program, i) and _back(i) != "reduce_scatter":
+            beside: Iterable[tuple[float, Cut]] = [(float(i.type.value.size_bytes), whole(i.type))]
+        else:
+            beside = self._staging(_back(i), i.type, source, algorithm)
+        carried = [self.ledger.take(size_bytes, cut, stays=True) for size_bytes, cut in beside]
+        leaving = [g.storage for g in outgoing]
+        if _back(i) == "reduce_scatter" and self._is_sent_as_it_is(i.type, source, algorithm):
+            carried, leaving = carried + leaving, []
         if is_stored(self.program, i):
-            flat = self.ledger.take(i.type.value.size_bytes, whole(i.type))
             self.ledger.moment(f"gradient of %{i.result}")
-            self.ledger.drop(*(g.storage for g in outgoing))
-            self._fly(flat)
+            self.ledger.drop(*leaving)
+            self._fly(float(i.type.value.size_bytes), *carried)
             self._land_above(IN_FLIGHT_BYTES)
             self._accumulate(i.inputs[0], self._new(source))
             return
         arriving = self._new(source)
-        beside = staging(_back(i), i.type, source, self.cuda)
-        carried = [self.ledger.take(size_bytes, cut, stays=True) for size_bytes, cut in beside]
         self.ledger.moment(f"gradient of %{i.result}")
-        self.ledger.drop(*(g.storage for g in outgoing))
+        self.ledger.drop(*leaving)
         self.returning[i.result] = arriving, carried
 
     def _come_back(self, i: Instruction) -> None:
@@ -690,11 +697,15 @@ class Walk:
         flat = self.ledger.take(s.size_bytes, cut) if len(s.params) > 1 else None
         self.ledger.moment(BUCKET)
         wholes = [self.gradients.pop(p.result).storage for p in s.params if p.result in self.gradients]
-        if flat is None:
-            self._fly(*wholes)
-        else:
+        if flat is not None:
             self.ledger.drop(*wholes)
-            self._fly(flat)
+            wholes = [flat]
+        addends = [
+            self.ledger.take(self.program.world_size * p.type.value.size_bytes, self.owned[p.result].cut)
+            for p in s.params
+            if not self.cuda
+        ]
+        self._fly(s.size_bytes, *wholes, *addends)
         self._land_above(IN_FLIGHT_BYTES)
         if self.held is not Held.SUMS:  # else they are added to what is there
             for p in s.params:
@@ -702,17 +713,37 @@ class Walk:
 
     def _land_above(self, size_bytes: float) -> None:
         """Sums that were issued earlier land until no more than so much, and the last of them, is left."""
-        while self.flying and self.flying_bytes - self.flying[-1].size_bytes > size_bytes:
+        while self.flying and sum(size for size, _ in self.flying) - self.flying[-1][0] > size_bytes:
             self._land()
 
     def _land(self) -> None:
-        landed = self.flying.popleft()
-        self.flying_bytes -= landed.size_bytes
-        self.ledger.drop(landed)
+        self.ledger.drop(*self.flying.popleft()[1])
 
-    def _fly(self, *storages: _Storage) -> None:
-        self.flying.extend(storages)
-        self.flying_bytes += sum(s.size_bytes for s in storages)
+    def _fly(self, size_bytes: float, *storages: _Storage) -> None:
+        self.flying.append((size_bytes, storages))
+
+    def _staging(
+        self, op: str, source: TensorType, target: TensorType, algorithm: str | None = None
+    ) -> Iterable[tuple[float, Cut]]:
+        """What a collective holds beside its source and its result while it is under way
+        (``runtime.collectives``)."""
+        size = float(target.value.size_bytes)
+        match op:
+            case "reduce_scatter":
+                if not self._is_sent_as_it_is(source, target, algorithm):
+                    yield size, whole(source)
+                if not self.cuda and algorithm in EXCHANGES:
+                    yield self.program.world_size * size, target.cut
+            case "all_to_all" | "move":
+                yield size, source.cut
+                yield size, target.cut
+
+    def _is_sent_as_it_is(self, source: TensorType, target: TensorType, algorithm: str | None) -> bool:
+        """Whether a reduce_scatter sends its source's own memory: pieces are in rank order there, and it
+        overwrites nothing."""
+        cut = target.placement.dim if isinstance(target.placement, Shard) else 0
+        in_order = prod(source.value.shape[:cut]) == 1
+        return not self.cuda and in_order and algorithm in EXCHANGES
 
     # --- optimizer ------------------------------------------------------------------------------------
 
@@ -780,17 +811,6 @@ def _with_copies(program: Program, bucket: GradientSum, at: Moment) -> Moment:
 def _back(i: Instruction) -> str:
     """The collective of a redistribution's gradient."""
     return DUAL_COLLECTIVE.get(i.op, i.op)
-
-
-def staging(op: str, source: TensorType, target: TensorType, cuda: bool) -> Iterable[tuple[float, Cut]]:
-    """What a collective holds beside its result while it is under way (``runtime.collectives``)."""
-    size = float(target.value.size_bytes)
-    match op:
-        case "reduce_scatter":
-            yield size, whole(source)
-        case "all_to_all" | "move":
-            yield size, source.cut
-            yield size, target.cut
 
 
 def ordering(
