@@ -56,7 +56,7 @@ def fully_sharded(program: Program, params: Collection[str] | None = None) -> Pr
     (ZeRO-3, FSDP).
 
     A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
-    after its last use, to be gathered again in the backward pass.
+    after its last use, to be gathered again where the backward pass needs it.
     """
     stored = {
         i.result

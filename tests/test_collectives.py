@@ -114,6 +114,19 @@ def check_many_at_once(comm: Comm) -> None:
         assert handle.is_ready()
 
 
+def check_never_awaited(comm: Comm) -> None:
+    """A gather that a rank lets go of while it is under way is in nobody's way."""
+    channel = comm.channel(comm.everyone, "all_gather")
+    full, sizes = whole((3_000_000,)), (1_500_000, 900_000, 600_000)
+    mine = full.split(list(sizes))[comm.rank]
+    for _ in range(3):
+        handle = c.all_gather(channel, mine, sizes, async_op=True)
+        if comm.rank != 2:
+            del handle
+        out = c.reduce_scatter(channel, full, sizes)
+        assert torch.equal(out, WORLD * mine)
+
+
 def check_all_reduce(comm: Comm) -> None:
     channel = comm.channel(comm.everyone, "all_reduce")
     for dtype in [*DTYPES, torch.int16]:

@@ -200,6 +200,7 @@ def test_other_targets_of_unknown_length_are_refused():
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")  # as is meant
 def test_equals_one_device(name):
     torch.manual_seed(0)
     model, batch = MODELS[name]()

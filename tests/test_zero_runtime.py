@@ -531,6 +531,12 @@ def test_stages_are_programs(stage):
     assert with_stage(made, 0, OWNERS).instructions == data_parallel_program().instructions or stage == 3
 
 
+def test_what_the_backward_pass_does_not_read_is_gathered_once():
+    again = {i.result: i.attr("reshard") for i in program_of(3).instructions if i.op == "all_gather"}
+    once = {name for name, reshard in again.items() if not reshard}
+    assert once == {"up.bias", "down.bias"} and "table.weight" in again
+
+
 def test_what_is_not_a_stage():
     for stage, owners, message in (
         (4, OWNERS, "no such ZeRO"),

@@ -130,7 +130,7 @@ class Synthesis:
     def known(self, price: float) -> list[Found]:
         """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
         parallelism where sums are free."""
-        spread = self.task.data_parallel_path.get(False) if price == 0.0 else None
+        spread = self.task.data_parallel_path(alone=False) if price == 0.0 else None
         return [path for path in (spread, self.paths.get(price)) if path is not None]
 
     def find(
@@ -141,7 +141,7 @@ class Synthesis:
         ``whole_s`` the classes of a loss are whole, and a program that costs more seconds is none."""
         if price is None:
             program = self.task.data_parallel(ratio)
-            number = self.task.data_parallel_path[len(support(ratio)) == 1].number
+            number = self.task.data_parallel_path(alone=len(support(ratio)) == 1).number
             if number in seen:
                 return None, number, None
             seen.add(shape_of(program))

@@ -115,8 +115,8 @@ class Task:
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
         self.refused = ""  # why a planner has nothing to propose
-        self._data_parallel: dict[bool, Program] = {}  # by whether one rank is alone
-        self.data_parallel_path: dict[bool, Found] = {}
+        # by whether one rank is alone: the path and its program
+        self._data_parallel: dict[bool, tuple[Found, Program]] = {}
         self.searched: dict[int, tuple[Problem, Found]] = {}  # by the shape of the program
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
@@ -187,13 +187,18 @@ class Task:
         if alone not in self._data_parallel:
 
             def spell(problem: Problem, found: Found) -> Program:
-                self.data_parallel_path[alone] = found
-                return self.spell(problem, found)
+                program = self.spell(problem, found)
+                self._data_parallel[alone] = found, program
+                return program
 
             with self.timed("search"):
-                made = data_parallel(self.graph, self.costs, ratio, self.units, self.choices, spell)
-            self._data_parallel[alone] = made
-        return with_ratio(self._data_parallel[alone], "r0", ratio)
+                data_parallel(self.graph, self.costs, ratio, self.units, self.choices, spell)
+        return with_ratio(self._data_parallel[alone][1], "r0", ratio)
+
+    def data_parallel_path(self, *, alone: bool) -> Found | None:
+        """Its path for several ranks, or for one that is ``alone``, if it was asked for."""
+        made = self._data_parallel.get(alone)
+        return None if made is None else made[0]
 
     def spell(self, problem: Problem, found: Found) -> Program:
         """The program of a path: the same instructions for all who go it, whatever their ratio, but that one

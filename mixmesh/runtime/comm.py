@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Instruction, Program, print_instruction
 from .layout import meetings
+from .works import begin_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -79,6 +80,8 @@ class Comm:
                 # a group of our own even for all ranks: the default one may have another timeout
                 group = dist.new_group(list(ranks), timeout=timeout)
                 groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+        if dist.get_backend() == "gloo":
+            begin_threads()
         return cls(dist.get_rank(), world_size, where, timeout_s, groups)
 
     def close(self) -> None:

@@ -61,66 +61,96 @@ class StagedWork:
         return self.done
 
 
-class PairwiseWork:
-    """Sends and receives under way. Who waits for them does so itself, and nobody else runs meanwhile: a
-    thread would take the interpreter from who computes. gloo says only to who waits that something has come,
-    so that who asks, or wants to be told, has a thread wait from then on."""
+class Posted:
+    """Receives and sends that a thread of their own posts, and that are known then."""
 
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self.works, self.watched = works, None
+    def __init__(self, post: Callable[[], Sequence[dist.Work]]) -> None:
+        self._post, self._is_over = post, threading.Event()
+        self._works: Sequence[dist.Work] = ()
+        self._error: str | None = None
+
+    def post(self) -> None:
+        try:
+            self._works = self._post()
+        except Exception as error:
+            self._error = str(error)
+        finally:
+            self._post = None  # with the tensors
+            self._is_over.set()
 
     def wait(self) -> None:
-        if self.watched is not None:
-            self.watched.wait()
-        works, self.works = self.works, ()
+        self._is_over.wait()
+        if self._error is not None:
+            raise RuntimeError(self._error)
+        works, self._works = self._works, ()
         for work in works:
             work.wait()
 
+
+class PairwiseWork:
+    """Receives and sends under way. Who waits for them does so itself. gloo says only to who waits that
+    something has come, so that who asks, or wants to be told, has a thread wait from then on."""
+
+    def __init__(self, posted: Posted) -> None:
+        self._posted: Posted | None = posted  # nobody has waited for them
+        self._watched: StagedWork | None = None
+
+    def wait(self) -> None:
+        if self._watched is not None:
+            self._watched.wait()
+        elif self._posted is not None:
+            posted, self._posted = self._posted, None
+            posted.wait()
+
     def is_completed(self) -> bool:
-        return self._watched().is_completed()
+        return self._watch().is_completed()
 
     def get_future(self) -> torch.futures.Future:
-        return self._watched().get_future()
-
-    def _watched(self) -> StagedWork:
-        if self.watched is None:
-            works, self.works = self.works, ()
-            self.watched = StagedWork([lambda: works])
-            if works:
-                _watching().put(self.watched)
-            else:
-                self.watched.advance(0)
-        return self.watched
+        return self._watch().get_future()
 
     def __del__(self) -> None:
         """gloo forgets a receive that nobody holds, and then reads no further from that peer."""
-        if self.works and not sys.is_finalizing():
-            self._watched()
+        if self._posted is not None and not sys.is_finalizing():
+            self._watch()
+
+    def _watch(self) -> StagedWork:
+        if self._watched is None:
+            posted, self._posted = self._posted, None
+            self._watched = StagedWork([lambda: () if posted is None else (posted,)])
+            if posted is None:
+                self._watched.advance(0)
+            else:
+                _watching().put(self._watched)
+        return self._watched
 
 
 def pairwise(
     received: Sequence[Tensor], sent: Sequence[Tensor], *, group: dist.ProcessGroup, async_op: bool
 ) -> PairwiseWork:
     """Between every two ranks of a gloo group, ``sent[j]`` goes to rank j of it and ``received[j]`` comes
-    from there; what is empty does not. Sizes may all differ."""
-    me = dist.get_rank(group)
-    received[me].copy_(sent[me])
-    return PairwiseWork(_posted(received, sent, group, _next_tag(group)))
+    from there; what is empty does not. Sizes may all differ.
 
-
-def _posted(
-    received: Sequence[Tensor], sent: Sequence[Tensor], group: dist.ProcessGroup, tag: int
-) -> list[dist.Work]:
-    """All that is to be received is said before anything is sent. gloo says so over the connection that it
+    All that is to be received is said before anything is sent. gloo says so over the connection that it
     sends over, so that a rank that sends first says it when its megabytes are gone. Where both do, the one
     waits for the other, and of the two ways of a link only one is in use (gloo's own all_to_all and
-    broadcasts take up to twice as long for it, as threads happen to run)."""
-    me, count = dist.get_rank(group), len(sent)
+    broadcasts take up to twice as long for it, as threads happen to run).
+
+    A thread of their own does both: who sends holds the connection and copies into it what it takes, and a
+    computing thread that is held up meanwhile, its quota used, holds up all that the peer sends here too.
+    """
+    me, count, tag = dist.get_rank(group), len(sent), _next_tag(group)
+    received[me].copy_(sent[me])
     others = range(1, count)
     sources = [j for j in ((me - k) % count for k in others) if received[j].numel()]
     targets = [j for j in ((me + k) % count for k in others) if sent[j].numel()]
-    works = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
-    return works + [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
+
+    def post() -> list[dist.Work]:
+        receives = [dist.irecv(received[j], group=group, group_src=j, tag=tag) for j in sources]
+        return receives + [dist.isend(sent[j], group=group, group_dst=j, tag=tag) for j in targets]
+
+    posted = Posted(post)
+    _posting().put(posted)
+    return PairwiseWork(posted)
 
 
 _tags: dict[str, int] = {}
@@ -134,11 +164,23 @@ def _next_tag(group: dist.ProcessGroup) -> int:
 
 
 @cache
+def _posting() -> SimpleQueue:
+    return queue_of(1, "posts", Posted.post)
+
+
+@cache
 def _watching() -> SimpleQueue:
     return queue_of(WATCHING, "watches", lambda work: work.advance(0))
 
 
-def queue_of(threads: int, name: str, serve: Callable[[StagedWork], None]) -> SimpleQueue:
+def begin_threads() -> None:
+    """The threads that exchanges need, now and not at the first one: a thread has the limits (of processor
+    time, of cores) of the one that begins it, and who computes may be given others."""
+    _posting()
+    _watching()
+
+
+def queue_of(threads: int, name: str, serve: Callable) -> SimpleQueue:
     """A queue of works that so many threads ``serve``, each the next one. They end with the process."""
     queue: SimpleQueue = SimpleQueue()
 

@@ -3,7 +3,8 @@
 0    everything is replicated
 1    gradients and optimizer state belong to owners; gradients are summed to them once per step
 2    as 1, and gradients are summed to them in every backward pass
-3    parameters are stored by their owners, gathered for use and let go of between the passes
+3    parameters are stored by their owners, gathered for use and let go of between the passes; what the
+     backward pass has no use for, as of biases and tables, is not gathered again
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from ..cost import VIEWS
+from ..cost.memory import kept_inputs
 from ..errors import InputError, PlanError
 from ..ir import (
+    LEAVES,
     REPLICATE,
     Instruction,
     Program,
@@ -23,12 +27,15 @@ from ..ir import (
     make_ratio,
     owned_type,
     print_instruction,
+    region_of,
     stage_of,
     support,
     with_attrs,
 )
 
 STAGES = (0, 1, 2, 3)
+# what these give may be what they are given
+COPIES = ("aten._to_copy", "aten.contiguous", "aten.clone", "aten.broadcast_tensors")
 
 
 def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
@@ -99,7 +106,7 @@ def _check_held(program: Program, i: Instruction, shares: Ratio) -> None:
 def zero_stage(program: Program) -> int:
     """The stage that a program is in, 0 if nothing has owners: that of the parameter that is furthest."""
     stages = [stage_of(i) for i in program.params if owned_type(program, i) is not None]
-    gathered = any(i.op == "all_gather" and i.attr("reshard", False) for i in program.instructions)
+    gathered = any(i.op == "all_gather" and i.attr("reshard") is not None for i in program.instructions)
     return 3 if gathered else max(stages, default=0)
 
 
@@ -135,8 +142,9 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
     """``program`` with these parameters stored S(0) in the shares of ``ratio``, and gathered for use.
 
     A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
-    after its last use, to be gathered again in the backward pass.
+    after its last use, to be gathered again where the backward pass needs it.
     """
+    again = _needed_again(program, names)
     out: list[Instruction] = []
     waiting: list[Instruction] = []  # gathers met since the last operator that uses a parameter
     ahead = 0  # where the next gathers go: before the operator that used the last ones
@@ -147,7 +155,7 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
             held = shards.setdefault(i.type, TensorType(i.type.value, (Shard(0),), ratio))
             attrs = tuple((k, v) for k, v in i.attrs if k != "bucket")
             waiting.append(replace(i, results=(name,), types=(held,), attrs=attrs))
-            reshard = (("reshard", True),)
+            reshard = (("reshard", i.result in again),)
             waiting.append(Instruction((i.result,), (i.type,), "all_gather", (Ref(name),), attrs=reshard))
             continue
         if waiting and any(name in names for name in i.inputs):
@@ -156,3 +164,19 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
             waiting = []
         out.append(i)
     return replace(program, instructions=(*out, *waiting))
+
+
+def _needed_again(program: Program, names: Collection[str]) -> set[str]:
+    """Those of ``names`` that the backward pass reads: autograd keeps them, maybe by way of a view, or they
+    are computed with again."""
+    found: set[str] = set()
+    for i in program.instructions:
+        read = [name for name in i.inputs if name in names and name not in found]
+        if not read:
+            continue
+        plain = not i.is_redistribution and i.op not in LEAVES and region_of(i) is None
+        if plain and i.op not in VIEWS and i.op not in COPIES:
+            kept = kept_inputs(program, i)
+            read = [name for name in read if name in kept]
+        found.update(read)
+    return found

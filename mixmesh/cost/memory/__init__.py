@@ -20,6 +20,7 @@ from ..model import CostModel
 from ..placed import cut_shares
 from ..sums import Summed, order_of_sums
 from .bound import EVERYWHERE, Bound, has_bound
+from .repeats import kept_inputs
 from .walk import NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "SMALL_ALLOWANCE",
     "held_by_cut",
     "held_moments",
+    "kept_inputs",
     "peak_memory_bytes",
 ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...ir import Program, regions
+from ...ir import Instruction, Program, regions
 from ...rules import call_of
 from .kept import extra_bytes, kept
 
@@ -42,3 +42,11 @@ def keeps_something(program: Program, n: int) -> bool:
     call = call_of(i, program.types)
     takes = tuple(name in program.requires_grad for name in i.inputs)
     return any(True for _ in kept(call, takes)) or extra_bytes(call) > 0
+
+
+def kept_inputs(program: Program, i: Instruction) -> set[str]:
+    """What autograd keeps of what a computation is given."""
+    if not any(r in program.requires_grad for r in i.results):
+        return set()
+    takes = tuple(name in program.requires_grad for name in i.inputs)
+    return {i.inputs[n] for what, n in kept(call_of(i, program.types), takes) if what == "input"}
