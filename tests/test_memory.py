@@ -29,6 +29,7 @@ from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import even_ratio, make_ratio, parse_program
 from mixmesh.optimizer_states import ADAM, OptimizerStates
 from mixmesh.planner import make_plan
+from mixmesh.planner.task import HEADROOM
 
 ONE = "program one world=1 {{\n  ratio r0 = [1.0]\n{}\n}}\n"
 FLOAT = 4
@@ -194,8 +195,9 @@ def test_the_rows_of_the_lp_hold_the_peak(share):
 )
 def test_real_processes_hold_what_is_predicted(case):
     for predicted, measured in memory_runs.compared(case):
-        # one gather more may be under way when the next begins, as threads happen to run: 18 MB of 700
-        assert 0.97 * measured <= predicted <= 1.2 * measured
+        # the same run holds up to 5 % more from one time to the next, as threads happen to run and the heap
+        # to be laid out: as much as a plan leaves free
+        assert (1 - HEADROOM) * measured <= predicted <= 1.2 * measured
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -38,7 +38,7 @@ __all__ = [
 
 # a CPU's heap: what it loses between tensors, and what it keeps of small ones (``runtime.allocator``)
 ALLOWANCE = 0.12  # the same run holds 0 to 3 % more from one time to the next
-SMALL_ALLOWANCE = 0.5  # more, of the tensors that come and go within the heap
+SMALL_ALLOWANCE = 0.6  # more, of the tensors that come and go within the heap
 HEAP_BYTES = 48 * 2**20
 MAX_PASSES = 32  # over what may be the peak
 
