@@ -18,7 +18,7 @@ from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ..calls import Kind, kinds_of
 from ..model import VIEWS
-from ..placed import cut_shares
+from ..placed import DUAL_COLLECTIVE, cut_shares
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .walk import BROADCAST_BYTES, LOOKUPS, Sizes, whole
 
@@ -215,8 +215,11 @@ def _moved(program: Program, sizes: Sizes) -> None:
             continue
         source, target = program.types[i.inputs[0]], i.type
         size = float(target.value.size_bytes)
-        # the addends of a sum
-        _add(sizes, source.cut, program.world_size * size)
+        # of a piece of a sum the addends of all ranks
+        if i.op == "reduce_scatter":
+            _add(sizes, target.cut, program.world_size * size)
+        elif DUAL_COLLECTIVE.get(i.op) == "reduce_scatter":
+            _add(sizes, source.cut, program.world_size * size)
         for cut in (source.cut, target.cut, whole(target)):
             _add(sizes, cut, 2 * size)
             at_once[cut] = max(at_once.get(cut, 0.0), 2 * size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...ir import Instruction, Program, regions
@@ -39,14 +40,16 @@ def keeps_something(program: Program, n: int) -> bool:
     i = program.instructions[n]
     if not any(r in program.requires_grad for r in i.results):
         return False
-    call = call_of(i, program.types)
-    takes = tuple(name in program.requires_grad for name in i.inputs)
-    return any(True for _ in kept(call, takes)) or extra_bytes(call) > 0
+    return any(True for _ in _kept(program, i)) or extra_bytes(call_of(i, program.types)) > 0
 
 
 def kept_inputs(program: Program, i: Instruction) -> set[str]:
     """What autograd keeps of what a computation is given."""
     if not any(r in program.requires_grad for r in i.results):
         return set()
-    takes = tuple(name in program.requires_grad for name in i.inputs)
-    return {i.inputs[n] for what, n in kept(call_of(i, program.types), takes) if what == "input"}
+    return {i.inputs[n] for what, n in _kept(program, i) if what == "input"}
+
+
+def _kept(program: Program, i: Instruction) -> Iterator[tuple[str, int]]:
+    """As ``kept``, of a computation that a gradient passes."""
+    return kept(call_of(i, program.types), tuple(name in program.requires_grad for name in i.inputs))
