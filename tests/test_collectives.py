@@ -4,6 +4,7 @@ between real processes, against the plain result."""
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -140,6 +141,24 @@ def check_all_reduce(comm: Comm) -> None:
         c.all_reduce(channel, mine, in_place=True)
         assert torch.equal(mine, expected)
     assert c.all_reduce(channel, torch.empty(0, 3)).shape == (0, 3)
+
+
+def check_all_reduce_directly(comm: Comm) -> None:
+    channel = comm.channel(comm.everyone, "all_reduce")
+    for dtype in [*DTYPES, torch.int16]:
+        addends = [whole((4, 3), dtype, seed) for seed in range(WORLD)]
+        mine, before = addends[comm.rank], addends[comm.rank].clone()
+        out = c.all_reduce(channel, mine, direct=True)
+        assert torch.equal(out, sum(addends)) and out.dtype == dtype
+        assert torch.equal(mine, before)
+        for op, expected in (("max", torch.stack(addends).amax(0)), ("prod", math.prod(addends))):
+            assert torch.equal(c.all_reduce(channel, mine.T, op=op, direct=True), expected.T)
+        expected = sum(addends)
+        handle = c.all_reduce(channel, mine, direct=True, in_place=True, async_op=True)
+        assert torch.equal(handle.wait(), expected) and torch.equal(mine, expected)
+    large = torch.full((2**15,), comm.rank + 1.0)  # goes by sends and receives of each two
+    assert torch.equal(c.all_reduce(channel, large, direct=True), torch.full((2**15,), 6.0))
+    assert c.all_reduce(channel, torch.empty(0, 3), direct=True).shape == (0, 3)
 
 
 RATIOS = [

@@ -1,15 +1,14 @@
 """Layer 2: what an instruction costs on a rank. No torch."""
 
-from .collectives import COLLECTIVES, FLAT, LEVELLED, CollectiveFit, default_algorithm, ring_fit
+from .collectives import COLLECTIVES, DIRECT, FLAT, LEVELLED, CollectiveFit, default_algorithm, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import LinkMeasurement, MeasuredCollective, measurement_of_fit
 from .model import VIEWS, CostModel, OpTime, call_flop, moved_bytes, roofline_s
 from .profile import DeviceProfile, OpMeasurement, Profile, device_key, host_key, links_fingerprint, op_key
 
 __all__ = [
-    "COLLECTIVES", "FLAT", "LEVELLED", "VIEWS", "ZERO", "CollectiveFit", "CostModel", "Curve",
-    "DeviceProfile",
-    "LinkMeasurement", "MeasuredCollective", "OpMeasurement", "OpTime", "Profile", "affine_curve",
-    "call_flop", "default_algorithm", "device_key", "host_key", "links_fingerprint", "measurement_of_fit",
-    "moved_bytes", "op_key", "ring_fit", "roofline_s",
+    "COLLECTIVES", "DIRECT", "FLAT", "LEVELLED", "VIEWS", "ZERO", "CollectiveFit", "CostModel", "Curve",
+    "DeviceProfile", "LinkMeasurement", "MeasuredCollective", "OpMeasurement", "OpTime", "Profile",
+    "affine_curve", "call_flop", "default_algorithm", "device_key", "host_key", "links_fingerprint",
+    "measurement_of_fit", "moved_bytes", "op_key", "ring_fit", "roofline_s",
 ]  # fmt: skip

@@ -24,14 +24,17 @@ LEVELLED = {
     "all_gather": "levelled_all_gather",
 }
 FLAT = {levelled: name for name, levelled in LEVELLED.items()}
+DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
+USUAL = {**FLAT, DIRECT: "all_reduce"}  # what the library does by itself, by what stands for it
 COLLECTIVES = (
-    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *FLAT,
+    "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,
 )  # fmt: skip
 # What a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed, four ranks
 # in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB. Elsewhere
 # waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
+MESSAGE_S = 5e-6  # what one more of several messages at once takes its sender: NCCL posts them in turn
 NCCL_TREE_RATE = (
     0.9  # of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
@@ -102,6 +105,14 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
     through = through_s(cluster, ranks)
     machines = {cluster.machine_index_of(r) for r in ranks}
     match collective:
+        case "direct_all_reduce":
+            latency_s = slowest_hop_s(cluster, ranks) + (n - 2) * MESSAGE_S
+            if len(machines) == 1:
+                return CollectiveFit(latency_s, (n - 1) / slowest)
+            loads = _sent_out(cluster, ranks).items()
+            return CollectiveFit(
+                latency_s, max(count / cluster.machines[m].nic_bytes_per_s for m, count in loads)
+            )
         case "all_reduce":
             ring = (2 * through, 2 * (n - 1) / n / slowest)
             trees = [tree_line(cluster, ranks, slowest)] if on_gpus(cluster, ranks) else []
@@ -113,14 +124,15 @@ def ring_fit(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> Colle
         case "all_to_all":
             if len(machines) == 1:
                 return CollectiveFit(through, (n - 1) / n**2 / slowest)
-            # each machine's NIC carries what its ranks send to the others
-            load = max(
-                sum(1 for r in ranks if cluster.machine_index_of(r) == m)
-                * sum(1 for r in ranks if cluster.machine_index_of(r) != m)
-                for m in machines
-            )
+            load = max(_sent_out(cluster, ranks).values())
             return CollectiveFit((n - 1) * slowest_hop_s(cluster, ranks), load / n**2 / slowest)
     raise ValueError(f"unknown collective {collective!r}")
+
+
+def _sent_out(cluster: Cluster, ranks: tuple[int, ...]) -> dict[int, int]:
+    """By machine how many pieces its NIC carries out, where each rank has one for each other rank."""
+    sizes = Counter(map(cluster.machine_index_of, ranks))
+    return {m: count * (len(ranks) - count) for m, count in sizes.items()}
 
 
 def through_s(cluster: Cluster, ranks: tuple[int, ...]) -> float:

@@ -16,7 +16,7 @@ from functools import cached_property
 from ..cluster import Cluster, Device
 from ..ir import Placement
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
-from .collectives import FLAT, LEVELLED, CollectiveFit, ring_fit
+from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, OpMeasurement, Profile, cut_inputs, device_key, host_key, op_key
@@ -171,9 +171,9 @@ class CostModel:
         if self.profile is None or len(ranks) < 2 or not self.profile.describes_links_of(self.cluster):
             return estimate
         measured = measured_collective(self.cluster, self.profile.collectives, name, ranks)
-        if measured is None and name in FLAT:
-            # what links were measured to do flat they do by levels too
-            flat, usual = self.collective(FLAT[name], ranks), ring_fit(self.cluster, FLAT[name], ranks)
+        if measured is None and name in USUAL:
+            # what links were measured to do as the library does it they do in other ways too
+            flat, usual = self.collective(USUAL[name], ranks), ring_fit(self.cluster, USUAL[name], ranks)
             latency_s = estimate.latency_s * _ratio(flat.latency_s, usual.latency_s)
             return CollectiveFit(latency_s, estimate.s_per_byte * _ratio(flat.s_per_byte, usual.s_per_byte))
         return measured or estimate
@@ -231,7 +231,7 @@ class CostModel:
     def _exchange_s(
         self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
     ) -> float:
-        name = FLAT.get(name, name)
+        name = name if name in known_s else USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
         known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
         if known is None:

@@ -31,7 +31,7 @@ from ..ir import (
 )
 from ..rules import call_of
 from .calls import kinds_of
-from .collectives import LEVELLED, CollectiveFit, level_fits
+from .collectives import DIRECT, LEVELLED, CollectiveFit, level_fits
 from .curve import ZERO
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
@@ -63,7 +63,8 @@ def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
 class Exchange:
     """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
     ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
-    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first."""
+    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first; or
+    ``direct``: each rank sends its addend to each other one."""
 
     name: str
     size_bytes: int
@@ -71,12 +72,15 @@ class Exchange:
     sent: Sent | None = None
     rooted: bool = False
     levelled: bool = False
+    direct: bool = False
 
     @property
     def performed(self) -> str:
         """The collective that is performed."""
         if self.levelled:
             return LEVELLED[self.name]
+        if self.direct:
+            return DIRECT
         return ROOTED[self.name] if self.rooted else self.name
 
     def seconds(self, costs: CostModel) -> float:
@@ -146,7 +150,9 @@ def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> 
         a, b = (after, before) if backward else (before, after)
         sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
     owners = wanted if backward == (name == "all_gather") else held
-    return Exchange(name, size_bytes, ranks, sent, rooted=name in ROOTED and len(owners) == 1)
+    rooted = name in ROOTED and len(owners) == 1
+    direct = name == "all_reduce" and program.sums_directly(size_bytes)
+    return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct)
 
 
 def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 A collective crosses the NICs of its machines if they are several, and the link of every machine in which
 two of its ranks sit. The traffic is that of the algorithms behind ``ring_fit``: a ring over the ranks in
-order, a chain for broadcast and reduce, every pair on its own for all_to_all.
+order, a chain for broadcast and reduce, every pair on its own for all_to_all and direct sums.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 
 from ..cluster import Cluster
-from .collectives import FLAT
+from .collectives import DIRECT, FLAT
 
 Link = tuple[str, int]  # "out", "in" or "inside", and the machine
 
@@ -31,8 +31,9 @@ def link_s_per_byte(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -
     """
     if len(ranks) < 2:
         return {}
-    if collective == "all_to_all":
-        load = _pairs(cluster, ranks)
+    if collective in ("all_to_all", DIRECT):
+        part = 1.0 if collective == DIRECT else 1 / len(ranks) ** 2
+        load = _pairs(cluster, ranks, part)
     elif collective in FLAT:
         load = _by_levels(cluster, FLAT[collective], ranks)
     else:
@@ -72,15 +73,15 @@ def _by_levels(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> dic
     return load | {(way, m): between for m in sizes for way in ("out", "in") if len(sizes) > 1}
 
 
-def _pairs(cluster: Cluster, ranks: tuple[int, ...]) -> dict[Link, float]:
-    """Each rank sends each other one the same part."""
+def _pairs(cluster: Cluster, ranks: tuple[int, ...], part: float) -> dict[Link, float]:
+    """Each rank sends each other one the same part of the whole tensor."""
     n = len(ranks)
     load: dict[Link, float] = {}
     for m, count in Counter(map(cluster.machine_index_of, ranks)).items():
         if count > 1:
-            load["inside", m] = (count - 1) / n**2
+            load["inside", m] = (count - 1) * part
         if count < n:
-            load["out", m] = load["in", m] = count * (n - count) / n**2
+            load["out", m] = load["in", m] = count * (n - count) * part
     return load
 
 

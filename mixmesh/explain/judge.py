@@ -49,7 +49,8 @@ class Judge:
         self.plan = plan
         self.task = Task(plan.program.graph, costs, optimizer_states, lambda _: None)
         self.task.dtypes = plan.program.dtypes
-        self.task.levels = plan.program.levels  # gradients are summed as in the plan
+        # sums are made as in the plan
+        self.task.levels, self.task.direct_bytes = plan.program.levels, plan.program.direct_bytes
         self.accumulates = accumulates(plan.micro_batches)
 
     def planned(self) -> Judged:

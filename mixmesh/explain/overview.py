@@ -25,6 +25,7 @@ from ..optimizer_states import ADAM, OptimizerStates
 from ..placement.lift import operator_name, ratios_of
 from ..placement.split import is_joined, split
 from ..plan_file import Plan
+from ..units import size_text
 from ..zero import zero_stage
 from .changes import collectives
 from .judge import Judge
@@ -188,6 +189,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
         yield f"Gradients and optimizer state have owners (ZeRO stage {stage})."
     if program.levels is not None:
         yield "Gradients are summed within machines first, then between them."
+    if program.direct_bytes:
+        size = size_text(program.direct_bytes)
+        yield f"Values of up to {size} are summed by one message between each two ranks."
     if plan.order is not None:
         yield f"Micro-steps run in {plan.order} order: {max(m.steps for m in plan.micro_batches)} of them."
     elif plan.micro_batches is not None and max(m.steps for m in plan.micro_batches) > 1:

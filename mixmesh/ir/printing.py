@@ -21,6 +21,8 @@ def print_program(program: Program, notes: Mapping[int, str] | None = None) -> s
     if program.levels is not None:
         sizes = ", ".join(map(str, program.levels.sizes))
         lines.append(f"  levels = [{sizes}] from {program.levels.least_bytes}")
+    if program.direct_bytes:
+        lines.append(f"  direct to {program.direct_bytes}")
     body = [(f"  {print_instruction(i)}", _note(i, n, notes)) for n, i in enumerate(program.instructions)]
     column = min(100, max((len(text) for text, note in body if note), default=0))
     for text, note in body:

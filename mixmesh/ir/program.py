@@ -115,7 +115,8 @@ Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that
 class Program:
     """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
     says of a dtype in which one each rank computes (see ``dtypes``), ``levels`` that gradients are summed
-    within machines first."""
+    within machines first, ``direct_bytes`` up to which size a value is summed by each rank sending its addend
+    to each other one."""
 
     name: str
     world_size: int
@@ -124,12 +125,17 @@ class Program:
     loss: str
     dtypes: tuple[tuple[str, tuple[str, ...]], ...] = ()
     levels: Levels | None = None
+    direct_bytes: int = 0
 
     def __str__(self) -> str:
         return print_program(self)
 
     def ratio(self, name: str | None) -> Ratio | None:
         return None if name is None else self.ratio_of[name]
+
+    def sums_directly(self, size_bytes: int) -> bool:
+        """Whether a redistribution sums so many bytes by each rank sending its addend to each other one."""
+        return size_bytes <= self.direct_bytes
 
     @cached_property
     def ratio_of(self) -> dict[str, Ratio]:

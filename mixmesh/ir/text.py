@@ -1,9 +1,11 @@
 """Program text: ``printing`` writes it, ``parse_program`` reads it back equal.
 
-    program    = "program" NAME "world" "=" INT "{" ratio* dtype* [levels] instruction* "return" VALUE "}"
+    program    = "program" NAME "world" "=" INT "{" head instruction* "return" VALUE "}"
+    head       = ratio* dtype* [levels] [direct]
     ratio      = "ratio" NAME "=" "[" NUMBER,* "]"
     dtype      = "dtype" DTYPE "=" "[" DTYPE,* "]"     what each rank computes it in
     levels     = "levels" "=" "[" INT,* "]" "from" INT   ranks per machine, and the least bytes of a sum
+    direct     = "direct" "to" INT           the most bytes of a value whose addends ranks send each other
     instruction = [result,+ "="] OP "(" argument,* ")" ["{" NAME "=" value,* "}"] [":" type,+]
     result     = VALUE | "_"                     a result that nobody uses is "_"
     argument   = value | NAME "=" value
@@ -118,6 +120,7 @@ class _Parser:
         while self.accept("dtype"):
             self.dtype_row(world_size, dtypes)
         levels = self.levels(world_size) if self.accept("levels") else None
+        direct_bytes = self.direct() if self.accept("direct") else 0
         instructions: list[Instruction] = []
         known: dict[str, int] = {}
         while not self.sees("return"):
@@ -127,7 +130,14 @@ class _Parser:
         self.take("mark", "}")
         self.take("end", what="nothing after the closing brace")
         made = tuple(ratios.items()), tuple(instructions), loss
-        return Program(name, world_size, *made, dtypes=tuple(dtypes.items()), levels=levels)
+        return Program(
+            name,
+            world_size,
+            *made,
+            dtypes=tuple(dtypes.items()),
+            levels=levels,
+            direct_bytes=direct_bytes,
+        )
 
     def ratio(self, world_size: int, ratios: dict) -> None:
         place = self.token[2]
@@ -168,6 +178,10 @@ class _Parser:
             self._fail(place, f"machines of {', '.join(map(str, sizes)) or 'no'} ranks", expected)
         self.take("name", "from")
         return Levels(sizes, self.integer("the least bytes of a sum"))
+
+    def direct(self) -> int:
+        self.take("name", "to")
+        return self.integer("the most bytes of a sum")
 
     def dtype_name(self) -> str:
         place = self.token[2]

@@ -11,7 +11,8 @@ from ..zero import with_owners, zero_stage
 from .synced import SMALL_INSTRUCTIONS, owned_runs
 from .task import Proposal, Task
 
-EXPOSED = 0.03  # of the step that sums of gradients, or other waits, must take beyond what hides
+# of the step that sums of gradients, or other waits, must take beyond what hides
+EXPOSED, QUICK_EXPOSED = 0.01, 0.03
 GAIN = 0.01  # of the step that must be saved
 SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
@@ -26,13 +27,14 @@ def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
     step_s = proposal.timeline.step_s
     if quick and len(program.instructions) > QUICK_INSTRUCTIONS:
         return proposal
+    least_s = (QUICK_EXPOSED if quick else EXPOSED) * step_s
     with task.timed("wgrad"):
         floor_s = simulation.least_s(program)[0]
         able, beside = [], frozenset()
-        if step_s - floor_s >= EXPOSED * step_s:
+        if step_s - floor_s >= least_s:
             able = [n for n in separable(program) if _is_summed(proposal, n)]
-        if floor_s - max(proposal.timeline.compute_s) >= EXPOSED * step_s:
-            beside = hideable(task, proposal)
+        if floor_s - max(proposal.timeline.compute_s) >= least_s:
+            beside = hideable(task, proposal, least_s)
     if not able and not beside:
         return proposal
     hurried = quick and len(program.instructions) > SMALL_INSTRUCTIONS
@@ -67,14 +69,14 @@ def marked(program: Program, able: Sequence[int], beside: Collection[int] = (), 
     return with_wgrads(program, chosen)
 
 
-def hideable(task: Task, proposal: Proposal) -> frozenset[int]:
+def hideable(task: Task, proposal: Proposal, least_s: float) -> frozenset[int]:
     """The products that can be computed beside a collective of the backward pass; none if these collectives
-    take too little of the step."""
+    take less of the step."""
     program, exchanges = proposal.program, proposal.simulation.sheet.exchanges
     points = beside_points(with_wgrads(program, dict.fromkeys(separable(program), "beside")))
     collectives = dict.fromkeys(at.collective for at in points.values())
     seconds = sum(exchanges[name, True].seconds(task.costs) for name in collectives)
-    return frozenset(points) if seconds >= EXPOSED * proposal.timeline.step_s else frozenset()
+    return frozenset(points) if seconds >= least_s else frozenset()
 
 
 def _is_summed(proposal: Proposal, n: int) -> bool:

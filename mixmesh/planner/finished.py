@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from .apart import apart
 from .ordered import ordered
-from .synced import flat, synced
+from .synced import flat, synced, without_needless_directness
 from .task import Proposal, Task
 
 SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that planners that come later have that to beat
@@ -22,6 +22,6 @@ def arranged(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     """The proposal, whose gradients are summed in their best way, or a faster form of it. One in micro-steps
     keeps its order."""
     if proposal.micro_batches is not None:
-        return flat(task, proposal)
+        return without_needless_directness(flat(task, proposal))
     proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
-    return flat(task, proposal)
+    return without_needless_directness(flat(task, proposal))

@@ -230,7 +230,7 @@ class Synthesis:
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under its best shares with as much memory as it likes; what its step does not go below
         so if nothing is summed, and whatever the buckets."""
-        program = self.task.levelled("hap", program)
+        program = self.task.in_our_sums("hap", program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
         free = with_ratio(program, "r0", ratio)

@@ -92,3 +92,12 @@ def flat(task: Task, proposal: Proposal) -> Proposal:
         return proposal
     timeline = replace(proposal.timeline, step_s=step_s)
     return replace(proposal, program=program, timeline=timeline)
+
+
+def without_needless_directness(proposal: Proposal) -> Proposal:
+    """The proposal, whose program says that ranks send each other the addends of small values only if there
+    are such sums."""
+    program = proposal.program
+    if not program.direct_bytes or any(e and e.direct for e in proposal.simulation.sheet.exchanges.values()):
+        return proposal
+    return replace(proposal, program=program.changed(direct_bytes=0))

@@ -12,6 +12,7 @@ from functools import cached_property
 from ..baselines import data_parallel, device_seconds, proportional_ratio
 from ..buckets import bucketings, numbered
 from ..cost import CostModel
+from ..cost.direct import best_direct_bytes
 from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
@@ -72,6 +73,7 @@ class Proposal:
             supports(program),
             frozenset(Counter(i.op for i in program.instructions if i.is_redistribution).items()),
             program.levels is not None,
+            bool(program.direct_bytes),
             zero_stage(program),
             sums.bit_length(),
             any(wgrad_of(i) for i in program.instructions),
@@ -162,10 +164,19 @@ class Task:
         """By which gradients are summed, where that is faster than flat."""
         return best_levels(self.costs)
 
-    def levelled(self, planner: str, program: Program) -> Program:
-        """The program with its gradients summed by levels; baselines are what others do, and stay flat."""
-        levels = None if planner in BASELINES else self.levels
-        return program if program.levels == levels else program.changed(levels=levels)
+    @cached_property
+    def direct_bytes(self) -> int:
+        """Up to which ranks send each other the addends of a value, where that is faster."""
+        return best_direct_bytes(self.costs)
+
+    def in_our_sums(self, planner: str, program: Program) -> Program:
+        """The program with its gradients summed by levels, and small values by one message between each two
+        ranks; baselines are what others do, and leave all sums to the library."""
+        usual = planner in BASELINES
+        levels, most = (None, 0) if usual else (self.levels, self.direct_bytes)
+        if (program.levels, program.direct_bytes) == (levels, most):
+            return program
+        return program.changed(levels=levels, direct_bytes=most)
 
     @cached_property
     def batch(self) -> int:
@@ -220,7 +231,7 @@ class Task:
         _, made, most_s = self._packed[key]
         if made is None or most_s < MUCH * (apart_s := self.usual_s("hap", program)):
             return program
-        made = made.changed(ratios=program.ratios, levels=program.levels)
+        made = made.changed(ratios=program.ratios, levels=program.levels, direct_bytes=program.direct_bytes)
         return made if self.usual_s("hap", made) < apart_s * (1 - MUCH) else program
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
@@ -255,12 +266,13 @@ class Task:
         """One for each program and set of ranks, whatever the ratio and micro-steps; the first ones are asked
         for again."""
         ranks = supports(program)
-        key = (id(program.instructions), ranks, accumulating)
+        way = accumulating, program.direct_bytes
+        key = (id(program.instructions), ranks, way)
         if key not in self._simulations:
             # what is not of the ranks is known from the first such program
-            alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), accumulating)
+            alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), way)
             like = self._first.get(alike)
-            others = tuple([id(i) for i in program.instructions if i.op != "param"])
+            others = program.direct_bytes, *[id(i) for i in program.instructions if i.op != "param"]
             twins = [] if accumulating else self._same_but_owners.setdefault(others, [])
             twin = next((t for t in twins if t.differs_in_owners(program)), None)
             with self.timed("simulate"):
@@ -288,7 +300,7 @@ class Task:
         step: str = "simulate",
         micro_batches: MicroBatches = None,
     ) -> Proposal:
-        program = self.levelled(planner, program)
+        program = self.in_our_sums(planner, program)
         simulation = simulation or self.simulation(program)
         with self.timed(step):
             timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
@@ -327,7 +339,7 @@ class Task:
 
     def usual_s(self, planner: str, program: Program) -> float:
         """Seconds of a step in buckets of the usual size."""
-        program = self.levelled(planner, program)
+        program = self.in_our_sums(planner, program)
         simulation = self.simulation(program)
         with self.timed("simulate"):
             (buckets,) = bucketings(program, (USUAL_BYTES,), simulation.summed)
@@ -340,7 +352,7 @@ class Task:
         simulation: Simulation | None = None,
         micro_batches: MicroBatches = None,
     ) -> Proposal:
-        program = self.levelled(planner, program)
+        program = self.in_our_sums(planner, program)
         simulation = simulation or self.simulation(program)
         every = planner in BASELINES  # a bar that is as high as it can be
         variants = self._by_buckets(program, simulation, micro_batches, every=every)

@@ -133,7 +133,7 @@ class TwoLevel:
                 self.task.progress(f"planning: two levels, gradient price {price:g}")
                 step_s = float("inf")
                 for program in self.dealt(price, speeds):
-                    made = self.task.levelled("two-level", with_buckets(program, BUCKET_BYTES))
+                    made = self.task.in_our_sums("two-level", with_buckets(program, BUCKET_BYTES))
                     step_s = self.task.simulation(made).step_s(made)
                     yield step_s, program
                     if step_s > HOPELESS * self.task.best_s:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
-from ..cost import FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ..cost import DIRECT, FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
 from ..cost.levels import machine_sizes
 from ..ir import Levels, Parts, make_ratio, shard_sizes
 from ..runtime import collectives
@@ -27,6 +27,7 @@ from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
+DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # of sums that are fast where they are small
 SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
 BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
 BUCKET_SHARE = 0.7
@@ -58,6 +59,8 @@ class Case:
 
     @property
     def sizes_bytes(self) -> tuple[int, ...]:
+        if self.collective == DIRECT:
+            return DIRECT_SIZES_BYTES
         return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
 
     @property
@@ -130,6 +133,8 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
                 cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
                 if everyone and collective in BY_SKEW and len(set(declared)) > 1:
                     cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+        if everyone:
+            cases.append(Case(DIRECT, "", ranks, declared, VITAL))
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
         if len(ranks) == 2 or not across:
@@ -239,6 +244,8 @@ def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts =
     whole = torch.zeros(rows, WIDTH, device="cpu" if straight else comm.device)
     piece = whole[: sizes[me]].clone()
     match case.collective:
+        case "direct_all_reduce":
+            return lambda: collectives.all_reduce(channel, whole, direct=True)
         case "all_reduce" | "levelled_all_reduce":
             levels = ByLevels(comm, parts) if case.collective in FLAT else None
             return lambda: collectives.all_reduce(channel, whole, levels=levels, in_place=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from functools import reduce as reduce_pairs
 
 import torch
 import torch.distributed as dist
@@ -250,6 +251,7 @@ REDUCE_OPS = {
     "min": dist.ReduceOp.MIN,
     "prod": dist.ReduceOp.PRODUCT,
 }
+TWO_BY_TWO = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
 
 
 def all_reduce(
@@ -258,13 +260,17 @@ def all_reduce(
     op: str = "sum",
     *,
     levels: ByLevels | None = None,
+    direct: bool = False,
     in_place: bool = False,
     async_op: bool = False,
 ) -> Tensor | Handle:
-    """The sum (or max, min, prod) over ranks; a sum by ``levels``, if they are given. ``in_place`` may
-    overwrite ``x``, which must be contiguous."""
+    """The sum (or max, min, prod) over ranks; a sum by ``levels``, if they are given. If ``direct``, every
+    rank sends ``x`` to every other one. ``in_place`` may overwrite ``x``, which must be contiguous."""
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
+    if direct:
+        handle = _all_reduce_directly(channel, x, op)
+        return _give(then(x.copy_, handle) if in_place else handle, async_op)
     buffer = _summable(channel, _stage(channel, x)).contiguous()
     if not in_place and buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()
@@ -278,6 +284,20 @@ def all_reduce(
         return result
 
     return _give(Handle(channel, works, finish), async_op)
+
+
+def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
+    """One hop in place of two for every level of a tree or every rank of a ring. All ranks add in the order
+    of ranks, so that all get the same to the last bit."""
+    n = len(channel.ranks)
+    size_bytes = n * n * x.numel() * x.element_size()
+
+    def added(addends: list[Tensor]) -> Tensor:
+        if op == "sum" and addends[0].is_cuda:  # one kernel, which adds in order too
+            return torch.stack(addends).sum(0, dtype=x.dtype)
+        return reduce_pairs(TWO_BY_TWO[op], addends)
+
+    return then(added, exchange(channel, [x] * n, [tuple(x.shape)] * n, size_bytes, async_op=True))
 
 
 def exchange(

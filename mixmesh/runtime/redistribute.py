@@ -50,6 +50,7 @@ class Redistribution:
     dst: Layout
     algorithm: str | None = None
     gradient_algorithm: str | None = None
+    direct: bool = False  # whether sums go from each rank to each other one
     purpose: str = "data"  # of the process group
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
@@ -144,7 +145,7 @@ class Redistribution:
                     channel, x, of(dst), dst.dim, algorithm=algorithm, async_op=True
                 )
             case "reduce":
-                return collectives.all_reduce(channel, x, src.placement.op, async_op=True)
+                return collectives.all_reduce(channel, x, src.placement.op, direct=self.direct, async_op=True)
             case "exchange":
                 return collectives.all_to_all(channel, x, src.dim, of(src), dst.dim, of(dst), async_op=True)
             case "spread":
@@ -258,6 +259,7 @@ def bind(program: Program, instruction: Instruction, comm: Comm) -> Redistributi
         dst,
         instruction.attr("algorithm"),
         instruction.attr("gradient_algorithm"),
+        program.sums_directly(instruction.type.value.size_bytes),
         purpose_of(program, instruction),
     )
 

@@ -1,0 +1,27 @@
+"""Where sums of few bytes are faster if every rank sends its addend to every other one."""
+
+from __future__ import annotations
+
+from .model import CostModel
+from .placed import Exchange
+
+SIZES_BYTES = tuple(2**n for n in range(8, 19))  # every rank holds all addends: not of large ones
+MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
+
+
+def best_direct_bytes(costs: CostModel) -> int:
+    """The largest size up to which sums between all ranks are faster so; 0 if not even small ones are.
+
+    A library's sum takes two hops for every level of a tree, or two for every rank of a ring. This one takes
+    a single hop, and n - 1 times the bytes.
+    """
+    everyone = tuple(range(costs.cluster.world_size))
+    if len(everyone) < 2:
+        return 0
+    most = 0
+    for size in SIZES_BYTES:
+        usual, direct = (Exchange("all_reduce", size, everyone, direct=how) for how in (False, True))
+        if direct.seconds(costs) > usual.seconds(costs) * (1 - MARGIN):
+            break
+        most = size
+    return most
