@@ -11,9 +11,12 @@ from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
+from mixmesh.cost.curve import issued_curve
+from mixmesh.cost.model import GPU_ISSUE_S, GPU_KERNEL_S, GPU_VIEW_S
 from mixmesh.cost.placed import Sheet, held_share, op_time
-from mixmesh.ir import make_ratio
+from mixmesh.ir import ValueType, make_ratio
 from mixmesh.ratios import with_ratio
+from mixmesh.rules import Call
 
 points = st.lists(
     st.tuples(st.floats(0.01, 1), st.floats(1e-6, 1)), min_size=1, max_size=6, unique_by=lambda p: p[0]
@@ -32,6 +35,13 @@ def test_affine_curve_is_its_line(fixed, full, share):
     curve = affine_curve(fixed, full)
     assert curve.at(share) == pytest.approx(fixed + full * share if share > 0 else 0.0, abs=1e-12)
     assert curve.affine == pytest.approx((fixed, full), rel=1e-6, abs=1e-9)
+
+
+@given(st.floats(0, 1e-4), st.floats(0, 1e-4), st.floats(0, 1), st.floats(1e-3, 1))
+def test_what_is_issued_while_others_run_takes_the_longer_of_both(issue, fixed, full, share):
+    curve = issued_curve(issue, fixed, full)
+    assert curve.at(share) == pytest.approx(max(issue, fixed + full * share), rel=1e-6, abs=1e-12)
+    assert curve.least_s <= curve.at(share) / share * (1 + 1e-9)
 
 
 @given(points)
@@ -56,6 +66,21 @@ def test_noise_is_averaged():
 def test_a_cost_is_finite_and_not_negative(bad):
     with pytest.raises(ValueError):
         affine_curve(*bad)
+
+
+def test_a_gpu_is_issued_to_while_it_computes():
+    """A convolution of milliseconds takes no longer for its issue, one of microseconds takes as long as it;
+    a view has no kernel."""
+    costs = CostModel(Cluster.load("heterog-8"))
+
+    def seconds(op: str, size: int) -> float:
+        t = ValueType("f32", (size, 512))
+        return costs.op(Call(op, (), (), (t,), (t,)), 1, 0).forward.at(1.0)
+
+    small, large = seconds("aten.relu", 8), seconds("aten.relu", 2**20)
+    assert small == GPU_ISSUE_S and seconds("aten.detach", 2**20) == GPU_VIEW_S
+    device = costs.classes[0]
+    assert large == pytest.approx(2 * 2**20 * 512 * 4 / device.memory_bytes_per_s + GPU_KERNEL_S)
 
 
 def test_ring_of_one_is_free():

@@ -295,11 +295,11 @@ def test_the_second_run_takes_its_time():
 CONTEXT_MIB = 600  # of a GPU's process
 
 
-def gpus(*rooms_mib: float, gbit_per_s: float = 10) -> Cluster:
+def gpus(*rooms_mib: float, gbit_per_s: float = 1) -> Cluster:
     """Devices of one speed with so much memory beside the process, one per machine."""
     machines = [
-        f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{room:g}", tflop_per_s = 0.1, '
-        f"memory_gbyte_per_s = 10, memory_gib = {(CONTEXT_MIB + room) / 0.95 / 1024} }}]\n"
+        f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{room:g}", tflop_per_s = 0.01, '
+        f"memory_gbyte_per_s = 1, memory_gib = {(CONTEXT_MIB + room) / 0.95 / 1024} }}]\n"
         for n, room in enumerate(rooms_mib)
     ]
     network = f"[network]\nbandwidth_gbit_per_s = {gbit_per_s}\nlatency_us = 20\n"
@@ -338,8 +338,8 @@ def test_no_more_than_memory_asks_for(monkeypatch):
     """Between the plan without any and that of the least memory: faster than micro-steps."""
     _, _, known = long_job()
     counts = []
-    for room_mib in (4, 8, 10, 12, 16):
-        where = gpus(room_mib, room_mib, gbit_per_s=1)
+    for room_mib in (4, 6, 10, 12, 16):
+        where = gpus(room_mib, room_mib, gbit_per_s=0.1)
         plan = make_plan(known, where)
         counts.append(len(regions(plan.program)))
         with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mixmesh.job import Job
-from mixmesh.workloads.images import CLASSES, VGG19, Classifier, Widen
+from mixmesh.workloads.images import CLASSES, VGG19, Bottleneck, Classifier, Widen
 from mixmesh.workloads.language import LanguageModel, Llama
 from mixmesh.workloads.layers import Layer, MoeLayer
 
@@ -57,6 +57,20 @@ def vgg() -> Job:
     model = Classifier(nn.Sequential(*features), head)
     batch = {"images": torch.randn(64, 3, 32, 32), "labels": torch.randint(10, (64,))}
     return Job(model, batch, optimizer=adamw)
+
+
+def resnet() -> Job:
+    """Nine blocks of three convolutions, each with batch norm, on 32 images of 32 x 32: 31 norms."""
+    torch.manual_seed(0)
+    features: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    channels = 16
+    for width in (16, 32, 64):
+        for n in range(3):
+            features.append(Bottleneck(channels, width, 2 if width > 16 and n == 0 else 1))
+            channels = 4 * width
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
+    batch = {"images": torch.randn(32, 3, 32, 32), "labels": torch.randint(10, (32,))}
+    return Job(Classifier(nn.Sequential(*features), head), batch, optimizer=adamw)
 
 
 def vgg19() -> Job:

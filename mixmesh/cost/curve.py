@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 AROUND = (0.75, 1.25)
+SMALLEST = 1e-4  # a share that few clusters have devices enough for
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,17 @@ def affine_curve(fixed_s: float, full_s: float) -> Curve:
     if not (math.isfinite(fixed_s) and math.isfinite(full_s)) or fixed_s < 0 or full_s < 0:
         raise ValueError(f"a cost must be finite and not negative, got {fixed_s} + {full_s} * share")
     return Curve(((1e-3, fixed_s + 1e-3 * full_s), (1.0, fixed_s + full_s)))
+
+
+def issued_curve(issue_s: float, fixed_s: float, full_s: float) -> Curve:
+    """The curve ``max(issue_s, fixed_s + full_s * share)`` up to a share of 1: of a device that works while
+    the next operators are issued to it."""
+    knee = (issue_s - fixed_s) / full_s if full_s > 0 else math.inf
+    if knee <= SMALLEST:
+        return affine_curve(fixed_s, full_s)
+    if knee >= 1:
+        return affine_curve(max(issue_s, fixed_s), 0.0)
+    return Curve(((SMALLEST, issue_s), (knee, issue_s), (1.0, fixed_s + full_s)))
 
 
 ZERO = affine_curve(0.0, 0.0)

@@ -17,7 +17,7 @@ from ..cluster import Cluster, Device
 from ..ir import Placement
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
-from .curve import ZERO, Curve, affine_curve
+from .curve import ZERO, Curve, affine_curve, issued_curve
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, OpMeasurement, Profile, cut_inputs, device_key, host_key, op_key
 from .resized import Measured
@@ -32,7 +32,10 @@ VIEWS = frozenset(
 )
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # of `mixmesh run` with PyTorch 2.13: working, idle
 GPU_CONTEXT_BYTES = 600 * 2**20
-GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
+# eager PyTorch issues the next kernels while a GPU computes: what each takes longer, to be issued or to run,
+# is what it takes. That a queue of issued ones hides those that are issued longer is not counted on.
+GPU_ISSUE_S, GPU_VIEW_S = 8e-6, 2e-6  # a kernel's issue; a view's, which has none
+GPU_KERNEL_S = 2e-6  # from the end of a kernel to the beginning of the next one's work
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
 HALF = ("f16", "bf16")
@@ -135,11 +138,17 @@ class CostModel:
 
     def _estimated(self, call: Call, grads: int, device: Device) -> OpTime:
         scale = self._class_scale(device, is_product(call))
-        launch = CPU_LAUNCH_S / (device.cpu_share or 1) if device.kind == "cpu" else GPU_LAUNCH_S
         work = roofline_s(call, device) * scale
         forward, backward = passes(call, grads)
-        back = affine_curve(launch * 2, work * backward) if grads and backward else ZERO
-        return OpTime(affine_curve(launch, work * forward), back)
+
+        def curve(kernels: int, full_s: float) -> Curve:
+            if device.kind == "cpu":
+                return affine_curve(kernels * CPU_LAUNCH_S / (device.cpu_share or 1), full_s)
+            if call.op in VIEWS:
+                return affine_curve(kernels * GPU_VIEW_S, full_s)
+            return issued_curve(kernels * GPU_ISSUE_S, kernels * GPU_KERNEL_S, full_s)
+
+        return OpTime(curve(1, work * forward), curve(2, work * backward) if grads and backward else ZERO)
 
     def _class_scale(self, device: Device, product: bool) -> float:
         """Measured over roofline seconds of the same class of operators on this device, or of the other class

@@ -265,9 +265,9 @@ class Synthesis:
     def computed_again(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
         """The same program with activations that the backward pass computes again, as few as memory asks for;
         with parameters stored in shards where that alone is not enough. What cannot be faster than the best
-        is left out."""
+        is left out: not even if all but a little of it is kept."""
         made = recomputed(program)
-        if not regions(made) or self.bounds(made, ranks)[2] > LOST * self.task.best_s:
+        if not regions(made) or self.bounds(program, ranks)[2] > LOST * self.task.best_s:
             return
         for stored in (made, *([fully_sharded(made)] if len(ranks) > 1 else [])):
             best = self.fitting(stored, ranks)
