@@ -85,6 +85,13 @@ class Curve:
         slope = (self.at(high) - self.at(low)) / (high - low)
         return self.at(share) - slope * share, slope
 
+    def chord(self, share: float) -> tuple[float, float]:
+        """``(a, b)`` of the line ``a + b * share`` through the seconds at ``share``, less than 1, and of all
+        of the work; a and b not negative."""
+        part, whole = self.at(share), self.at(1.0)
+        slope = (whole - part) / (1 - share)
+        return (whole - slope, slope) if slope <= whole else (0.0, whole)
+
     @cached_property
     def least_s(self) -> float:
         """The least seconds per whole of the work that any share of it takes: at a measured share or at 1, as

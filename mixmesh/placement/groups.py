@@ -34,7 +34,8 @@ NUM_GROUPS = 40
 IMBALANCE = 5.0  # of METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
 LEAST_OPERATORS = 4  # of a part, on average
 
-Affine = tuple[float, float]  # fixed seconds, and those of the whole batch beside them
+# fixed seconds, and those of the whole batch beside them: right for a device alone and for even shares
+Affine = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
     varying: set[str] = set()
     out = []
     classes = range(len(costs.classes))
+    even = 1 / max(costs.cluster.world_size, 2)
     for node in graph.nodes:
         if node.op in ("input", "param", "buffer") or any(name in varying for name in node.inputs):
             varying.update(r for r in node.results if r is not None)
@@ -101,8 +103,8 @@ def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
                 call = call_of(node, graph.types)
                 grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
                 times = [costs.op(call, grads, c) for c in classes]
-                passes = [tuple(t.forward.affine for t in times), tuple(t.backward.affine for t in times)]
-                out.append(_Operator(node, *passes))
+                forward = tuple(t.forward.chord(even) for t in times)
+                out.append(_Operator(node, forward, tuple(t.backward.chord(even) for t in times)))
     return out
 
 
