@@ -584,6 +584,7 @@ def test_the_summary_takes_the_best_placement_of_every_case():
     assert made["heterog_speedup"]["preset"]["best placement"] == pytest.approx(2.0)  # of 4 and 1
     assert made["heterog_speedup"]["preset"]["hap"] == pytest.approx(20.0)
     assert made["heterog_speedup"]["preset"]["most possible"] == pytest.approx(40.0)
+    assert made["heterog_speedup_by_cluster"]["preset"]["c"] == made["heterog_speedup"]["preset"]
     calls = made["tag_calls_over_uniform"]["level"]
     assert (calls["cases"], calls["halved"]) == (2, 1)
     assert calls["ratio"] == pytest.approx((40 / 80 * 100 / 10) ** 0.5)  # never: the whole budget

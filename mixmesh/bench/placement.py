@@ -196,24 +196,10 @@ def _fastest(proposals: Iterator[Proposal] | Sequence[Proposal]) -> float | None
 def summary(rows: Sequence[Row]) -> dict:
     """Geometric means, and the calls of TAG against those of the uniform search on equal cases."""
     own = [r for r in rows if r.role == "heterog" and r.speedup]
-    by_links = {
-        links: {
-            "most possible": geometric_mean(
-                [*{(r.workload, r.cluster): r.most for r in own if r.links == links and r.most}.values()],
-            ),
-            "best placement or pipeline": geometric_mean(
-                _best([r for r in own if r.links == links and r.method != "hap"])
-            ),
-            "best placement": geometric_mean(
-                _best([r for r in own if r.links == links and r.method not in ("hap", "pipeline")])
-            ),
-            **{
-                name: geometric_mean([r.speedup for r in own if r.links == links and r.method == name])
-                for name in dict.fromkeys(r.method for r in rows)
-            },
-        }
-        for links in dict.fromkeys(r.links for r in own)
-    }
+    methods = tuple(dict.fromkeys(r.method for r in rows))
+    by_links: dict[str, list[Row]] = {}
+    for r in own:
+        by_links.setdefault(r.links, []).append(r)
     by_case: dict[tuple, dict[str, Row]] = {}
     for r in rows:
         by_case.setdefault((r.workload, r.cluster, r.links, r.global_batch), {})[r.method] = r
@@ -225,7 +211,14 @@ def summary(rows: Sequence[Row]) -> dict:
     over = [r for r in rows if r.method == "tag" and r.over_weakest and r.over_baseline]
     most = max(over, key=lambda r: r.over_weakest, default=None)
     return {
-        "heterog_speedup": by_links,
+        "heterog_speedup": {links: _means(found, methods) for links, found in by_links.items()},
+        "heterog_speedup_by_cluster": {
+            links: {
+                cluster: _means([r for r in found if r.cluster == cluster], methods)
+                for cluster in dict.fromkeys(r.cluster for r in found)
+            }
+            for links, found in by_links.items()
+        },
         "claim": CLAIM,
         "pipelines": {
             name: asdict(found)
@@ -239,6 +232,18 @@ def summary(rows: Sequence[Row]) -> dict:
             "over_weakest": most.over_weakest,
             "over_baseline": most.over_baseline,
         },
+    }
+
+
+def _means(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, float | None]:
+    """Geometric means of the speed-ups over data parallelism, of all that could be gained and by method."""
+    return {
+        "most possible": geometric_mean(
+            [*{(r.workload, r.cluster): r.most for r in rows if r.most}.values()]
+        ),
+        "best placement or pipeline": geometric_mean(_best([r for r in rows if r.method != "hap"])),
+        "best placement": geometric_mean(_best([r for r in rows if r.method not in ("hap", "pipeline")])),
+        **{name: geometric_mean([r.speedup for r in rows if r.method == name]) for name in methods},
     }
 
 

@@ -75,10 +75,14 @@ def summed_up(made: dict) -> str:
     def mean(value: float | None) -> str:
         return "-" if value is None else f"{value:.2f}"
 
-    lines = [
-        f"links {links}: " + ", ".join(f"{name} {mean(value)}" for name, value in means.items())
-        for links, means in made["heterog_speedup"].items()
-    ]
+    def listed(where: str, means: dict[str, float | None]) -> str:
+        return f"{where}: " + ", ".join(f"{name} {mean(value)}" for name, value in means.items())
+
+    lines = []
+    for links, means in made["heterog_speedup"].items():
+        lines.append(listed(f"links {links}", means))
+        by_cluster = made["heterog_speedup_by_cluster"][links]
+        lines += [listed(f"  on {cluster}", m) for cluster, m in by_cluster.items() if len(by_cluster) > 1]
     for name, found in made["pipelines"].items():
         lines.append(
             f"a pipeline is faster than what {name} found in {found['faster']} of {found['cases']} cases: "
