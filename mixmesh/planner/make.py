@@ -225,7 +225,13 @@ def _make_plans(
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES:
+        rest = [p for p in fitting if p.planner not in (*BASELINES, *LAST_RESORT)]
         chosen = best[chosen.planner] = finished(task, chosen, quick=quick)
+        if quick and chosen.planner in LAST_RESORT and rest:
+            # what is chosen so has its micro-steps, to which little can be done; the others may gain more
+            near = min(rest, key=lambda p: p.key)
+            best[near.planner] = finished(task, near, quick=quick)
+            chosen = min(chosen, best[near.planner], key=lambda p: p.key)
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
