@@ -10,6 +10,7 @@ from small_graphs import THREE, cluster
 from test_coalesced import Branches, pictures
 
 from mixmesh.baselines import data_parallel
+from mixmesh.bench.measure import cluster_text
 from mixmesh.cluster import Cluster
 from mixmesh.cost import DIRECT, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.direct import SIZES_BYTES, best_direct_bytes
@@ -18,6 +19,7 @@ from mixmesh.errors import ParseError
 from mixmesh.explain import explain_plan
 from mixmesh.ir import Program, make_ratio, parse_program
 from mixmesh.planner import make_plan
+from mixmesh.profiler.links import link_cases
 from mixmesh.simulator import simulate
 from mixmesh.trace import trace
 
@@ -74,6 +76,15 @@ def test_nothing_goes_directly_where_it_does_not_pay():
     assert best_direct_bytes(CostModel(Cluster.load("hap-64"))) == 0  # 63 messages in place of 16 hops
     alone = '[network]\nbandwidth_gbit_per_s = 1\nlatency_us = 50\n[[machine]]\ndevices = ["V100-16GB"]\n'
     assert best_direct_bytes(CostModel(Cluster.parse(alone, where="test"))) == 0
+
+
+def test_cpus_leave_sums_to_the_library():
+    """In a step it gains nothing there, and is not measured either."""
+    gpus = Cluster.load("heterog-8")
+    cpus = Cluster.parse(cluster_text("0.5", ("0.30", "0.30"), ("0.20",)), where="test")
+    for devices, sums in ((gpus, 1), (cpus, 0)):
+        assert sum(case.collective == DIRECT for case in link_cases(devices, "gloo")) == sums
+        assert (best_direct_bytes(CostModel(devices)) > 0) == bool(sums)
 
 
 def test_what_was_measured_decides():

@@ -13,14 +13,13 @@ from mixmesh.algorithms import with_algorithms
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
-from mixmesh.cost import DIRECT, CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
+from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
 from mixmesh.cost.gaps import gaps
 from mixmesh.cost.placed import Exchange, sent_between
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio, parse_program
 from mixmesh.profiler.links import (
     BUCKET_BYTES,
-    DIRECT_SIZES_BYTES,
     SURE_BYTES,
     link_cases,
     link_groups,
@@ -312,8 +311,7 @@ def check_no_budget_still_measures_what_training_needs(comm: Comm) -> None:
     assert {(m.collective, m.algorithm): m.ranks for m in links} == vital
     for m in links:
         sizes = [size for size, _ in m.points]
-        assert sizes == sorted(sizes) and sizes[0] <= 4096
-        assert sizes[-1] == (DIRECT_SIZES_BYTES[-1] if m.collective == DIRECT else SURE_BYTES)
+        assert sizes == sorted(sizes) and sizes[0] <= 4096 and sizes[-1] == SURE_BYTES
         assert all(seconds > 0 for _, seconds in m.points)
         assert m.ranks == (ALL if m.collective != "send" else (0, 2))
     everyone: list = [None] * 3

@@ -70,7 +70,7 @@ def resnet() -> Job:
             channels = 4 * width
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 10))
     batch = {"images": torch.randn(32, 3, 32, 32), "labels": torch.randint(10, (32,))}
-    return Job(Classifier(nn.Sequential(*features), head), batch, optimizer=adamw)
+    return Job(Classifier(nn.Sequential(*features), head), batch, optimizer=slow_adamw)
 
 
 def vgg19() -> Job:

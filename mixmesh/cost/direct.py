@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .collectives import on_gpus
 from .model import CostModel
 from .placed import Exchange
 
@@ -10,13 +11,16 @@ MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
 
 
 def best_direct_bytes(costs: CostModel) -> int:
-    """The largest size up to which sums between all ranks are faster so; 0 if not even small ones are.
+    """The largest size up to which sums between all ranks are faster so; 0 if not even small ones are, and
+    where devices are CPUs.
 
     A library's sum takes two hops for every level of a tree, or two for every rank of a ring. This one takes
-    a single hop, and n - 1 times the bytes.
+    a single hop, and n - 1 times the bytes. On emulated CPUs gloo's sums are a fifth as fast in a loop, and
+    yet no slower in a training step (``mixmesh bench sync --only small-sums``): who waits for one saves up
+    processor time meanwhile, and who has none left is late either way.
     """
     everyone = tuple(range(costs.cluster.world_size))
-    if len(everyone) < 2:
+    if len(everyone) < 2 or not on_gpus(costs.cluster, everyone):
         return 0
     most = 0
     for size in SIZES_BYTES:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..cluster import Cluster
 from ..cost import DIRECT, FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ..cost.collectives import on_gpus
 from ..cost.levels import machine_sizes
 from ..ir import Levels, Parts, make_ratio, shard_sizes
 from ..runtime import collectives
@@ -133,7 +134,7 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
                 cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
                 if everyone and collective in BY_SKEW and len(set(declared)) > 1:
                     cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
-        if everyone:
+        if everyone and on_gpus(cluster, ranks):
             cases.append(Case(DIRECT, "", ranks, declared, VITAL))
         if everyone and level_parts(cluster):
             cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ..cost import DIRECT, Curve, LinkMeasurement, host_key
+from ..cost import Curve, LinkMeasurement, host_key
 from ..runtime import collectives
 from ..runtime.comm import Channel, Comm
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
@@ -168,7 +168,7 @@ def everyone_cases(comm: Comm) -> list[Case]:
         for collective, algorithms in ALGORITHMS.items()
         for algorithm in algorithms
     ]
-    return [*found, *(Case(name, "", comm.everyone, even, EVEN) for name in ("all_to_all", DIRECT))]
+    return [*found, Case("all_to_all", "", comm.everyone, even, EVEN)]
 
 
 def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, others: bool = False) -> float:
