@@ -31,6 +31,7 @@ BUCKET_BYTES = 1e6
 ALL_REDUCE, LEVELS, SHARDED, SERVER, MIXED = "all_reduce", "levels", "sharded", "server", "mixed"
 DIRECT = "direct"
 DIRECT_BYTES = 2**14
+ABOUT_AS_FAST = 0.95  # of what is expected to be equal, on a machine that others use too
 
 
 def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:
@@ -77,6 +78,6 @@ CASES = (
     _contest("late-pair", "0.5", ("0.60",), ("0.20",), late=True),
     _contest("four", "0.5", *FOUR),
     _contest("thin-four", "0.1", *FOUR),
-    Contest("small-sums", "resnet", cluster_text("0.5", *FOUR), small_sums, ((DIRECT, AS_FAST),)),
+    Contest("small-sums", "resnet", cluster_text("0.5", *FOUR), small_sums, ((DIRECT, ABOUT_AS_FAST),)),
 )
 QUICK = CASES[1:2]
