@@ -18,14 +18,7 @@ from mixmesh.cost.gaps import gaps
 from mixmesh.cost.placed import Exchange, sent_between
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio, parse_program
-from mixmesh.profiler.links import (
-    BUCKET_BYTES,
-    SURE_BYTES,
-    link_cases,
-    link_groups,
-    link_sets,
-    measure_links,
-)
+from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links
 from mixmesh.profiler.meter import Meter
 from mixmesh.profiler.overlap import measure_overlap
 from mixmesh.profiler.rest import WATCHED_S, measure_rest, rested

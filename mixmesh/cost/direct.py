@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from .collectives import on_gpus
+from .levels import MARGIN
 from .model import CostModel
 from .placed import Exchange
 
 SIZES_BYTES = tuple(2**n for n in range(8, 19))  # every rank holds all addends: not of large ones
-MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
 
 
 def best_direct_bytes(costs: CostModel) -> int:

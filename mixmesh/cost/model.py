@@ -240,7 +240,7 @@ class CostModel:
     def _exchange_s(
         self, known_s: dict[str, tuple[float, float]], name: str, ranks: tuple[int, ...], size_bytes: float
     ) -> float:
-        name = name if name in known_s else USUAL.get(name, name)
+        name = USUAL.get(name, name)
         algorithm = self.collective(name, ranks).algorithm(size_bytes)
         known = known_s.get(host_key(name, algorithm)) or known_s.get(name)
         if known is None:

@@ -21,7 +21,6 @@ def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 def arranged(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     """The proposal, whose gradients are summed in their best way, or a faster form of it. One in micro-steps
     keeps its order."""
-    if proposal.micro_batches is not None:
-        return without_needless_directness(flat(task, proposal))
-    proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
+    if proposal.micro_batches is None:
+        proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
     return without_needless_directness(flat(task, proposal))

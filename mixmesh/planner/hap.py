@@ -216,7 +216,7 @@ class Synthesis:
             if not made.feasible:
                 yield from self.stored_sharded(program, ranks)
             if not made.feasible or self.bound_by_memory(made, ranks):
-                yield from self.computed_again(program, ranks)
+                yield from self.computed_again(program, ranks, least_s)
             if best is None or made.key < best.key:
                 best = made
             else:
@@ -262,12 +262,12 @@ class Synthesis:
         pairs = zip(made.program.ratio_of["r0"], free or ())
         return max((abs(a - b) for a, b in pairs), default=0.0) > BOUND_BY_MEMORY
 
-    def computed_again(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
+    def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
         """The same program with activations that the backward pass computes again, as few as memory asks for;
         with parameters stored in shards where that alone is not enough. What cannot be faster than the best
-        is left out: not even if all but a little of it is kept."""
+        is left out: what does not go below ``least_s`` if all is kept."""
         made = recomputed(program)
-        if not regions(made) or self.bounds(program, ranks)[2] > LOST * self.task.best_s:
+        if not regions(made) or least_s > LOST * self.task.best_s:
             return
         for stored in (made, *([fully_sharded(made)] if len(ranks) > 1 else [])):
             best = self.fitting(stored, ranks)

@@ -123,10 +123,11 @@ class Task:
         self._programs: dict[tuple[bool, int], Program] = {}
         self._packed: dict[int, tuple[Program, Program | None, float]] = {}  # by the identity of instructions
         # by the identity of instructions, which are kept alive
-        self._simulations: dict[tuple[int, tuple, bool], tuple[Program, Simulation]] = {}
-        # by the identity of all instructions but those that load parameters
+        self._simulations: dict[tuple[int, tuple, tuple[bool, int]], tuple[Program, Simulation]] = {}
+        # by the bytes up to which sums are direct, and the identity of all instructions but those that load
+        # parameters
         self._same_but_owners: dict[tuple[int, ...], list[Simulation]] = {}
-        self._first: dict[tuple[int, tuple[bool, ...], bool], Simulation] = {}
+        self._first: dict[tuple[int, tuple[bool, ...], tuple[bool, int]], Simulation] = {}
 
     @contextmanager
     def timed(self, step: str) -> Iterator[None]:
