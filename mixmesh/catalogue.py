@@ -12,6 +12,7 @@ what a real kernel reaches. Three conventions:
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -38,15 +39,68 @@ _ROWS = (
     ("A100-80GB",     19.5,  312.0,  80, 2039, True,  "NVIDIA A100 datasheet, 80 GB SXM"),
     ("A800-80GB",     19.5,  312.0,  80, 2039, True,  "NVIDIA A800 datasheet, 80 GB SXM"),
     ("H100-80GB",     67.0,  989.0,  80, 3350, True,  "NVIDIA H100 datasheet, SXM (half of sparse)"),
+    ("H100PCIe-80GB", 51.0, 756.0,  80, 2000, True,  "NVIDIA H100 datasheet, PCIe (half of sparse)"),
     ("H200-141GB",    67.0,  989.0, 141, 4800, True,  "NVIDIA H200 datasheet, SXM (half of sparse)"),
     ("L4-24GB",       30.3,  121.0,  24,  300, True,  "NVIDIA L4 datasheet (half of sparse)"),
     ("A10-24GB",      31.2,  125.0,  24,  600, True,  "NVIDIA A10 datasheet"),
     ("L40S-48GB",     91.6,  362.0,  48,  864, True,  "NVIDIA L40S datasheet"),
-    ("RTX2080Ti-11GB", 13.4,  53.8,  11,  616, False, "NVIDIA Turing architecture whitepaper, reference"),
-    ("RTX3090-24GB",  35.6,   71.0,  24,  936, True,  "NVIDIA Ampere GA102 architecture whitepaper"),
-    ("RTX4090-24GB",  82.6,  165.2,  24, 1008, True,  "NVIDIA Ada architecture whitepaper"),
+    ("GTX1070-8GB",    6.5,    6.5,   8,  256, False, "NVIDIA GeForce GTX 1070 specifications"),
+    ("GTX1080-8GB",    8.9,    8.9,   8,  320, False, "NVIDIA GeForce GTX 1080 whitepaper"),
     ("GTX1080Ti-11GB", 11.3,  11.3,  11,  484, False, "NVIDIA GeForce GTX 1080 Ti specifications"),
+    ("RTX2060-6GB",    6.5,   25.8,   6,  336, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("RTX2070-8GB",    7.5,   29.9,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("RTX2080-8GB",   10.1,   40.3,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("RTX2080Ti-11GB", 13.4,  53.8,  11,  616, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("RTX3060-12GB",  12.7,   25.5,  12,  360, True,  "NVIDIA GeForce RTX 3060 specifications"),
+    ("RTX3060Ti-8GB", 16.2,   32.4,   8,  448, True,  "NVIDIA GeForce RTX 3060 Ti specifications"),
+    ("RTX3070-8GB",   20.3,   40.6,   8,  448, True,  "NVIDIA Ampere GA102 architecture whitepaper"),
+    ("RTX3070Ti-8GB", 21.7,   43.5,   8,  608, True,  "NVIDIA GeForce RTX 3070 Ti specifications"),
+    ("RTX3080-10GB",  29.8,   59.5,  10,  760, True,  "NVIDIA Ampere GA102 architecture whitepaper"),
+    ("RTX3080-12GB",  30.6,   61.3,  12,  912, True,  "NVIDIA GeForce RTX 3080 12 GB specifications"),
+    ("RTX3080Ti-12GB", 34.1,  68.2,  12,  912, True,  "NVIDIA GeForce RTX 3080 Ti specifications"),
+    ("RTX3090-24GB",  35.6,   71.0,  24,  936, True,  "NVIDIA Ampere GA102 architecture whitepaper"),
+    ("RTX3090Ti-24GB", 40.0,  80.0,  24, 1008, True,  "NVIDIA GeForce RTX 3090 Ti specifications"),
+    ("RTX4060-8GB",   15.1,   30.2,   8,  272, True,  "NVIDIA GeForce RTX 4060 specifications"),
+    ("RTX4060Ti-8GB", 22.1,   44.1,   8,  288, True,  "NVIDIA GeForce RTX 4060 Ti specifications"),
+    ("RTX4060Ti-16GB", 22.1,  44.1,  16,  288, True,  "NVIDIA GeForce RTX 4060 Ti specifications"),
+    ("RTX4070-12GB",  29.1,   58.3,  12,  504, True,  "NVIDIA GeForce RTX 4070 specifications"),
+    ("RTX4070SUPER-12GB", 35.5, 71.0, 12, 504, True,  "NVIDIA GeForce RTX 4070 SUPER specifications"),
+    ("RTX4070Ti-12GB", 40.1,  80.2,  12,  504, True,  "NVIDIA GeForce RTX 4070 Ti specifications"),
+    ("RTX4080-16GB",  48.7,   97.5,  16,  717, True,  "NVIDIA Ada architecture whitepaper"),
+    ("RTX4080SUPER-16GB", 52.2, 104.4, 16, 736, True, "NVIDIA GeForce RTX 4080 SUPER specifications"),
+    ("RTX4090-24GB",  82.6,  165.2,  24, 1008, True,  "NVIDIA Ada architecture whitepaper"),
+    ("RTX5070-12GB",  30.9,   61.7,  12,  672, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
+    ("RTX5070Ti-16GB", 43.9,  87.9,  16,  896, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
+    ("RTX5080-16GB",  56.3,  112.6,  16,  960, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
+    ("RTX5090-32GB", 104.8,  209.5,  32, 1792, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
     ("RTXA6000-48GB", 38.7,  154.8,  48,  768, True,  "NVIDIA RTX A6000 datasheet (half of sparse)"),
+    ("RX7900XTX-24GB", 61.4, 122.8,  24,  960, True,  "AMD Radeon RX 7900 XTX specifications"),
+    ("MI100-32GB",    23.1,  184.6,  32, 1229, True,  "AMD Instinct MI100 datasheet"),
+    ("MI210-64GB",    22.6,  181.0,  64, 1638, True,  "AMD Instinct MI210 datasheet, fp32 vector"),
+    ("MI300X-192GB", 163.4, 1307.4, 192, 5325, True,  "AMD Instinct MI300X datasheet"),
 )  # fmt: skip
 
 CATALOGUE: dict[str, CatalogueRow] = {row[0]: CatalogueRow(*row) for row in _ROWS}
+
+# words of a reported name that say who made the card
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON"}
+_SIZE = re.compile(r"HBM\w*|\d+GB")
+_FORM = re.compile(r"SXM\d?|PCIE|OAM")  # tells cards apart where the catalogue has a row for it
+# reported and nominal size of a card differ by ECC and by what the driver keeps
+_MEMORY_TOLERANCE = 0.12
+
+
+def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
+    """The row of the card that PyTorch reports as ``reported_name`` (``torch.cuda.get_device_name()``) with
+    ``memory_bytes`` of memory, or None if no row is surely that card: a laptop's chip is another one.
+    """
+    words = [w for w in re.split(r"[\s\-_()]+", reported_name.upper()) if w and w not in _MAKERS]
+    words = [w for w in words if not _SIZE.fullmatch(w)]
+    plain = [w for w in words if not _FORM.fullmatch(w)]
+    memory_gib = memory_bytes / 2**30
+    for model in ("".join(words), "".join(plain)):
+        rows = [row for row in CATALOGUE.values() if row.name.rpartition("-")[0].upper() == model]
+        near = [row for row in rows if abs(memory_gib / row.memory_gib - 1) <= _MEMORY_TOLERANCE]
+        if near:
+            return min(near, key=lambda row: abs(memory_gib - row.memory_gib))
+    return None

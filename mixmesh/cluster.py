@@ -5,7 +5,7 @@ A rank is a device's index in the order of the file. ``Cluster.load`` reads the 
     name = "two boxes"
     [network]                                # may be left out when there is one machine
     bandwidth_gbit_per_s = 10.4
-    latency_us = 30
+    latency_us = 30                          # default 50
     [[machine]]
     name = "a"                               # default: machine0, machine1, ...
     devices = ["V100-16GB", "V100-16GB"]     # names from mixmesh.catalogue

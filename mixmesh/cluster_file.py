@@ -103,7 +103,7 @@ class MachineTable(_Table):
 
 class NetworkTable(_Table):
     bandwidth_gbit_per_s: Positive
-    latency_us: NotNegative
+    latency_us: NotNegative = Decimal(50)  # of TCP over one switch
 
 
 class ClusterTable(_Table):

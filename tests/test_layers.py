@@ -38,17 +38,18 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"testbed"},
     ),
     ({"simulator"},),
-    ({"baselines"}, {"sync"}, {"profiler"}, {"verification"}, {"placement"}),
+    ({"baselines"}, {"sync"}, {"profiler"}, {"detection"}, {"verification"}, {"placement"}),
     ({"policies"},),
     ({"planner", "explain"}, {"report"}),
     ({"api"}, {"tuning"}),
+    ({"preparation"},),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
-    "tuning",
+    "tuning", "detection", "preparation",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 

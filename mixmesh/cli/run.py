@@ -16,7 +16,8 @@ from ..errors import InputError, JobError
 from ..plan_file import Plan
 from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
 from .output import Json, print_json, seconds, size, table
-from .plan import JobName, ProfileFile
+from .plan import JobName, PlannerName, ProfileFile
+from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
 from .testbed import CLUSTER_VARIABLE
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ if TYPE_CHECKING:
 
 def run(
     job: JobName,
-    plan: Annotated[Path, typer.Option("--plan", metavar="X.plan", help="From mixmesh plan --out.")],
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", metavar="X.plan", help="From mixmesh plan --out; made at the start without."),
+    ] = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 10,
     trace: Annotated[
         Path | None,
@@ -36,11 +40,19 @@ def run(
         typer.Option("--cluster", metavar="C.toml", help="With --trace: predict for this cluster."),
     ] = None,
     profile: ProfileFile = None,
+    profile_s: ProfileSeconds = 15.0,
+    planner: PlannerName = "auto",
+    cache: CacheFolder = None,
+    is_fresh: Fresh = False,
     as_json: Json = False,
 ) -> None:
-    """Train a job by a plan: one process per device, under torchrun or inside the testbed."""
-    loaded_plan = Plan.load(plan)
-    rank = check_launch(job, plan, loaded_plan)
+    """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
+    detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
+    if plan is None:
+        loaded_plan, rank = prepared_plan(job, profile_s, planner, cache, is_fresh)
+    else:
+        loaded_plan = Plan.load(plan)
+        rank = check_launch(job, plan, loaded_plan)
     described = predicted = None
     if trace is not None:
         check_trace(trace, steps)
@@ -53,7 +65,7 @@ def run(
     from ..runtime.train import train
     from ..testbed import enter_device
 
-    check_program(loaded_plan.program, str(plan))
+    check_program(loaded_plan.program, str(plan or "the plan made at the start"))
 
     def say(number: int, loss: float, step_s: float) -> None:
         if not rank and not as_json:

@@ -115,6 +115,7 @@ def profile(
         "seconds": round(time.perf_counter() - started, 1),
         "skipped": sorted({op for _, _, names in everyone for op in names}),
     }
+    comm.close()
     return Profile(devices, links, provenance)
 
 

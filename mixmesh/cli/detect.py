@@ -1,0 +1,51 @@
+"""mixmesh detect"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import InputError
+from .output import Json, print_json
+from .profile import telling
+
+
+def detect(
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="C.toml", help="Write the cluster file here.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the devices and links of a cluster: one process per device, under torchrun or in the testbed."""
+    if out is not None and not out.parent.is_dir():
+        raise InputError("the cluster file cannot be written", where=str(out), got=f"no folder {out.parent}")
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    from ..detection import detect as find
+    from ..runtime.comm import default_device, initialise, leave
+    from ..testbed import enter_device, leave_device
+
+    device = default_device()
+    initialise(world_size, device, timeout_s=300.0)
+    with telling(rank, "detecting") as say:
+        cluster = find(device, on_start=enter_device, on_end=leave_device, progress=say)
+    leave()
+    if rank:
+        return
+    text = cluster.to_toml()
+    if out is not None:
+        try:
+            out.write_text(text)
+        except OSError as error:
+            raise InputError(f"cannot write the cluster file: {error.strerror}", where=str(out)) from None
+    if as_json:
+        machines = [
+            {"name": machine.name, "devices": [device.name for device in machine.devices]}
+            for machine in cluster.machines
+        ]
+        print_json({"out": None if out is None else str(out), "machines": machines, "toml": text})
+        return
+    print(cluster.describe())
+    print(text if out is None else f"written to {out}")

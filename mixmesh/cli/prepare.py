@@ -1,0 +1,67 @@
+"""The start of ``mixmesh run`` without a plan: detect, profile, plan, and say what was decided."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..plan_file import Plan
+from .output import seconds
+from .profile import telling
+
+ProfileSeconds = Annotated[
+    float,
+    typer.Option(
+        "--profile-seconds",
+        min=0,
+        metavar="S",
+        help="Without --plan: measure the job's operators and the links for about so long; 0 measures none.",
+    ),
+]
+CacheFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache",
+        metavar="DIR",
+        help="Where what was measured and planned is kept: $MIXMESH_CACHE, or ~/.cache/mixmesh.",
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan again, whatever is kept.")]
+
+
+def prepared_plan(
+    job: str, profile_s: float, planner: str, folder: Path | None, is_fresh: bool
+) -> tuple[Plan, int]:
+    """The plan for the devices of this launch, and this process's rank. Collective."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    from ..planner import check_planner
+
+    check_planner(planner)
+    from ..detection import Cache
+    from ..detection.cache import default_folder
+    from ..job import load_job
+    from ..preparation import Device, Options, decision, prepare_job
+    from ..testbed import enter_device, leave_device
+
+    with telling(rank, "preparing") as say:
+        say("loading the job")
+        prepared = prepare_job(
+            load_job(job),
+            world_size,
+            options=Options(profile_s=profile_s, planner=planner),
+            cache=Cache(None if is_fresh else folder or default_folder()),
+            device=Device(enter_device, leave_device),
+            progress=say,
+        )
+    if rank == 0:
+        for phase in prepared.phases:
+            source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
+            print(f"{phase.name}: {source}", file=sys.stderr)
+        print(decision(prepared), file=sys.stderr, flush=True)
+        for warning in prepared.plan.warnings:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return prepared.plan, rank

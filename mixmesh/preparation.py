@@ -1,0 +1,223 @@
+"""Everything between a job and its first step, with nothing made by hand: the cluster is detected, the job
+profiled and planned. What an earlier start found out is kept, so that the next one takes seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .api import plan_traced
+from .cluster import Cluster
+from .cost import Profile
+from .detection import Cache, detect, read_inventory
+from .detection.cache import key_of
+from .errors import MixmeshError
+from .job import needs_whole_parameters, optimizer_states
+from .plan_file import Plan
+from .profiler import profile as measure_profile
+from .runtime.batches import batch_dim_input
+from .runtime.comm import default_device, initialise
+from .trace import trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured and searched. With ``profile_s`` 0 plans are made from the devices' figures."""
+
+    profile_s: float = 15.0
+    planner: str = "auto"
+    search_s: float | None = None
+    timeout_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Device:
+    """Callbacks around computing on a rank's device: ``on_start`` before, ``on_end`` after."""
+
+    on_start: Callable[[], object] = lambda: None
+    on_end: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the preparation: its seconds, and whether the result is of an earlier start."""
+
+    name: str
+    time_s: float
+    was_kept: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of a preparation. ``profile`` is None where none was asked for."""
+
+    cluster: Cluster
+    profile: Profile | None
+    plan: Plan
+    phases: tuple[Phase, ...]
+
+
+def prepare_job(
+    job: Any,
+    world_size: int,
+    *,
+    options: Options | None = None,
+    cache: Cache | None = None,
+    device: Device | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Prepared:
+    """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
+    Collective; initialises ``torch.distributed``.
+
+    Only the first rank traces and plans, and only its ``cache`` counts. What the first rank cannot do is
+    raised on all ranks: TraceError for a model that cannot be exported, Infeasible if nothing fits.
+    """
+    options, device = options or Options(), device or Device()
+    where = default_device()
+    initialise(world_size, where, options.timeout_s)
+    phases = _Phases(cache or Cache(None), progress)
+    inventory = read_inventory(where)
+    versions = version("mixmesh"), torch.__version__
+    cluster = phases.kept(
+        "devices and links",
+        f"clusters/{key_of(inventory.fingerprint, dist.get_backend(), *versions)}.toml",
+        (Cluster.load, lambda made, path: path.write_text(made.to_toml())),
+        lambda: detect(
+            where,
+            inventory=inventory,
+            on_start=device.on_start,
+            on_end=device.on_end,
+            progress=progress,
+        ),
+    )
+    traced = phases.new("tracing", lambda: from_first_rank(lambda: trace(job.model, job.batch)))
+    optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
+    job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
+    profile = None
+    if options.profile_s:
+        profile = phases.kept(
+            "profile",
+            f"profiles/{key_of(job_key, options.profile_s)}.json",
+            (Profile.load, lambda made, path: made.save(path)),
+            lambda: _profiled(traced.graph, job, cluster, options, device, progress),
+        )
+    plan = phases.kept(
+        "plan",
+        f"plans/{key_of(job_key, options, traced.output_has_loss)}.plan",
+        (Plan.load, lambda made, path: made.save(path)),
+        lambda: from_first_rank(
+            lambda: plan_traced(
+                traced,
+                cluster,
+                profile=profile,
+                planner=options.planner,
+                search_s=options.search_s,
+                optimizer_states=optimizer[0],
+                whole_parameters=optimizer[1],
+                progress=progress,
+            )
+        ),
+    )
+    return Prepared(cluster, profile, plan, tuple(phases.done))
+
+
+def _profiled(graph, job, cluster, options: Options, device: Device, progress) -> Profile:
+    try:
+        return measure_profile(
+            graph, job, cluster, budget_s=options.profile_s, on_start=device.on_start, progress=progress
+        )
+    finally:
+        device.on_end()
+
+
+class _Phases:
+    """Runs phases one after the other and remembers what each took."""
+
+    def __init__(self, cache: Cache, progress: Callable[[str], None]) -> None:
+        self.cache, self.progress = cache, progress
+        self.done: list[Phase] = []
+
+    def new(self, name: str, make: Callable[[], T]) -> T:
+        """The value of a phase of which nothing is kept."""
+        self.progress(name)
+        started = time.perf_counter()
+        value = make()
+        self.done.append(Phase(name, time.perf_counter() - started, was_kept=False))
+        return value
+
+    def kept(
+        self,
+        name: str,
+        file: str,
+        form: tuple[Callable[[Path], T], Callable[[T, Path], object]],
+        make: Callable[[], T],
+    ) -> T:
+        """The value in a ``file`` of the first rank's cache, or else a new one, written there. ``form`` reads
+        and writes it; ``make`` is collective."""
+        self.progress(name)
+        started = time.perf_counter()
+        read, write = form
+        value = from_first_rank(lambda: self.cache.load(file, read))
+        was_kept = value is not None
+        if value is None:
+            value = make()
+            if dist.get_rank() == 0:
+                self.cache.save(file, lambda path: write(value, path))
+        self.done.append(Phase(name, time.perf_counter() - started, was_kept))
+        return value
+
+
+def from_first_rank(make: Callable[[], T]) -> T:
+    """Runs ``make`` on the first rank and returns its value on every rank. Collective; an error there is
+    raised everywhere."""
+    box: list[Any] = [None, None]
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            box[0] = make()
+        except MixmeshError as error:
+            box[1] = failure = error
+        except Exception as error:
+            # the class may be unknown to pickle, or to the other ranks
+            failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise failure or box[1]
+    return box[0]
+
+
+def decision(prepared: Prepared) -> str:
+    """One line that says what was decided: devices, machines, each rank's share of the samples, and the
+    predicted gain over DistributedDataParallel."""
+    cluster, plan = prepared.cluster, prepared.plan
+    counts = f"{_plural(cluster.world_size, 'device')}, {_plural(len(cluster.machines), 'machine')}"
+    samples = samples_per_rank(plan)
+    parts = "/".join(f"{100 * count / sum(samples):.0f}" for count in samples) if sum(samples) else ""
+    shares = f", shares {parts} %" if parts else ""
+    even = [c.predicted_step_s for c in plan.candidates if c.planner == "ddp-even" and c.feasible]
+    gain = f", {even[0] / plan.predicted_step_s:.2g}x of DDP predicted" if even else ""
+    return f"{counts}: {plan.planner}{shares}{gain}"
+
+
+def samples_per_rank(plan: Plan) -> tuple[int, ...]:
+    """The samples of a global batch that each rank computes; all 0 where the program cuts no samples."""
+    if plan.micro_batches is not None:
+        return tuple(sum(m.sizes) for m in plan.micro_batches)
+    cut = batch_dim_input(plan.program)
+    if cut is None:
+        return (0,) * plan.program.world_size
+    shapes = (plan.program.local_shape(cut.result, rank) for rank in range(plan.program.world_size))
+    return tuple(shape[0] if shape else 0 for shape in shapes)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
