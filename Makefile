@@ -1,7 +1,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
+MINUTES ?= 60
 
-.PHONY: help setup demo test lint golden clean
+.PHONY: help setup demo test fuzz lint golden clean
 
 help:     ## what there is to do
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -21,6 +22,9 @@ demo: setup    ## plan and train a small GPT on an emulated mixed cluster, besid
 
 test: setup    ## all tests
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+fuzz: setup    ## random models, programs and files for MINUTES=60; failures go to out/fuzz/
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: setup    ## ruff: rules and format
 	$(BIN)/ruff check .

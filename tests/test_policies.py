@@ -617,3 +617,17 @@ def test_cases_by_name():
     assert {c.links for c in cases(["nasnet@heterog-12"])} == {"preset", "released"}
     with pytest.raises(InputError, match="no case"):
         cases(["nasnet@nowhere"])
+
+
+@pytest.mark.parametrize("planner", ["heterog", "tag"])
+def test_a_policy_computes_as_ever_whatever_pytorch_is_set_to(planner):
+    cluster = Cluster.parse(SLOW_DEVICES)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.no_grad():
+            plan = make_plan(graph(), cluster, planner=planner, search_s=0.1)
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(before)
+    assert plan.planner in (planner, "pipeline")

@@ -26,10 +26,11 @@ def tag(task: Task) -> Iterator[Proposal]:
     from ..policies.features import Facts
     from ..policies.mcts import Tree
     from ..policies.seeds import judged_seeds
+    from ..policies.settings import own_settings
     from ..policies.tag import TagPriors, load
 
     evaluate = evaluator(task, "partition")
-    with task.timed("placement"):
+    with task.timed("placement"), own_settings():
         _, base_s = judged_seeds(evaluate, cuts(evaluate.space, task))
         facts = Facts(evaluate.space, task.optimizer_states, HEADROOM)
         Tree(evaluate, base_s, TagPriors(load(), facts)).run()
@@ -43,9 +44,10 @@ def heterog(task: Task) -> Iterator[Proposal]:
         return
     from ..policies.features import Facts
     from ..policies.heterog import Training
+    from ..policies.settings import own_settings
 
     evaluate = evaluator(task, "centres")
-    with task.timed("placement"):
+    with task.timed("placement"), own_settings():
         facts = Facts(evaluate.space, task.optimizer_states, HEADROOM)
         Training(evaluate, facts, cuts(evaluate.space, task)).run()
     yield from best_of(task, "heterog", evaluate)
