@@ -52,7 +52,7 @@ def test_plan(run, folder):
         assert text in out, text
     plan = Plan.load(folder / "auto.plan")
     assert out.startswith(str(plan.program).split("\n")[0])
-    assert {c.planner for c in plan.candidates} >= {"hap", "single", "ddp-even", "fsdp-even"}
+    assert {c.planner for c in plan.candidates} >= {"ddp-tuned", "single", "ddp-even", "fsdp-even"}
     assert plan.predicted_step_s == min(c.predicted_step_s for c in plan.candidates if c.feasible)
 
 

@@ -245,7 +245,7 @@ def test_an_optimizer_that_needs_whole_parameters(run, tmp_path, two):
     path = tmp_path / "x.plan"
     status, out, err = run("plan", job, "--cluster", two, "--out", str(path), "--json")
     fits = {c["planner"]: c["feasible"] for c in json.loads(out.splitlines()[-1])["candidates"]}
-    assert status == 0 and not fits["fsdp-even"] and fits["ddp-even"] and fits["hap"]
+    assert status == 0 and not fits["fsdp-even"] and fits["ddp-even"] and fits["ddp-tuned"]
     assert all(i.type.placement == REPLICATE for i in Plan.load(path).program.params)
 
 

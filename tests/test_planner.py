@@ -46,7 +46,8 @@ def clusters(draw) -> Cluster:
 @given(clusters(), st.sampled_from([SMALL, ATTENTION]))
 def test_auto_is_never_slower_than_a_candidate(where, model):
     plan = make_plan(model, where)
-    assert {c.planner for c in plan.candidates} - {"two-level", "pipeline"} == {"hap", *BASELINES}
+    asked = {c.planner for c in plan.candidates} - {"hap", "two-level", "pipeline"}
+    assert asked == {"ddp-tuned", *BASELINES}
     assert all(plan.predicted_step_s <= c.predicted_step_s for c in plan.candidates if c.feasible)
     # what is promised is what the simulator says of the program that is handed out
     check_program(plan.program)
@@ -87,6 +88,31 @@ def test_equal_devices():
     assert plan.predicted_step_s <= even.predicted_step_s
     ratio = plan.program.ratios[0][1]
     assert max(ratio) - min(r for r in ratio if r) < 0.01
+
+
+FAR_APART = """
+name = "far apart"
+[network]
+bandwidth_gbit_per_s = 1
+latency_us = 30
+[[machine]]
+devices = [{ name = "slow", tflop_per_s = 1, memory_gib = 16, memory_gbyte_per_s = 100, count = 4 }]
+[[machine]]
+devices = [{ name = "slow", tflop_per_s = 1, memory_gib = 16, memory_gbyte_per_s = 100, count = 2 }]
+"""
+
+
+def test_data_parallelism_is_tuned():
+    """It has what every plan has at the end, so that it is faster than the baselines, and it is still data
+    parallelism: parameters are whole, and nothing but gradients travels."""
+    where, model = Cluster.parse(FAR_APART), ATTENTION
+    plan = make_plan(model, where, planner="ddp-tuned")
+    plain = make_plan(model, where, planner="ddp-proportional")
+    auto = make_plan(model, where)
+    assert plan.planner == "ddp-tuned" and plan.program.levels is not None
+    assert auto.predicted_step_s <= plan.predicted_step_s < 0.8 * plain.predicted_step_s
+    assert {str(i.type.placement) for i in plan.program.params} == {"R"}
+    assert not any(i.is_redistribution for i in plan.program.instructions if i.op != "local_slice")
 
 
 def test_a_useless_device_is_left_out():

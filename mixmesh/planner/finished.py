@@ -3,12 +3,34 @@ the gradients of weights are computed."""
 
 from __future__ import annotations
 
-from .apart import apart
+from collections.abc import Sequence
+
+from .apart import GAIN, apart
+from .hap import DDP_TUNED
 from .ordered import ordered
-from .synced import flat, synced, without_needless_directness
+from .synced import HOPEFUL, flat, synced, without_needless_directness
 from .task import Proposal, Task
 
-SUMMED_AT_ONCE = ("hap",)  # in the fastest of all ways, so that planners that come later have that to beat
+SUMMED_AT_ONCE = (
+    DDP_TUNED,
+    "hap",
+)  # so that planners that come later have that to beat
+
+
+def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> list[Proposal]:
+    """The best proposals of some planners, finished, that may become the fastest: the first, and those near
+    it whose devices compute for less time than its step takes."""
+    first, *others = sorted(proposals, key=lambda p: p.key)
+    made = [finished(task, first, quick=quick)]
+    seen = {id(first.program.instructions)}
+    for proposal in others:
+        step_s = min(p.timeline.step_s for p in made)
+        near = proposal.feasible and proposal.timeline.step_s <= HOPEFUL * first.timeline.step_s
+        hopeful = max(proposal.timeline.compute_s) < step_s * (1 - GAIN)
+        if near and hopeful and id(proposal.program.instructions) not in seen:
+            seen.add(id(proposal.program.instructions))
+            made.append(finished(task, proposal, quick=quick))
+    return made
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:

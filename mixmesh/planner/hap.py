@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
-from math import isclose
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
@@ -18,8 +17,10 @@ from ..synthesis.choices import code_of
 from .polish import polish
 from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
+from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
+DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
@@ -35,32 +36,14 @@ FULL = 0.9  # of what is usable: a rank that holds less could have more samples
 BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
 
 
-@dataclass
-class Tried:
-    """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
-    their steps do not go below where sums of gradients are free, and where they are not."""
-
-    seen: set[int] = field(default_factory=set)
-    by_price: dict[float, int] = field(default_factory=dict)
-    floors_s: list[float] = field(default_factory=list)
-    least_s: list[float] = field(default_factory=list)
-    # by price, what a program that cuts classes costs
-    cutting_classes: dict[float, float] = field(default_factory=dict)
-
-    roomy: bool = True  # no program that was tried needs more memory than there is
-
-    def holds(self, floor_s: float, least_s: float) -> bool:
-        """Whether a program with these times was tried, and would not do better by needing less memory."""
-        known = zip(self.floors_s, self.least_s)
-        return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in known)
-
-    @property
-    def same_at_both_ends(self) -> bool:
-        return len(self.by_price) == 2 and len(set(self.by_price.values())) == 1
-
-
 def synthesised(task: Task) -> Iterator[Proposal]:
-    return Synthesis(task).proposals()
+    """Programs by search at several prices of gradients; data parallelism too, if not asked before."""
+    return Synthesis(task).proposals((None, *GRADIENT_PRICES))
+
+
+def tuned(task: Task) -> Iterator[Proposal]:
+    """Data parallelism in the best shares of several sets of devices: the bar for a search."""
+    return Synthesis(task, DDP_TUNED).proposals((None,))
 
 
 def most_states(problem: Problem) -> int:
@@ -69,51 +52,61 @@ def most_states(problem: Problem) -> int:
 
 
 class Synthesis:
-    """The alternation of one task."""
+    """The alternation of one task, in the name of ``planner``. What data parallelism tried, where it was
+    asked before, is not tried again."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, planner: str = "hap") -> None:
+        self.task, self.planner = task, planner
+        if DDP_TUNED not in task.proposed:
+            task.tried = {}
         self.paths: dict[float, Found] = {}  # by price, the last that was found, on whatever devices
 
-    def proposals(self) -> Iterator[Proposal]:
-        """HAP: program and ratio in turn, for several prices and sets of devices; first the set that data
+    def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
+        """Program and ratio in turn, for several prices and sets of devices; first the set that data
         parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
-        fastest_first = sorted(range(self.task.world_size), key=lambda r: -self.task.proportional[r])
-        sets = list(device_sets(fastest_first, self.task.costs.class_of))
+        task = self.task
+        fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
+        sets = list(device_sets(fastest_first, task.costs.class_of))
         hopeful = [(self.least_s(ranks), -len(ranks), ranks) for needed, ranks in sets if needed]
-        in_need = [(0.0, 0, ranks) for needed, ranks in sets if not needed]
-        best: tuple[tuple, tuple[int, ...], Tried] | None = None  # with the key of its best proposal
-        for _, _, ranks in (*sorted(hopeful), *in_need):
-            known = self.task.best_s < float("inf")
-            if best is not None and (
-                self.task.least_seconds(ranks) >= self.task.best_s or (known and (0.0, 0, ranks) in in_need)
-            ):
+        in_need = [ranks for needed, ranks in sets if not needed]
+        known = task.proposed.get(DDP_TUNED)
+        best = None if known is None else (known.key, support(known.program.ratio_of["r0"]))
+        for ranks in (*[ranks for _, _, ranks in sorted(hopeful)], *in_need):
+            fits = task.best_s < float("inf")
+            if best is not None and (task.least_seconds(ranks) >= task.best_s or (fits and ranks in in_need)):
                 continue  # even with free communication these devices are too slow together
-            tried = Tried()
-            for price in (None, *GRADIENT_PRICES):
-                if len(ranks) == 1 and price is not None:
-                    continue  # nothing to communicate
-                if price is not None and tried.same_at_both_ends:
-                    continue  # the cheapest program at both ends is the cheapest in between
-                if (
-                    best is not None
-                    and 0.0 in tried.by_price
-                    and min(tried.floors_s) > LOST * self.task.best_s
-                ):
-                    break  # gradients for nothing would not help these devices, nor will any other price
-                if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * self.task.best_s:
-                    continue
-                what = "data parallel" if price is None else f"gradient price {price:g}"
-                self.task.progress(f"planning: hap, {len(ranks)} devices, {what}")
-                for proposal in self.alternate(ranks, price, tried, judged=best is None):
-                    if best is None or proposal.key < best[0]:
-                        best = proposal.key, ranks, tried
-                    yield proposal
-        # a gather of the head's weight may hide, which no price says; one of hidden states does not
-        _, ranks, tried = best or (None, (), Tried())
+            for proposal in self.on(ranks, prices, judged=best is None):
+                if best is None or proposal.key < best[0]:
+                    best = proposal.key, ranks
+                yield proposal
+        if best is not None:
+            yield from self.with_whole_classes(best[1])
+
+    def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
+        """Those of a set of devices. The first is ``judged`` however slow it is."""
+        task, tried = self.task, self.task.tried.setdefault(ranks, Tried())
+        for price in prices:
+            if len(ranks) == 1 and price is not None:
+                continue  # nothing to communicate
+            if price is not None and tried.same_at_both_ends:
+                continue  # the cheapest program at both ends is the cheapest in between
+            if not judged and 0.0 in tried.by_price and min(tried.floors_s) > LOST * task.best_s:
+                return  # gradients for nothing would not help these devices, nor will any other price
+            if len(tried.by_price) == 2 and min(tried.least_s, default=0.0) > HOPELESS * task.best_s:
+                continue
+            what = "data parallel" if price is None else f"gradient price {price:g}"
+            task.progress(f"planning: {self.planner}, {len(ranks)} devices, {what}")
+            for proposal in self.alternate(ranks, price, tried, judged):
+                judged = False
+                yield proposal
+
+    def with_whole_classes(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
+        """What a program that cuts the classes of a loss is without that: a gather of the head's weight may
+        hide, which no price says; one of hidden states does not."""
+        tried = self.task.tried.get(ranks, Tried())
         small = len(self.task.graph.nodes) <= MOST_NODES
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
-            self.task.progress(f"planning: hap, {len(ranks)} devices, whole classes")
+            self.task.progress(f"planning: {self.planner}, {len(ranks)} devices, whole classes")
             yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
 
     @cached_property
@@ -207,10 +200,12 @@ class Synthesis:
             tried.least_s.append(least_s)
             if not judged and least_s > LOST * self.task.best_s:
                 break
-            if not judged and self.task.usual_s("hap", free) > FAR * self.task.best_s:
+            if not judged and self.task.usual_s(self.planner, free) > FAR * self.task.best_s:
                 break
             better = self.task.ratio(simulation, program, ranks)
-            made = self.task.best_buckets("hap", with_ratio(program, "r0", better or ratio), simulation)
+            made = self.task.best_buckets(
+                self.planner, with_ratio(program, "r0", better or ratio), simulation
+            )
             made = replace(made, gap=gap)
             tried.roomy &= made.feasible and not made.timeline.peak_memory_bytes
             if not made.feasible:
@@ -230,7 +225,7 @@ class Synthesis:
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under its best shares with as much memory as it likes; what its step does not go below
         so if nothing is summed, and whatever the buckets."""
-        program = self.task.in_our_sums("hap", program)
+        program = self.task.in_our_sums(self.planner, program)
         simulation = self.task.simulation(program)
         ratio = self.task.ratio(simulation, program, ranks, limited=False) or program.ratio_of["r0"]
         free = with_ratio(program, "r0", ratio)
@@ -285,7 +280,7 @@ class Synthesis:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
             if ratio is None:
                 break
-            made = self.task.best_buckets("hap", with_ratio(program, "r0", ratio), simulation)
+            made = self.task.best_buckets(self.planner, with_ratio(program, "r0", ratio), simulation)
             if made.feasible:
                 break
         return made
@@ -304,7 +299,7 @@ class Synthesis:
             ratio = self.task.ratio(simulation, sharded, ranks, HEADROOM + spare)
             if ratio is None:
                 return
-            made = self.task.judge("hap", with_ratio(sharded, "r0", ratio), simulation)
+            made = self.task.judge(self.planner, with_ratio(sharded, "r0", ratio), simulation)
             if made.feasible or spare == SPARE[-1]:
                 yield polish(self.task, made)
                 return

@@ -22,8 +22,8 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
 from .finalists import finalists
-from .finished import SUMMED_AT_ONCE, finished
-from .hap import synthesised
+from .finished import SUMMED_AT_ONCE, finished, finished_near
+from .hap import DDP_TUNED, synthesised, tuned
 from .learned import has_torch_geometric, heterog, tag
 from .pipelines import hopeful, pipelines
 from .placed import model_parallel, placed
@@ -40,6 +40,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "ddp-even": simple.ddp_even,
     "ddp-proportional": simple.ddp_proportional,
     "fsdp-even": simple.fsdp_even,
+    DDP_TUNED: tuned,
     "hap": synthesised,
     "poplar": poplar,
     "tensor-parallel": simple.tensor_parallel_proportional,
@@ -52,7 +53,7 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "tag": tag,
 }
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
-AUTO = (*BASELINES, "hap", "two-level", "pipeline")
+AUTO = (*BASELINES, DDP_TUNED, "hap", "two-level", "pipeline")
 QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed, and what follows a search
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 # as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
@@ -194,7 +195,7 @@ def _make_plans(
     check_memory(task)
     if count > 1:
         task.kinds = {}
-    best = task.proposed
+    best, to_sum = task.proposed, []
     for name in (*names, *last):
         # what fits only with activations that are computed again may be far from the best that fits
         if name in last and any(p.feasible and not regions(p.program) for p in best.values()):
@@ -207,10 +208,12 @@ def _make_plans(
         propose = QUICK.get(name, PROPOSERS[name]) if shortly else PROPOSERS[name]
         proposals = list(propose(task))
         if proposals:
-            summed = name in SUMMED_AT_ONCE
-            best[name] = (
-                best_synced(task, proposals, quick=quick) if summed else min(proposals, key=lambda p: p.key)
-            )
+            best[name] = min(proposals, key=lambda p: p.key)
+        if name in SUMMED_AT_ONCE:
+            to_sum += proposals
+            # a search is not held against sums that its own programs have not been given yet
+            if to_sum and not (name == DDP_TUNED and "hap" in names):
+                best |= best_synced(task, to_sum, quick=quick)
     if not best:
         raise InputError(
             f"the planner {planner} has no plan for this job on this cluster",
@@ -225,13 +228,14 @@ def _make_plans(
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES:
-        rest = [p for p in fitting if p.planner not in (*BASELINES, *LAST_RESORT)]
-        chosen = best[chosen.planner] = finished(task, chosen, quick=quick)
-        if quick and chosen.planner in LAST_RESORT and rest:
-            # what is chosen so has its micro-steps, to which little can be done; the others may gain more
-            near = min(rest, key=lambda p: p.key)
-            best[near.planner] = finished(task, near, quick=quick)
-            chosen = min(chosen, best[near.planner], key=lambda p: p.key)
+        # a last resort has its micro-steps, to which little can be done; the others may gain more
+        usual = [p for p in fitting if p.planner not in (*BASELINES, *LAST_RESORT)]
+        usual = usual if chosen in usual or (quick and chosen.planner in LAST_RESORT) else []
+        near = finished_near(task, usual, quick=quick) if usual else []
+        if chosen not in usual:
+            near.append(finished(task, chosen, quick=quick))
+        best |= {p.planner: p for p in near}
+        chosen = min(near, key=lambda p: p.key)
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss

@@ -38,6 +38,7 @@ from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
 from ..zero import zero_stage
 from .ideal import ideal_s
+from .tried import Tried
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # of buckets that are tried
@@ -116,6 +117,7 @@ class Task:
         able = tuple(d.supports_bf16 or d.kind == "cpu" for d in costs.cluster.devices)
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
+        self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
         self.refused = ""  # why a planner has nothing to propose
         # by whether one rank is alone: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}

@@ -1,0 +1,30 @@
+"""A record of what the search has tried on a set of devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import isclose
+
+
+@dataclass
+class Tried:
+    """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
+    their steps do not go below where sums of gradients are free, and where they are not."""
+
+    seen: set[int] = field(default_factory=set)
+    by_price: dict[float, int] = field(default_factory=dict)
+    floors_s: list[float] = field(default_factory=list)
+    least_s: list[float] = field(default_factory=list)
+    # by price, what a program that cuts classes costs
+    cutting_classes: dict[float, float] = field(default_factory=dict)
+
+    roomy: bool = True  # no program that was tried needs more memory than there is
+
+    def holds(self, floor_s: float, least_s: float) -> bool:
+        """Whether a program with these times was tried, and would not do better by needing less memory."""
+        known = zip(self.floors_s, self.least_s)
+        return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in known)
+
+    @property
+    def same_at_both_ends(self) -> bool:
+        return len(self.by_price) == 2 and len(set(self.by_price.values())) == 1
