@@ -24,6 +24,7 @@ _EXPORTS = {
     "parallelize": "runtime.parallel",
     "parse_program": "ir",
     "plan": "api",
+    "prepare": "preparation.script",
     "simulate": "api",
     "verify": "verification",
     "MixmeshError": "errors",

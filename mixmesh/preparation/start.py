@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from .api import plan_traced
-from .cluster import Cluster
-from .cost import Profile
-from .detection import Cache, detect, read_inventory
-from .detection.cache import key_of
-from .errors import MixmeshError
-from .job import needs_whole_parameters, optimizer_states
-from .plan_file import Plan
-from .profiler import profile as measure_profile
-from .runtime.batches import batch_dim_input
-from .runtime.comm import default_device, initialise
-from .trace import trace
+from ..api import plan_traced
+from ..cluster import Cluster
+from ..cost import Profile
+from ..detection import Cache, detect, read_inventory
+from ..detection.cache import key_of
+from ..errors import MixmeshError
+from ..job import needs_whole_parameters, optimizer_states
+from ..plan_file import Plan
+from ..profiler import profile as measure_profile
+from ..runtime.batches import batch_dim_input
+from ..runtime.comm import default_device, initialise
+from ..trace import trace
 
 T = TypeVar("T")
 

@@ -1,0 +1,11 @@
+"""From a job, or a script's own model, optimizer and loader, to the first step, with nothing made by hand.
+
+Reading order: ``start`` (detect, profile, plan), ``outside_loss`` (a loss that the script computes),
+``loading`` (each rank's own rows of every batch), ``script`` (``mixmesh.prepare``).
+"""
+
+from __future__ import annotations
+
+from .start import Device, Options, Prepared, decision, prepare_job, samples_per_rank
+
+__all__ = ["Device", "Options", "Prepared", "decision", "prepare_job", "samples_per_rank"]

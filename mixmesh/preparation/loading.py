@@ -1,0 +1,152 @@
+"""Each rank's own rows of every batch of a script's DataLoader, in the order of the first rank's sampler."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..errors import InputError
+from ..ir import Shard
+from ..plan_file import Plan
+from ..runtime.batches import batch_dim_input, program_inputs
+from ..runtime.data import shard_batches
+from ..runtime.layout import layout
+
+BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
+KEPT_OPTIONS = (
+    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "prefetch_factor", "persistent_workers", "generator",
+)  # fmt: skip
+
+
+def example_batch(loader: Iterable) -> Any:
+    """A batch like all of a loader. Random numbers are as they were before; a list becomes a tuple."""
+    with same_random_numbers():
+        if has_indices(loader) and loader.batch_size is not None:
+            # no sampler is asked: one with a generator of its own would go on from there
+            batch = load(loader, list(range(min(loader.batch_size, len(loader.dataset)))))
+        elif has_indices(loader):
+            indices = next(iter(loader.batch_sampler), None)
+            batch = None if indices is None else load(loader, indices)
+        else:
+            batch = next(iter(loader), None)
+    if batch is None:
+        raise InputError("the loader has no batch", expected="at least one batch", got="nothing")
+    return tuple(batch) if isinstance(batch, list) else batch
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it."""
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+
+
+def has_indices(loader: Iterable) -> bool:
+    """Whether batches are lists of indices into a data set, of which a rank may load its own alone."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+def load(loader: DataLoader, indices: list[int]) -> Any:
+    """The samples of ``indices`` as one batch, loaded by this process."""
+    dataset = loader.dataset
+    many = getattr(dataset, "__getitems__", None)  # as PyTorch loads them
+    return loader.collate_fn(many(indices) if many is not None else [dataset[i] for i in indices])
+
+
+class OwnBatches:
+    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. Collective: all
+    ranks iterate over it, as far as each other."""
+
+    def __init__(self, batch_sampler: Any, batch_size: int, start: int, size: int) -> None:
+        self.batch_sampler, self.batch_size = batch_sampler, batch_size
+        self.start, self.size = start, size
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = iter(self.batch_sampler) if dist.get_rank() == 0 else iter(())
+        while True:
+            message = [list(islice(batches, BATCHES_PER_MESSAGE))]
+            dist.broadcast_object_list(message, src=0)
+            for indices in message[0]:
+                self.check(len(indices))
+                yield indices[self.start : self.start + self.size]
+            if len(message[0]) < BATCHES_PER_MESSAGE:
+                return
+
+    def check(self, num_samples: int) -> None:
+        if num_samples != self.batch_size:
+            raise InputError(
+                "a batch is not of the size that was planned",
+                expected=f"{self.batch_size} samples, as in the first batch",
+                got=f"{num_samples}",
+                hint="DataLoader(..., drop_last=True): the plan is for one batch size",
+            )
+
+
+class OwnLoader:
+    """A script's loader, giving this rank's part of every batch. ``set_epoch`` goes to the script's sampler;
+    every other attribute is that of the script's loader."""
+
+    def __init__(self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool) -> None:
+        self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._is_whole:
+            return iter(self._own)
+        return iter(shard_batches(self._own, self._plan, dist.get_rank()))
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        for holder in (getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)
+
+
+def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
+    """The loader of this rank's rows. Where every input of the program is cut by samples alike, a rank loads
+    no others; else it loads whole batches and cuts them. A loader without indices (an iterable data set) must
+    give the same batches on every rank."""
+    program, rank = plan.program, dist.get_rank()
+    if not has_indices(loader):
+        return OwnLoader(loader, loader, plan, is_whole=True)
+    first = batch_dim_input(program)
+    layouts = {layout(program, i.type) for i in program_inputs(program)}
+    batch_size = program_inputs(program)[0].type.value.shape[0]
+    is_dealt_out = (
+        first is not None
+        and plan.order is None
+        and len({(where.sizes, where.ranks) for where in layouts}) == 1
+        and all(isinstance(where.placement, Shard) and where.placement.dim == 0 for where in layouts)
+    )
+    start, size = layout(program, first.type).piece(rank) if is_dealt_out else (0, batch_size)
+    is_whole = not size or not is_dealt_out
+    sampler = OwnBatches(loader.batch_sampler, batch_size, *((0, batch_size) if is_whole else (start, size)))
+    options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
+    if not loader.num_workers:
+        del options["prefetch_factor"], options["persistent_workers"], options["multiprocessing_context"]
+    return OwnLoader(
+        loader, DataLoader(loader.dataset, batch_sampler=sampler, **options), plan, is_whole=is_whole
+    )

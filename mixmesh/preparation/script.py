@@ -1,0 +1,62 @@
+"""``mixmesh.prepare``: one line in a script that was written for a single device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..detection import Cache
+from ..detection.cache import default_folder
+from ..job import Job
+from ..runtime.parallel import parallelize
+from .loading import example_batch, own_loader, same_random_numbers
+from .outside_loss import with_loss
+from .start import Options, decision, prepare_job
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loader: Iterable,
+    *,
+    loss: Callable[..., Any] | None = None,
+    planner: str = "auto",
+    profile_s: float = 15.0,
+    cache: str | Path | None = None,
+    timeout_s: float = 300.0,
+    seed: int = 0,
+) -> tuple[nn.Module, torch.optim.Optimizer, Iterable]:
+    """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
+
+    Call it in every process of ``torchrun``, after the same code has made the same model. ``loader`` gives
+    global batches; the one that is returned gives this rank's rows of the same batches. ``model(*batch)``,
+    or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
+    ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
+    about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
+    start. Without torchrun the model, with its loss, and the other two come back as they are.
+
+    Raises InputError for a batch of another size than the first, TraceError for a model that cannot be
+    exported, Infeasible if nothing fits in memory.
+    """
+    model = model if loss is None else with_loss(model, loss)
+    if "RANK" not in os.environ:
+        return model, optimizer, loader
+    kind, defaults = type(optimizer), optimizer.defaults
+    with same_random_numbers():
+        job = Job(model, example_batch(loader), optimizer=lambda params: kind(params, **defaults))
+        prepared = prepare_job(
+            job,
+            int(os.environ["WORLD_SIZE"]),
+            options=Options(profile_s=profile_s, planner=planner, timeout_s=timeout_s),
+            cache=Cache(Path(cache) if cache is not None else default_folder()),
+        )
+        if os.environ["RANK"] == "0":
+            print(f"mixmesh: {decision(prepared)}", file=sys.stderr, flush=True)
+        parallel, optimizer = parallelize(model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed)
+    return parallel, optimizer, own_loader(loader, prepared.plan)

@@ -1,0 +1,92 @@
+"""``mixmesh.prepare``: a script for one device, with one line more, under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mixmesh
+from mixmesh.preparation.outside_loss import with_loss
+
+SCRIPT = """
+import json, os, sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+import mixmesh
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 5)).double()
+data = TensorDataset(torch.randn(50, 20).double(), torch.randint(5, (50,)))
+loader = DataLoader(data, batch_size=10, shuffle=True, num_workers={workers},
+                    generator=torch.Generator().manual_seed(7))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+model, optimizer, loader = mixmesh.prepare(
+    model, optimizer, loader, loss=F.cross_entropy, profile_s=0, planner="{planner}", cache="{cache}")
+losses, rows = [], 0
+for epoch in range(2):
+    for x, y in loader:
+        loss = model(x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+        rows += len(x)
+print(json.dumps({{"losses": losses, "rows": rows, "batches": len(loader)}}), flush=True)
+"""
+
+
+def run_script(tmp_path: Path, world_size: int, planner: str = "auto", workers: int = 0) -> list[dict]:
+    """What each rank of the script printed; without torchrun for a world of 0."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(planner=planner, cache=tmp_path / "cache", workers=workers))
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if world_size else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize(("planner", "workers"), [("ddp-even", 2), ("tensor-parallel", 0)])
+def test_a_script_trains_as_on_one_device(tmp_path, planner, workers):
+    (single,) = run_script(tmp_path, 0)
+    ranks = run_script(tmp_path, 2, planner, workers)
+    assert len(ranks) == 2 and single["rows"] == 100
+    for rank in ranks:
+        torch.testing.assert_close(rank["losses"], single["losses"], rtol=1e-9, atol=1e-9)
+        assert rank["batches"] == single["batches"] == 5
+    if planner == "ddp-even":  # each loads its own rows alone
+        assert [rank["rows"] for rank in ranks] == [50, 50]
+
+
+def test_a_loss_outside_keeps_the_model_as_it_is():
+    model = nn.Bilinear(3, 3, 2)
+    wrapped = with_loss(model, F.mse_loss)
+    a, b, y = torch.randn(4, 3), torch.randn(4, 3), torch.randn(4, 2)
+    expected = F.mse_loss(model(a, b), y)
+    assert torch.equal(wrapped(a, b, y), expected)
+    assert torch.equal(with_loss(model, F.mse_loss)(input1=a, input2=b, target=y), expected)
+    assert isinstance(wrapped, nn.Bilinear) and type(model) is nn.Bilinear
+    assert dict(wrapped.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert all(p is q for p, q in zip(wrapped.parameters(), model.parameters()))
+
+
+def test_a_forward_that_takes_anything_is_refused():
+    class Anything(nn.Module):
+        def forward(self, *values):
+            return values[0]
+
+    with pytest.raises(mixmesh.InputError, match="does not say"):
+        with_loss(Anything(), F.mse_loss)(torch.ones(2, 2), torch.ones(2, 2))
