@@ -78,10 +78,12 @@ def simulate(
     plan: Plan, cluster: Cluster, *, profile: Profile | str | Path | None = None, events: bool = False
 ) -> Timeline:
     """Predicts one step of ``plan`` on ``cluster``, with ``events`` all that happens in it. Raises PlanError
-    if it was made for another cluster."""
-    from .check import check_plan
+    if it was made for another cluster, VerificationError if it was edited and is not valid."""
+    from .check import check_loaded, check_plan
     from .simulator import simulate as run
 
+    if plan.edited:
+        check_loaded(plan)
     check_plan(plan, cluster)
     costs = CostModel(cluster, load_profile(profile))
     return run(plan.program, costs, micro_batches=plan.micro_batches, events=events)

@@ -6,13 +6,14 @@ checked against the cluster and the model before it runs.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from .errors import PlanError
+from .files import read_text
 from .ir import (
     Program,
     Samples,
@@ -23,6 +24,8 @@ from .ir import (
     stage_of,
     transfers_of,
 )
+from .ir.bounds import MAX_TEXT_BYTES
+from .plan_header import check_per_rank, read_header
 
 FORMAT = 1
 PIPELINE = "1f1b"  # the one order in which a chain of stages runs its micro-steps
@@ -63,7 +66,8 @@ class Plan:
     these devices is faster than, if that is known. ``micro_batches``: per rank, how it accumulates
     gradients within a step; None where everyone takes its share at once. A chain of stages that
     accumulates is a pipeline, and says so by its ``order``. ``measured_step_s``: of a trial on the cluster,
-    where ``mixmesh tune`` held one.
+    where ``mixmesh tune`` held one. ``edited``: the program was read from a file and is not as mixmesh wrote
+    it, so that its types are not known to be those that PyTorch gives.
     """
 
     program: Program
@@ -85,10 +89,12 @@ class Plan:
     warnings: tuple[str, ...] = ()
     micro_batches: tuple[MicroBatch, ...] | None = None
     measured_step_s: float | None = None
+    edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
-        return _header(self) + "\n" + print_program(self.program, self.notes)
+        program = print_program(self.program, self.notes)
+        return _header(self, digest(program)) + "\n" + program
 
     @property
     def order(self) -> str | None:
@@ -112,9 +118,9 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan. Raises PlanError or ParseError with the line that is wrong."""
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as err:
-            reason = getattr(err, "strerror", None) or "it is not text"
+            text = read_text(path, MAX_TEXT_BYTES)
+        except (OSError, ValueError) as err:
+            reason = getattr(err, "strerror", None) or str(err)
             raise PlanError(
                 f"cannot read the plan: {reason}",
                 where=str(path),
@@ -133,20 +139,12 @@ class Plan:
                 expected="a header and a line that begins with 'program'",
                 hint="mixmesh plan JOB --cluster C.toml --out X.plan",
             )
-        try:
-            header = tomllib.loads("\n".join(lines[:start]))
-        except tomllib.TOMLDecodeError as err:
-            raise PlanError(f"the plan's header cannot be read: {err}", where=where) from None
-        if header.get("mixmesh_plan") != FORMAT:
-            raise PlanError(
-                "this plan was written in another format",
-                where=where,
-                expected=f"mixmesh_plan = {FORMAT}",
-                got=f"mixmesh_plan = {header.get('mixmesh_plan')}",
-            )
+        above, below = "\n".join(lines[:start]), "\n".join(lines[start:])
+        header = read_header(above, where, FORMAT)
         # blank lines keep the line numbers of the file
-        program = parse_program("\n" * start + "\n".join(lines[start:]), where)
-        return _from_header(header, program, where)
+        program = parse_program("\n" * start + below, where)
+        check_per_rank(header, above, where, program.world_size)
+        return _from_header(header, program, where, edited=header.get("program_digest") != digest(below))
 
 
 _KEYS = (
@@ -155,7 +153,7 @@ _KEYS = (
 )  # fmt: skip
 
 
-def _header(plan: Plan) -> str:
+def _header(plan: Plan, program_digest: str) -> str:
     lines = [f"mixmesh_plan = {FORMAT}"]
     for key in _KEYS:
         value = getattr(plan, key)
@@ -175,6 +173,8 @@ def _header(plan: Plan) -> str:
         lines.append(f"micro_batches = [{rows}]  # per rank: samples, steps, samples of the last step")
     if plan.order is not None:
         lines.append(f"order = {_toml(plan.order)}  # of forward and backward passes, from stage to stage")
+    if not plan.edited:  # an edited program stays one when it is saved again
+        lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.warnings:
         lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
     for c in plan.candidates:
@@ -191,30 +191,30 @@ def _toml(value) -> str:
     return json.dumps(value)
 
 
-def _from_header(header: dict, program: Program, where: str) -> Plan:
-    try:
-        candidates = tuple(
+def digest(text: str) -> str:
+    """12 hex digits of a program's text."""
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _from_header(header: dict, program: Program, where: str, *, edited: bool) -> Plan:
+    values = {key: header[key] for key in _KEYS}
+    values["predicted_step_s"] = float(values["predicted_step_s"])
+    plan = Plan(
+        program=program,
+        predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
+        candidates=tuple(
             Candidate(c["planner"], c["feasible"], float(c["predicted_step_s"]))
             for c in header.get("candidates", ())
-        )
-        values = {key: header[key] for key in _KEYS}
-        values["predicted_step_s"] = float(values["predicted_step_s"])
-        plan = Plan(
-            program=program,
-            predicted_peak_memory_bytes=tuple(header["predicted_peak_memory_bytes"]),
-            candidates=candidates,
-            gap=_number(header.get("gap")),
-            bound_s=_number(header.get("bound_s")),
-            measured_step_s=_number(header.get("measured_step_s")),
-            timings_s={str(k): float(v) for k, v in header.get("timings_s", {}).items()},
-            warnings=tuple(header.get("warnings", ())),
-            micro_batches=_micro_batches(header.get("micro_batches")),
-            **values,
-        )
-    except (KeyError, TypeError, ValueError) as err:
-        raise PlanError(
-            f"the plan's header lacks or spoils {err}", where=where, expected=", ".join(_KEYS)
-        ) from None
+        ),
+        gap=_number(header.get("gap")),
+        bound_s=_number(header.get("bound_s")),
+        measured_step_s=_number(header.get("measured_step_s")),
+        timings_s={k: float(v) for k, v in header.get("timings_s", {}).items()},
+        warnings=tuple(header.get("warnings", ())),
+        micro_batches=_micro_batches(header.get("micro_batches")),
+        edited=edited,
+        **values,
+    )
     if "order" in header and header["order"] != plan.order:
         raise PlanError(
             "the plan's micro-steps cannot run in this order",
@@ -233,8 +233,6 @@ def _number(value: float | None) -> float | None:
 def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
     if rows is None:
         return None
-    if any(not isinstance(row, list) or [type(n) for n in row] != [int] * 3 for row in rows):
-        raise ValueError("micro_batches (three whole numbers per rank)")
     return tuple(MicroBatch(*row) for row in rows)
 
 

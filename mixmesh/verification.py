@@ -84,10 +84,10 @@ def verify(
     if traced is None:
         say("tracing the model")
         traced = trace(model, batch)
-    if isinstance(plan, Plan):
-        check_plan(plan, graph=traced.graph, where=where)
     say("checking the program")
     check_program(program, where)
+    if isinstance(plan, Plan):
+        check_plan(plan, graph=traced.graph, where=where)
     optimizer = optimizer or (lambda params: torch.optim.SGD(params, lr=0.01))
     tensors = _tensors(model)
     flat = Batch.of(batch)

@@ -72,7 +72,7 @@ dtypes = st.sampled_from(sorted(DTYPE_BYTES))
 scalars = st.one_of(
     st.none(),
     st.booleans(),
-    st.integers(-(2**63), 2**63),
+    st.integers(-(2**63), 2**63 - 1),
     st.floats(allow_nan=False),
     st.text(max_size=12),
     dtypes.map(DType),

@@ -19,10 +19,10 @@ ROOT = Path(mixmesh.__file__).parent
 
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
-    ({"errors"}, {"units"}, {"operators"}, {"optimizer_states"}),
+    ({"errors"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
-    ({"plan_file"}, {"trace"}, {"job", "workloads"}),
+    ({"plan_file", "plan_header"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),
     (
         {"buckets"},

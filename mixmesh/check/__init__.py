@@ -16,10 +16,20 @@ What a person edits is checked before anything runs. Invariants of a valid progr
 from __future__ import annotations
 
 from ..ir import Program
+from ..plan_file import Plan
 from .placements import check_names, check_placements
 from .plans import check_plan
 
-__all__ = ["check_placements", "check_plan", "check_program"]
+__all__ = ["check_loaded", "check_placements", "check_plan", "check_program"]
+
+
+def check_loaded(plan: Plan, where: str = "") -> None:
+    """Checks a plan's program for reading and simulating: without PyTorch where the program is as mixmesh
+    wrote it, as its types are then PyTorch's own. Raises VerificationError."""
+    if plan.edited:
+        check_program(plan.program, where)
+    else:
+        check_placements(plan.program, where)
 
 
 def check_program(program: Program, where: str = "") -> None:

@@ -24,8 +24,11 @@ from ..ir import (
 from ..ir.ownership import STAGES
 from ..ir.recompute import updated_buffers
 from ..rules import RULES, PatternMismatch, Rule, call_of, find_strategy, strategies
+from .attributes import check_attributes
 from .dtypes import check_dtypes
+from .factors import check_factors
 from .failure import invalid
+from .form import check_form
 from .recomputed import check_region
 from .wgrads import check_wgrad
 
@@ -51,6 +54,8 @@ def check_names(program: Program, where: str = "") -> None:
             names = [*RULES, *REDISTRIBUTIONS, *LEAVES, "update"]
             near = [n for n in names if n.split(".")[1:2] == [i.op]] or difflib.get_close_matches(i.op, names)
             raise fail(f"unknown operator {i.op}", "an ATen operator or a redistribution", i.op, *near[:3])
+        check_form(i, fail)
+        check_attributes(i, fail)
         known.update((r, i) for r in i.results if r is not None)
     if program.loss not in known:
         raise VerificationError(f"the loss %{program.loss} is not defined", where=where)
@@ -76,6 +81,7 @@ def check_placements(program: Program, where: str = "") -> None:
             _check_redistribution(program, i, fail)
         else:
             _check_operator(program, i, fail)
+            check_factors(program, i, fail)
     _check_loss(program, where)
 
 
@@ -109,10 +115,6 @@ def _check_type(program: Program, t: TensorType, fail) -> None:
 
 
 def _check_leaf(i: Instruction, fail) -> None:
-    kind = tuple if i.op == "const" else str
-    if len(i.results) != 1 or len(i.args) != 1 or not isinstance(i.args[0], kind):
-        form = "const([...]) : TYPE" if i.op == "const" else f'%x = {i.op}("name") : TYPE'
-        raise fail(f"this is no {i.op}", form)
     p = i.type.placement
     if isinstance(p, Partial):
         raise fail(f"{_article(i.op)} {i.op} cannot be held as {p}", "R or S(dim)", str(p))
@@ -159,8 +161,6 @@ def _check_copies(program: Program, i: Instruction, fail) -> None:
 
 
 def _check_update(program: Program, i: Instruction, fail) -> None:
-    if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or len(i.inputs) != 1:
-        raise fail("this is no update", 'update("buffer", %value)')
     t = program.types[i.inputs[0]]
     if not isinstance(t.placement, Replicate):
         hint = "all_reduce" if isinstance(t.placement, Partial) else "all_gather"
@@ -171,8 +171,6 @@ def _check_update(program: Program, i: Instruction, fail) -> None:
 
 
 def check_same_value(program: Program, i: Instruction, fail) -> None:
-    if len(i.inputs) != 1 or len(i.args) != 1 or len(i.results) != 1:
-        raise fail(f"{i.op} takes one value and gives one", f"%y = {i.op}(%x) : TYPE")
     src, dst = program.types[i.inputs[0]], i.type
     if src.value != dst.value:
         raise fail(f"{i.op} does not change the value", str(src.value), str(dst.value))

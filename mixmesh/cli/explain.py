@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..check import check_placements
+from ..check import check_loaded
 from ..cluster import Cluster, presets
 from ..errors import InputError
 from ..ir import Instruction, print_instruction
@@ -46,7 +46,7 @@ def explain(
 
     loaded = Plan.load(plan)
     described = cluster_of(loaded, plan, tensor, cluster)
-    check_placements(loaded.program, str(plan))
+    check_loaded(loaded, str(plan))
     if tensor is None:
         seen = explain_plan(loaded, described, profile=load_profile(profile))
         if as_json:

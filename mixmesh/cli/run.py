@@ -66,6 +66,8 @@ def run(
     from ..testbed import enter_device
 
     check_program(loaded_plan.program, str(plan or "the plan made at the start"))
+    if plan is not None and CLUSTER_VARIABLE in os.environ:
+        check_plan(loaded_plan, Cluster.load(os.environ[CLUSTER_VARIABLE]), where=str(plan))
 
     def say(number: int, loss: float, step_s: float) -> None:
         if not rank and not as_json:
@@ -179,6 +181,4 @@ def check_launch(job: str, path: Path, plan: Plan) -> int:
             where=str(path),
             hint=f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
         )
-    if CLUSTER_VARIABLE in os.environ:
-        check_plan(plan, Cluster.load(os.environ[CLUSTER_VARIABLE]), where=str(path))
     return int(os.environ["RANK"])

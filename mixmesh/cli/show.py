@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..check import check_placements
+from ..check import check_loaded
 from ..ir import print_program
 from ..plan_file import Plan
 from .output import seconds, size
@@ -20,7 +20,7 @@ PlanFile = Annotated[Path, typer.Argument(metavar="X.plan", help="A plan.")]
 def show(plan: PlanFile) -> None:
     """Print a plan: its program, as it stands in the file, and what it is predicted to cost."""
     loaded = Plan.load(plan)
-    check_placements(loaded.program, str(plan))
+    check_loaded(loaded, str(plan))
     lines = plan.read_text().split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith("program "))
     print("\n".join(lines[start:]))

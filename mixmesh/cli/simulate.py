@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..api import simulate as simulate_plan
-from ..check import check_placements
+from ..check import check_loaded
 from ..cluster import Cluster
 from ..plan_file import Plan
 from ..timeline import save_trace, to_chrome_trace
@@ -29,7 +29,7 @@ def simulate(
 ) -> None:
     """Predict the time and memory of a plan, edited by hand or not."""
     loaded, described = Plan.load(plan), Cluster.load(cluster)
-    check_placements(loaded.program, str(plan))
+    check_loaded(loaded, str(plan))
     timeline = simulate_plan(loaded, described, profile=profile, events=trace is not None)
     if trace is not None:
         devices = [device.name for device in described.devices]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,56 +17,85 @@ import pydantic
 
 from ..cluster import Cluster, Device
 from ..errors import InputError
+from ..files import read_text
 from ..ir import Placement, Shard, refs
+from ..ir.bounds import MAX_RANKS
 from ..rules import Call
 from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
 from .links import LinkMeasurement, measurement_of_fit
 
 FORMAT = 2
+MAX_BYTES = 256 * 2**20  # of a file: one line an operator, on every kind of device
 FIRST_SIZES_BYTES = (2**12, 2**24)  # what the lines of version 1 were fitted to
-_NotNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False)]
-_Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]
+# far from what any device or link has, and near enough that sums and products of them stay finite
+_NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
+_Positive = Annotated[float, pydantic.Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
+_Factor = Annotated[float, pydantic.Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
+_Share = Annotated[float, pydantic.Field(gt=0, le=1, allow_inf_nan=False)]
+_Count = Annotated[int, pydantic.Field(ge=0, le=2**62)]
+
+
+def _at_different_places(points: list) -> list:
+    if len({x for x, _ in points}) < len(points):
+        raise ValueError("two points at one place")
+    return points
+
+
+def _points(x, y):
+    """One point or more, no two of them at the same x."""
+    kind = list[tuple[x, y]]
+    return Annotated[kind, pydantic.Field(min_length=1), pydantic.AfterValidator(_at_different_places)]
+
+
+def _of_readable_numbers(key: str) -> str:
+    if re.search(r"[0-9]{19}", key):
+        raise ValueError("a number of more than 18 digits in the name of an operator")
+    return key
+
+
+_OpKey = Annotated[str, pydantic.AfterValidator(_of_readable_numbers)]
+_Curve = _points(_Share, _NotNegative)
 
 
 class _Curves(pydantic.BaseModel, extra="forbid"):
-    forward: list[tuple[float, float]]
-    backward: list[tuple[float, float]]
+    forward: _Curve
+    backward: _Curve
 
 
 class _Op(_Curves):
     cuts: dict[Annotated[str, pydantic.Field(pattern="^[01]+$")], _Curves] = {}
-    flop: int = pydantic.Field(ge=0)
-    moved_bytes: int = pydantic.Field(ge=0)
+    flop: _Count
+    moved_bytes: _Count
 
 
 class _Device(pydantic.BaseModel, extra="forbid"):
-    ops: dict[str, _Op]
-    optimizer_s_per_byte: float = pydantic.Field(ge=0)
-    memory_constant_bytes: int = pydantic.Field(ge=0)
-    step_scale: float = pydantic.Field(default=1.0, gt=0)
+    ops: dict[_OpKey, _Op]
+    optimizer_s_per_byte: _NotNegative
+    memory_constant_bytes: _Count
+    step_scale: _Factor = 1.0
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: float = pydantic.Field(default=0.0, ge=0)  # of older files: of any collective
+    exchange_s_per_byte: _NotNegative = 0.0  # of older files: of any collective
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
-    host_scale: float = pydantic.Field(default=1.0, gt=0)
-    idle_constant_bytes: int | None = pydantic.Field(default=None, ge=0)
-    largest_micro_batch: list[Annotated[int, pydantic.Field(ge=0)]] = []
+    host_scale: _Factor = 1.0
+    idle_constant_bytes: _Count | None = None
+    largest_micro_batch: list[_Count] = []
     rested_s: _NotNegative = 0.0
-    rested_speed: float = pydantic.Field(default=1.0, ge=1, allow_inf_nan=False)
+    rested_speed: float = pydantic.Field(default=1.0, ge=1, le=1e3)
     beside_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
 
 
 class _Fit(pydantic.BaseModel, extra="forbid"):
-    latency_s: float = pydantic.Field(ge=0)
-    s_per_byte: float = pydantic.Field(ge=0)
+    latency_s: _NotNegative
+    s_per_byte: _NotNegative
 
 
 class _Link(pydantic.BaseModel, extra="forbid"):
     collective: Literal[COLLECTIVES]
     algorithm: str = ""
-    ranks: list[Annotated[int, pydantic.Field(ge=0)]]
-    skew: float = pydantic.Field(default=1.0, ge=1)
-    points: list[tuple[_Positive, _Positive]] = pydantic.Field(min_length=1)
+    ranks: list[Annotated[int, pydantic.Field(ge=0, lt=MAX_RANKS)]]
+    skew: float = pydantic.Field(default=1.0, ge=1, le=1e6)
+    points: _points(_Positive, _Positive)
     source: str = ""
 
 
@@ -147,8 +177,8 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         try:
-            text = Path(path).read_text()
-        except (OSError, UnicodeDecodeError) as err:
+            text = read_text(path, MAX_BYTES)
+        except (OSError, ValueError) as err:
             reason = getattr(err, "strerror", None) or str(err)
             raise InputError(f"cannot read the profile: {reason}", where=str(path)) from None
         version = _version(text, path)
@@ -258,9 +288,9 @@ def _version(text: str, path: str | Path) -> int:
     """The version that a file claims; 2 where it claims none, for the error that follows."""
     try:
         version = json.loads(text).get("mixmesh_profile", FORMAT)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         return FORMAT
-    if isinstance(version, int) and version > FORMAT:
+    if type(version) is int and version > FORMAT:
         raise InputError(
             "the profile was written by a later mixmesh",
             where=str(path),

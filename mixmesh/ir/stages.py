@@ -14,6 +14,7 @@ from ..errors import PlanError
 from .placement import Shard
 from .printing import print_instruction
 from .program import Instruction, Program
+from .types import TensorType
 
 Ranks = tuple[int, ...]
 
@@ -21,11 +22,15 @@ Ranks = tuple[int, ...]
 def transfers_of(program: Program) -> Iterator[Instruction]:
     """What moves shards from some ranks to others that have nothing in common with them."""
     for i in program.instructions:
-        if i.op == "move":
+        if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # others are refused when they are checked
             source = program.types[i.inputs[0]]
-            if isinstance(source.placement, Shard) and isinstance(i.type.placement, Shard):
+            if _is_cut(source) and _is_cut(i.type):
                 if not {*program.participants(source)} & {*program.participants(i.type)}:
                     yield i
+
+
+def _is_cut(t: TensorType) -> bool:
+    return len(t.placements) == 1 and isinstance(t.placement, Shard)
 
 
 def stages_of(program: Program) -> tuple[Ranks, ...]:

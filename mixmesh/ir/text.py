@@ -18,28 +18,15 @@ A comment runs from # to the end of the line and never carries meaning.
 
 from __future__ import annotations
 
-import json
-import re
-from typing import NoReturn
+import math
 
-from ..errors import ParseError
+from . import bounds
 from .graph import Arg, DType, Ref
 from .levels import Levels
 from .placement import REPLICATE, Partial, Placement, Shard, make_ratio
 from .program import Instruction, Program
+from .tokens import Tokens
 from .types import DTYPE_BYTES, TensorType, ValueType
-
-_TOKEN = re.compile(
-    r"""(?P<skip>[ \t]+|\#[^\n]*)
-      | (?P<newline>\n)
-      | (?P<value>%[A-Za-z0-9_.]+)
-      | (?P<string>"(?:[^"\\\n]|\\.)*")
-      | (?P<number>-?(?:inf\b|nan\b|\d+(?:\.\d*)?(?:[eE][-+]?\d+)?))
-      | (?P<name>[A-Za-z_][A-Za-z0-9_.\-]*)
-      | (?P<mark>[=(){}\[\]:,@])
-    """,
-    re.VERBOSE,
-)
 
 
 def parse_program(text: str, where: str = "<program>") -> Program:
@@ -47,71 +34,21 @@ def parse_program(text: str, where: str = "<program>") -> Program:
     return _Parser(text, where).program()
 
 
-class _Parser:
+class _Parser(Tokens):
     def __init__(self, text: str, where: str) -> None:
-        self.text, self.where = text, where
-        self.lines = text.split("\n")
-        self.tokens = list(self._tokenise())
-        self.at = 0
+        super().__init__(text, where)
+        self.depth = 0  # of lists within lists
         self.known_types: dict[TensorType, TensorType] = {}  # one object for equal ones
-
-    def _tokenise(self):
-        line, start, pos = 1, 0, 0
-        while pos < len(self.text):
-            found = _TOKEN.match(self.text, pos)
-            if not found:
-                self._fail((line, pos - start + 1), f"unexpected {self.text[pos]!r}")
-            kind = found.lastgroup
-            if kind == "newline":
-                line, start = line + 1, found.end()
-            elif kind != "skip":
-                yield kind, found.group(), (line, pos - start + 1)
-            pos = found.end()
-        yield "end", "end of text", (line, pos - start + 1)
-
-    def _fail(self, place: tuple[int, int], message: str, expected: str = "", hint: str = "") -> NoReturn:
-        line, column = place
-        source = self.lines[line - 1] if line <= len(self.lines) else ""
-        caret = f"{source}\n  {'':<9}{' ' * (column - 1)}^"
-        raise ParseError(
-            f"{self.where}:{line}:{column}: {message}", expected=expected, where=caret, hint=hint
-        )
-
-    @property
-    def token(self):
-        return self.tokens[self.at]
-
-    def take(self, kind: str, text: str | None = None, what: str = "") -> str:
-        got_kind, got, place = self.token
-        if got_kind != kind or (text is not None and got != text):
-            self._fail(place, f"unexpected {got!r}", expected=what or text or kind)
-        self.at += 1
-        return got
-
-    def sees(self, text: str) -> bool:
-        return self.token[1] == text and self.token[0] in ("mark", "name")
-
-    def accept(self, text: str) -> bool:
-        if self.sees(text):
-            self.at += 1
-            return True
-        return False
-
-    def separated(self, close: str, item) -> list:
-        """Items separated by commas, up to and with ``close``."""
-        items = []
-        while not self.accept(close):
-            if items:
-                self.take("mark", ",", what=f"',' or '{close}'")
-            items.append(item())
-        return items
 
     def program(self) -> Program:
         self.take("name", "program")
         name = self.take("name", what="a name for the program")
         self.take("name", "world")
         self.take("mark", "=")
+        place = self.token[2]
         world_size = self.integer("the number of ranks")
+        if not 1 <= world_size <= bounds.MAX_RANKS:
+            self.fail(place, f"a program of {world_size} ranks", f"1 to {bounds.MAX_RANKS} ranks")
         self.take("mark", "{")
         ratios: dict[str, tuple[float, ...]] = {}
         while self.accept("ratio"):
@@ -124,6 +61,8 @@ class _Parser:
         instructions: list[Instruction] = []
         known: dict[str, int] = {}
         while not self.sees("return"):
+            if len(instructions) == bounds.MAX_INSTRUCTIONS:
+                self.fail(self.token[2], "too many instructions", f"at most {bounds.MAX_INSTRUCTIONS}")
             instructions.append(self.instruction(ratios, known))
         self.take("name", "return")
         loss = self.use(known)
@@ -143,29 +82,29 @@ class _Parser:
         place = self.token[2]
         name = self.take("name", what="a name for the ratio")
         if name in ratios:
-            self._fail(place, f"ratio {name} is defined twice")
+            self.fail(place, f"ratio {name} is defined twice")
         self.take("mark", "=")
         self.take("mark", "[")
         place = self.token[2]
         shares = self.separated("]", self.number)
         if len(shares) != world_size:
-            self._fail(place, f"{len(shares)} shares for {world_size} ranks", f"{world_size} shares")
+            self.fail(place, f"{len(shares)} shares for {world_size} ranks", f"{world_size} shares")
         if any(not 0 <= s <= 1 for s in shares) or abs(sum(shares) - 1) > 1e-3:
             got = f"shares that sum to {sum(shares):g}"
-            self._fail(place, got, "shares between 0 and 1 that sum to 1")
+            self.fail(place, got, "shares between 0 and 1 that sum to 1")
         ratios[name] = make_ratio(shares)
 
     def dtype_row(self, world_size: int, dtypes: dict) -> None:
         place = self.token[2]
         name = self.dtype_name()
         if name in dtypes:
-            self._fail(place, f"dtype {name} is defined twice")
+            self.fail(place, f"dtype {name} is defined twice")
         self.take("mark", "=")
         self.take("mark", "[")
         place = self.token[2]
         row = self.separated("]", self.dtype_name)
         if len(row) != world_size:
-            self._fail(place, f"{len(row)} dtypes for {world_size} ranks", f"{world_size} dtypes")
+            self.fail(place, f"{len(row)} dtypes for {world_size} ranks", f"{world_size} dtypes")
         dtypes[name] = tuple(row)
 
     def levels(self, world_size: int) -> Levels:
@@ -175,7 +114,7 @@ class _Parser:
         sizes = tuple(self.separated("]", lambda: self.integer("the ranks of a machine")))
         if sum(sizes) != world_size or 0 in sizes:
             expected = f"at least one for each machine, {world_size} together"
-            self._fail(place, f"machines of {', '.join(map(str, sizes)) or 'no'} ranks", expected)
+            self.fail(place, f"machines of {', '.join(map(str, sizes)) or 'no'} ranks", expected)
         self.take("name", "from")
         return Levels(sizes, self.integer("the least bytes of a sum"))
 
@@ -187,7 +126,7 @@ class _Parser:
         place = self.token[2]
         name = self.take("name", what="a dtype")
         if name not in DTYPE_BYTES:
-            self._fail(place, f"there is no dtype {name}", ", ".join(DTYPE_BYTES))
+            self.fail(place, f"there is no dtype {name}", ", ".join(DTYPE_BYTES))
         return name
 
     def instruction(self, ratios: dict, known: dict[str, int]) -> Instruction:
@@ -208,8 +147,11 @@ class _Parser:
 
         def argument():
             if self.token[0] == "name" and self.tokens[self.at + 1][1] == "=":
+                place = self.token[2]
                 key = self.take("name")
                 self.at += 1
+                if any(key == other for other, _ in kwargs):
+                    self.fail(place, f"{key} is given twice", "every argument once")
                 kwargs.append((key, self.value(known)))
             else:
                 args.append(self.value(known))
@@ -218,12 +160,12 @@ class _Parser:
         attrs = self.separated("}", lambda: self.pair(known)) if self.accept("{") else []
         types = self.types(ratios) if self.accept(":") else ()
         if len(types) != len(results):
-            self._fail((line, 1), f"{len(results)} results but {len(types)} types", "one type per result")
+            self.fail((line, 1), f"{len(results)} results but {len(types)} types", "one type per result")
         for name, place in zip(results, places):
             if name is None:
                 continue
             if name in known:
-                self._fail(place, f"%{name} is defined twice (first on line {known[name]})")
+                self.fail(place, f"%{name} is defined twice (first on line {known[name]})")
             known[name] = line
         return Instruction(tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs), line=line)
 
@@ -238,37 +180,28 @@ class _Parser:
             return Ref(self.use(known))
         self.at += 1
         if kind == "number":
-            return self.convert(text)
+            return self.convert(text, place)
         if kind == "string":
-            return json.loads(text)
+            return self.string(text, place)
         if kind == "name" and text in ("true", "false", "none"):
             return {"true": True, "false": False, "none": None}[text]
         if kind == "name" and text in DTYPE_BYTES:
             return DType(text)
         if text == "[":
-            return tuple(self.separated("]", lambda: self.value(known)))
-        self._fail(place, f"unexpected {text!r}", expected="a value, number, string, dtype or list")
+            if self.depth == bounds.MAX_DEPTH:
+                self.fail(place, "lists within lists", f"at most {bounds.MAX_DEPTH} deep")
+            self.depth += 1
+            items = tuple(self.separated("]", lambda: self.value(known)))
+            self.depth -= 1
+            return items
+        self.fail(place, f"unexpected {text!r}", expected="a value, number, string, dtype or list")
 
     def use(self, known: dict[str, int]) -> str:
         place = self.token[2]
         name = self.take("value", what="a value such as %x")[1:]
         if name not in known:
-            self._fail(place, f"%{name} is used before it is defined")
+            self.fail(place, f"%{name} is used before it is defined")
         return name
-
-    @staticmethod
-    def convert(text: str) -> int | float:
-        return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
-
-    def number(self) -> float:
-        return float(self.take("number", what="a number"))
-
-    def integer(self, what: str) -> int:
-        place = self.token[2]
-        text = self.take("number", what=what)
-        if not re.fullmatch(r"\d+", text):
-            self._fail(place, f"unexpected {text!r}", expected=f"{what}, a whole number")
-        return int(text)
 
     def types(self, ratios: dict) -> tuple[TensorType, ...]:
         types = [self.type(ratios)]
@@ -280,10 +213,15 @@ class _Parser:
         place = self.token[2]
         dtype = self.take("name", what="a type such as f32[8, 16] S(0)@r0")
         if dtype not in DTYPE_BYTES:
-            self._fail(place, f"unknown dtype {dtype!r}", expected=", ".join(DTYPE_BYTES))
+            self.fail(place, f"unknown dtype {dtype!r}", expected=", ".join(DTYPE_BYTES))
         self.take("mark", "[")
         shape = tuple(self.separated("]", lambda: self.integer("a size")))
         value = ValueType(dtype, shape)
+        if len(shape) > bounds.MAX_DIMS:
+            self.fail(place, f"a tensor of {len(shape)} dims", f"at most {bounds.MAX_DIMS}")
+        # of what is empty too: where a size of 0 is summed away, the others remain
+        if math.prod(size or 1 for size in shape) > bounds.MAX_ELEMENTS:
+            self.fail(place, f"{value} is too large", f"at most {bounds.MAX_ELEMENTS} elements")
         place = self.token[2]
         if self.accept("("):
             placements = tuple(self.separated(")", lambda: self.placement(value)))
@@ -294,9 +232,9 @@ class _Parser:
             place = self.token[2]
             ratio = self.take("name", what="the name of a ratio")
             if ratio not in ratios:
-                self._fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
+                self.fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
         elif any(isinstance(p, Shard) for p in placements):
-            self._fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
+            self.fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
         made = TensorType(value, placements, ratio)
         return self.known_types.setdefault(made, made)
 
@@ -311,14 +249,14 @@ class _Parser:
             self.take("mark", ")")
             return Partial(op)
         if name != "S":
-            self._fail(place, f"unknown placement {name!r}", expected="R, P(sum) or S(dim)")
+            self.fail(place, f"unknown placement {name!r}", expected="R, P(sum) or S(dim)")
         self.take("mark", "(")
         numbers = self.separated(")", lambda: self.integer("a dim"))
         if not 1 <= len(numbers) <= 2:
-            self._fail(place, "S takes a dim and perhaps a unit", expected="S(dim) or S(dim, unit)")
+            self.fail(place, "S takes a dim and perhaps a unit", expected="S(dim) or S(dim, unit)")
         dim, unit = numbers[0], (numbers[1] if len(numbers) == 2 else 1)
         if dim >= len(value.shape):
-            self._fail(place, f"{value} has no dim {dim}", expected=f"a dim below {len(value.shape)}")
+            self.fail(place, f"{value} has no dim {dim}", expected=f"a dim below {len(value.shape)}")
         if unit < 1 or value.shape[dim] % unit:
-            self._fail(place, f"dim {dim} of {value} cannot be cut in units of {unit}", "a divisor")
+            self.fail(place, f"dim {dim} of {value} cannot be cut in units of {unit}", "a divisor")
         return Shard(dim, unit)

@@ -82,7 +82,7 @@ class Rule:
             case "jointly":
                 return (tuple(range(num_inputs)),)
             case "first":
-                return ((0,),)
+                return ((0,),) if num_inputs else ()
             case tuple(groups):
                 return tuple(g for g in groups if all(i < num_inputs for i in g))
         raise ValueError(f"linear={linear!r}")

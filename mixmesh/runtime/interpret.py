@@ -13,7 +13,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Partial, Program, Ratio, Replicate, Shard, TensorType, region_of, shard_sizes
+from ..errors import MixmeshError
+from ..ir import (
+    Instruction,
+    Partial,
+    Program,
+    Ratio,
+    Replicate,
+    Shard,
+    TensorType,
+    print_instruction,
+    region_of,
+    shard_sizes,
+)
 from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .local import local_op
@@ -134,14 +146,24 @@ def run_everywhere(
         run = local_op(own, own.instructions[n], rank, device, place, window)
         values = [env[name][rank] for name in i.inputs]
         number = region_of(i)
-        if number is None:
-            per_rank.append(run(*values))
-            continue
-        region = again.setdefault((number, rank), Region(place))
-        per_rank.append(region.run(Step(run, i.inputs, i.results, run), *values))
+        try:
+            if number is None:
+                per_rank.append(run(*values))
+                continue
+            region = again.setdefault((number, rank), Region(place))
+            per_rank.append(region.run(Step(run, i.inputs, i.results, run), *values))
+        except (RuntimeError, IndexError, ValueError, TypeError) as error:
+            raise failed(i, rank, error) from error  # what kernels check, and types do not tell
     for index, name in enumerate(i.results):
         if name is not None:
             env[name] = [results[index] for results in per_rank]
+
+
+def failed(i: Instruction, rank: int, error: Exception) -> MixmeshError:
+    return MixmeshError(
+        f"rank {rank}: {i.op} failed: {' '.join(str(error).split())[:300]}",
+        where=f"{print_instruction(i)}  {i.location}".rstrip(),
+    )
 
 
 def cut(whole: Tensor, t: TensorType, program: Program) -> Values:

@@ -12,11 +12,11 @@ from functools import cache
 
 import torch
 
-from ..errors import UnsupportedOp
 from ..ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
 from ..ir.samples import draws_numbers
 from ..rules import RULES, LocalCall, call_of
 from ..trace.dtypes import TORCH_DTYPE
+from ..trace.schema import overload
 from .empty import empty_op, is_empty
 from .kernels import KERNELS, Site, seeded_kernel
 from .random import RandomPolicy
@@ -30,12 +30,7 @@ def aten_op(name: str) -> Callable:
     """The callable of ``aten.add.Tensor`` or ``aten.linear`` (the default overload)."""
     if name == "aten.view":
         return torch.ops.aten.reshape.default  # a shard need not be contiguous
-    namespace, _, rest = name.partition(".")
-    packet, _, overload = rest.partition(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
-    except AttributeError:
-        raise UnsupportedOp(f"this PyTorch has no operator {name}") from None
+    return overload(name)
 
 
 def local_call(program: Program, i: Instruction, rank: int, window: Window | None = None) -> LocalCall:

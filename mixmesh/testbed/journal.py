@@ -19,6 +19,8 @@ from pathlib import Path
 from mixmesh.testbed.system import command, read, start_time
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
+_FIELDS = {"bed": str, "pid": int, "start_time": str, "namespaces": list, "cgroups": list}  # in the file
+_MAX_PID = 2**22  # of Linux
 _CGROUP = re.compile(r"/[^\0]*/mm[0-9a-f]{8}(/r\d+(free)?(/compute|/free)?)?")
 
 
@@ -61,11 +63,21 @@ def load(path: Path) -> Journal | None:
     """None for anything that this module did not write."""
     try:
         raw = json.loads(path.read_text())
-        journal = Journal(**{**raw, "namespaces": tuple(raw["namespaces"]), "cgroups": tuple(raw["cgroups"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, RecursionError):
         return None
-    names_are_ours = journal.bed == path.stem and all(map(_NAMESPACE.fullmatch, journal.namespaces))
-    return journal if names_are_ours and all(map(_CGROUP.fullmatch, journal.cgroups)) else None
+    if not isinstance(raw, dict) or raw.keys() != _FIELDS.keys():
+        return None
+    if any(type(raw[name]) is not kind for name, kind in _FIELDS.items()):
+        return None
+    if raw["bed"] != path.stem or not 0 < raw["pid"] < _MAX_PID:
+        return None
+    if not _are_ours(raw["namespaces"], _NAMESPACE) or not _are_ours(raw["cgroups"], _CGROUP):
+        return None
+    return Journal(**{**raw, "namespaces": tuple(raw["namespaces"]), "cgroups": tuple(raw["cgroups"])})
+
+
+def _are_ours(names: list, pattern: re.Pattern) -> bool:
+    return all(isinstance(name, str) and pattern.fullmatch(name) for name in names)
 
 
 def sweep() -> int:

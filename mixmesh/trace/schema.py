@@ -19,14 +19,38 @@ PLACEMENT_ARGS = frozenset({"device", "layout", "memory_format", "pin_memory", "
 KERNEL_ARGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 
 
+# of PyTorch itself, and nothing that computes a value from values: files, threads, other processes
+NO_COMPUTATIONS = frozenset(
+    """
+    _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test c10d cuda debug_mode_ops
+    debugprims export fsdp higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prim prims
+    profiler quantization quantized rngprims sparse static_runtime streams symm_mem xnnpack
+    """.split()
+)
+
+
 @cache
 def overload(op: str) -> torch._ops.OpOverload:
-    """``aten.linear`` -> ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name."""
-    namespace, name, *rest = op.split(".")
-    try:
-        return getattr(getattr(getattr(torch.ops, namespace), name), rest[0] if rest else "default")
-    except (AttributeError, IndexError) as error:
-        raise UnsupportedOp(f"PyTorch has no operator {op}") from error
+    """``aten.linear`` -> ``torch.ops.aten.linear.default``. Raises UnsupportedOp for an unknown name.
+
+    A name may come from any file, so it is looked up in the dispatcher's list and not among attributes, and
+    must be of a function of tensors: no operator that writes to its arguments or reads a file.
+    """
+    namespace, _, rest = op.partition(".")
+    qualified = f"{namespace}::{rest}"
+    if namespace in NO_COMPUTATIONS or qualified not in torch._C._dispatch_get_all_op_names():
+        raise UnsupportedOp(f"PyTorch has no operator {op}")
+    name, _, suffix = rest.partition(".")
+    found = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
+    if not isinstance(found, torch._ops.OpOverload) or not _is_computation(found._schema):
+        raise UnsupportedOp(f"{op} does more than compute its results")
+    return found
+
+
+def _is_computation(schema: torch._C.FunctionSchema) -> bool:
+    """Without effects. What makes tensors out of a string and no tensors reads a file."""
+    kinds = [str(a.type) for a in schema.arguments]
+    return not schema.is_mutable and ("str" not in kinds or any("Tensor" in kind for kind in kinds))
 
 
 def ctc_loss_on_meta(log_probs, targets, input_lengths, target_lengths, blank=0, reduction=1, *rest):

@@ -1,0 +1,60 @@
+"""The attributes that an instruction may have, a row each: what the value must be."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..ir import Instruction
+from ..ir.bounds import MAX_INSTRUCTIONS
+from ..ir.printing import print_arg
+
+
+class Attribute(NamedTuple):
+    """Whether a value may stand there, and which ones may, in words."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INSTRUCTIONS
+
+
+def _are_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) >= 3 and all(type(n) is int and n >= 0 for n in value)
+
+
+COUNT = Attribute(_is_count, f"a whole number from 0 to {MAX_INSTRUCTIONS}")
+FLAG = Attribute(lambda value: isinstance(value, bool), "true or false")
+TEXT = Attribute(lambda value: isinstance(value, str), 'a string, such as "padded"')
+ELSEWHERE = Attribute(lambda value: True, "")  # what it belongs to checks it
+
+ATTRIBUTES: dict[str, Attribute] = {
+    "algorithm": TEXT,
+    "bucket": COUNT,
+    "drawn": Attribute(_are_sizes, "[number of the operator, dim, start, sizes of the whole ...]"),
+    "gradient_algorithm": TEXT,
+    "owned": ELSEWHERE,
+    "recompute": ELSEWHERE,
+    "reshard": FLAG,
+    "sfb": FLAG,
+    "stage": ELSEWHERE,
+    "wgrad": ELSEWHERE,
+}
+
+
+def check_attributes(i: Instruction, fail) -> None:
+    """Raises what ``fail`` makes for an attribute that is unknown, said twice, or of another kind."""
+    seen = set()
+    for name, value in i.attrs:
+        row = ATTRIBUTES.get(name)
+        if row is None:
+            near = difflib.get_close_matches(name, ATTRIBUTES, 1)
+            raise fail(f"unknown attribute {name}", ", ".join(ATTRIBUTES), name, *near)
+        if name in seen:
+            raise fail(f"the attribute {name} is said twice", "each once", name)
+        seen.add(name)
+        if not row.accepts(value):
+            raise fail(f"{name} cannot be this", row.expected, f"{name}={print_arg(value)}")

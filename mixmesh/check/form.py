@@ -1,0 +1,62 @@
+"""The form of a leaf, an update and a redistribution: how many values of which kind each takes and gives.
+
+All later checks read arguments by position and rely on this one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from ..ir import Instruction, Ref
+
+OPERATOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")
+LEAF_OPTIONS = {"param": ("trainable",)}
+
+
+def check_form(i: Instruction, fail) -> None:
+    """Raises what ``fail`` makes for an instruction that is not of the form of its kind."""
+    if i.is_leaf:
+        _check_leaf(i, fail)
+    elif i.op == "update":
+        if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
+            raise fail("this is no update", 'update("buffer", %value)')
+    elif i.is_redistribution:
+        if len(i.args) != 1 or not isinstance(i.args[0], Ref) or len(i.results) != 1 or not i.results[0]:
+            raise fail(f"{i.op} takes one value and gives one", f"%y = {i.op}(%x) : TYPE")
+    elif not OPERATOR.fullmatch(i.op):
+        raise fail(f"{i.op} is no name of an operator", "namespace.name or namespace.name.overload", i.op)
+    if (i.is_redistribution or i.op == "update") and i.kwargs:
+        raise fail(f"{i.op} takes no argument by name", "none", i.kwargs[0][0])
+
+
+def _check_leaf(i: Instruction, fail) -> None:
+    kind = tuple if i.op == "const" else str
+    if len(i.results) != 1 or not i.results[0] or len(i.args) != 1 or not isinstance(i.args[0], kind):
+        form = "const([...]) : TYPE" if i.op == "const" else f'%x = {i.op}("name") : TYPE'
+        raise fail(f"this is no {i.op}", form)
+    for name, value in i.kwargs:
+        if name not in LEAF_OPTIONS.get(i.op, ()) or not isinstance(value, bool):
+            expected = "trainable=true or trainable=false" if i.op == "param" else "nothing by name"
+            raise fail(f"{i.op} does not take {name} so", expected)
+    if i.op == "const":
+        _check_numbers(i, fail)
+
+
+def _check_numbers(i: Instruction, fail) -> None:
+    dtype = i.types[0].value.dtype
+    for number in i.args[0]:
+        if not isinstance(number, int | float):
+            raise fail("a constant is made of numbers", "numbers, true and false")
+        if isinstance(number, int) and not _holds(dtype, number):
+            raise fail(f"{dtype} cannot hold {number}", "a number in its range", str(number))
+        if isinstance(number, float) and not i.types[0].value.is_floating:
+            raise fail(f"{dtype} holds whole numbers", "a whole number", str(number))
+
+
+def _holds(dtype: str, number: int) -> bool:
+    if dtype == "u8":
+        return 0 <= number < 2**8
+    if dtype[0] == "i":
+        bits = int(dtype[1:])
+        return -(2 ** (bits - 1)) <= number < 2 ** (bits - 1)
+    return True
