@@ -58,14 +58,17 @@ def verify(
     if as_json:
         print_json({**dataclasses.asdict(report), "planner": made.planner})
     else:
-        reference = (
-            "the model" if report.reference == "module" else "its graph, with the same random numbers,"
+        print(f"{made.planner} on {report.world_size} ranks against the model on one device")
+        print(f"  loss       {report.max_loss_error_f64:.1e}   in its own precision {report.max_loss_error:.1e}")
+        print(
+            f"  gradients  {report.max_gradient_error_f64:.1e}   in its own precision "
+            f"{report.max_gradient_error:.1e}"
         )
-        print(f"{made.planner} on {report.world_size} ranks against {reference} on one device")
-        print(f"  loss      {report.max_loss_error:.1e}   in float64 {report.max_loss_error_f64:.1e}")
-        print(f"  gradients {report.max_gradient_error:.1e}   in float64 {report.max_gradient_error_f64:.1e}")
+        print(f"  optimizer  {report.max_update_error:.1e}")
         if report.worst:
-            print(f"  worst     {report.worst}")
+            print(f"  worst      {report.worst}")
+        if report.differs_in:
+            print(f"  differs in the {report.differs_in}")
         for op in report.unsupported_ops:
             print(f"warning: no sharding rule for {op}; it runs replicated")
         print("equal" if report.ok else "DIFFERENT")

@@ -44,7 +44,7 @@ def windows(samples: Samples, planned: Schedule, number: int, random: RandomPoli
     """Of every rank the samples of its micro-step of this number; none where it takes fewer."""
     out = []
     for rank, sizes in enumerate(planned.sizes):
-        place = RandomPolicy(random.seed, exact=random.exact)
+        place = RandomPolicy(random.seed, exact=random.exact, by_shape=random.by_shape)
         place.step, place.micro_step = random.step, number
         place.first_sample = samples.first_sample(rank, sum(sizes[:number]), len(sizes))
         out.append(Window(samples, sizes[number] if number < len(sizes) else 0, place))

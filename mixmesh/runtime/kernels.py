@@ -119,14 +119,17 @@ def dropout_kernel(site: Site) -> LocalOp:
 
 
 def bernoulli_kernel(site: Site) -> LocalOp:
-    """bernoulli(probabilities) or bernoulli.p(like, p): from uniform numbers, so that a piece of the
-    probabilities meets the same piece of the numbers."""
+    """bernoulli(probabilities), from uniform numbers, so that a piece of the probabilities meets the same
+    piece of the numbers; bernoulli.p(like, p) draws as dropout does."""
     make = drawing(site)
 
     def run(x):
+        if site.instruction.op == "aten.bernoulli.p":
+            p = float(site.local.call.arg(1, "p", 0.5))
+            draw = lambda shape, g: torch.empty(shape, device=site.device).bernoulli_(p, generator=g)  # noqa: E731
+            return (make(draw).to(x.dtype),)
         uniform = make(lambda shape, g: torch.rand(shape, generator=g, device=site.device))
-        p = site.local.call.arg(1, "p", 0.5) if site.instruction.op == "aten.bernoulli.p" else x
-        return ((uniform < p).to(x.dtype),)
+        return ((uniform < x).to(x.dtype),)
 
     return run
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,6 +42,35 @@ def fuse(optimizer: optim.Optimizer) -> bool:
     for group in optimizer.param_groups:
         group["fused"] = True
     return True
+
+
+def put_on_shards(
+    optimizer: optim.Optimizer, swapped: Mapping[Tensor, tuple[Tensor, Stored]], rank: int
+) -> None:
+    """Makes the optimizer of a model that of one rank: its parameters swapped, its steps fused where they can
+    be, and gradients laid out in memory as the parameters are."""
+    swap_params(optimizer, swapped, rank)
+    fuse(optimizer)
+    optimizer.register_step_pre_hook(lambda o, *_: lay_out(o))
+
+
+def lay_out(optimizer: optim.Optimizer) -> None:
+    """Gives gradients and state the strides of their parameters, as they have on a single device: a fused
+    kernel walks them all in the order of memory. Sums over ranks leave gradients contiguous, as checkpoints
+    leave state, and a parameter in channels_last is not."""
+    for p in params_of(optimizer):
+        if p.grad is not None:
+            p.grad = _laid_out(p.grad, p)
+        state = optimizer.state.get(p)
+        for key, value in state.items() if state else ():
+            if isinstance(value, Tensor) and value.shape == p.shape:
+                state[key] = _laid_out(value, p)
+
+
+def _laid_out(t: Tensor, p: Tensor) -> Tensor:
+    if t.layout is not torch.strided or t.stride() == p.stride():
+        return t
+    return torch.empty_like(p, dtype=t.dtype).copy_(t)
 
 
 def swap_params(

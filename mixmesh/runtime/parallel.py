@@ -463,8 +463,7 @@ def parallelize(
     origins = {name: s.origin(comm.rank) for name, s in stored.items() if s.copies}
     runtime.reducer = GradientReducer(comm, buckets, used, owned, wholes.changed, origins)
     if optimizer is not None:
-        optimizers.swap_params(optimizer, swapped, comm.rank)
-        optimizers.fuse(optimizer)
+        optimizers.put_on_shards(optimizer, swapped, comm.rank)
         if any(s.held.sizes or len(s.held.ranks) < comm.world_size for s in by_param.values()):
             optimizer.register_step_pre_hook(refuse_plain_scaler)
         if owned:

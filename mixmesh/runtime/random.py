@@ -21,11 +21,15 @@ Place = tuple[int, int, int]  # the step, the micro-step, its first sample
 
 class RandomPolicy:
     """Seeds for the random operators of one program: a function of (seed, step, operator, shard) and of the
-    micro-step, whose first sample of the batch is ``first_sample``."""
+    micro-step, whose first sample of the batch is ``first_sample``.
 
-    def __init__(self, seed: int = 0, *, exact: bool = False) -> None:
+    With ``by_shape`` numbers are the same at every step and in every operator: what is drawn follows from its
+    kind and shape alone, so that two programs that draw in another order can be compared."""
+
+    def __init__(self, seed: int = 0, *, exact: bool = False, by_shape: bool = False) -> None:
         self.seed = seed
         self.exact = exact
+        self.by_shape = by_shape
         self.step = 0
         self.micro_step = 0
         self.first_sample = 0
@@ -46,6 +50,8 @@ class RandomPolicy:
 
     def generator(self, operator: int, shard: int, device: torch.device) -> torch.Generator:
         """The generator of the ``operator``-th random op at this step; ``shard`` is 0 if replicated."""
+        if self.by_shape:
+            return torch.Generator(device).manual_seed(self.seed)
         mixed = self.seed
         # the first micro-step draws as a step without further ones
         later = (self.micro_step,) if shard and self.micro_step else ()

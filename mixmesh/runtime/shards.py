@@ -61,7 +61,10 @@ class Stored:
     def piece(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
         """What ``rank`` keeps. A piece never shares memory with the whole, so that can be let go of."""
         mine = local_piece(whole.detach(), self.held, rank)
-        mine = mine if mine.shape == whole.shape else mine.clone(memory_format=torch.contiguous_format)
+        if mine.shape != whole.shape:
+            mine = mine.clone(memory_format=torch.contiguous_format)
+        elif not torch.ops.aten.is_non_overlapping_and_dense(mine):
+            mine = mine.contiguous()
         return mine.to(device)
 
     def whole(self, mine: Tensor, comm: Comm) -> Tensor:

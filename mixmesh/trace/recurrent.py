@@ -19,7 +19,7 @@ def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     x, last = arg["input"], []
     for layer in range(count):
         if layer:
-            x = b("aten.native_dropout", x, arg["dropout"], True)
+            x = _dropout(b, x, arg["dropout"], arg["batch_first"])
         first = layer * directions
         own = tuple(b("aten.slice.Tensor", s, 0, first, first + directions) for s in states)
         hx = own if isinstance(arg["hx"], tuple) else own[0]
@@ -29,6 +29,14 @@ def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     kept = (b("aten.cat", tuple(s), 0) if count > 1 else s[0] for s in zip(*last))
     # what nobody reads is dropped later
     return (x, *kept)
+
+
+def _dropout(b: Builder, x: Ref, p: float, batch_first: bool) -> Ref:
+    """Numbers are drawn with time first, as PyTorch draws them."""
+    if not batch_first:
+        return b("aten.native_dropout", x, p, True)
+    dropped = b("aten.native_dropout", b("aten.transpose.int", x, 0, 1), p, True)
+    return b("aten.transpose.int", dropped, 0, 1)
 
 
 RECURRENT_RULES: dict[str, Rule] = {
