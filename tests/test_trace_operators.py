@@ -256,7 +256,7 @@ def test_random_numbers_are_those_of_one_device(name):
     for planner in ("hap", "ddp-proportional"):
         report = verify(model, batch, plan_traced(traced, CLUSTER, planner=planner), traced=traced)
         assert report.ok, f"{planner}: {report}"
-        assert report.reference == "graph"
+        assert report.max_gradient_error_f64 < 1e-9, "the module drew other numbers"
 
 
 def test_layers_without_dropout_stay_one_operator_and_equal_those_with():

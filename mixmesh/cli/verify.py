@@ -59,7 +59,9 @@ def verify(
         print_json({**dataclasses.asdict(report), "planner": made.planner})
     else:
         print(f"{made.planner} on {report.world_size} ranks against the model on one device")
-        print(f"  loss       {report.max_loss_error_f64:.1e}   in its own precision {report.max_loss_error:.1e}")
+        print(
+            f"  loss       {report.max_loss_error_f64:.1e}   in its own precision {report.max_loss_error:.1e}"
+        )
         print(
             f"  gradients  {report.max_gradient_error_f64:.1e}   in its own precision "
             f"{report.max_gradient_error:.1e}"

@@ -90,7 +90,9 @@ def _randint(high: int, size: Any, **options: Any) -> Tensor:
     return _randint_low(0, high, size, **options)
 
 
-def _randint_low(low: int, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def _randint_low(
+    low: int, high: int, size: Any, *, dtype: Any = None, device: Any = None, **_: Any
+) -> Tensor:
     return _integers(size, low, high, torch.device(device or CPU), dtype or torch.int64)
 
 

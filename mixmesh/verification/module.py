@@ -29,7 +29,7 @@ class Reference:
         self._hooks = {name: p for name, p in model.named_parameters() if has_hooks(p)}
 
     def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Outcome:
-        """The forward and backward pass of a step from these parameters and buffers, which stay as they are."""
+        """The forward and backward pass of a step from these parameters and buffers, which stay so."""
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
             loss = loss_of(self._batch.call(self._model, self._inputs))

@@ -23,7 +23,7 @@ UPDATE_FLOOR = 1e-3  # of the largest update: below it, one is compared on that 
 
 
 class Optimizers:
-    """The optimizer on one device, as the job makes it, and those of all ranks, as ``parallelize`` makes them."""
+    """One device's optimizer, as the job makes it, and those of all ranks, as ``parallelize`` makes them."""
 
     def __init__(
         self, model: nn.Module, program: Program, params: Mapping[str, Tensor], make: OptimizerOf

@@ -63,7 +63,7 @@ class Widened(TorchDispatchMode):
 
 
 def widen(t: Tensor) -> Tensor:
-    """The tensor with its numbers in float64, claiming its dtype; one of a dtype that is not narrow, itself."""
+    """The tensor with its numbers in float64, claiming its dtype; a copy, if its dtype is not narrow."""
     t = t.detach()
     if t.dtype not in WIDE_DTYPE:
         return t.clone()
