@@ -78,6 +78,7 @@ class Node:
     kwargs: tuple[tuple[str, Arg], ...] = ()
     location: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    region: int | None = field(default=None, compare=False)  # that the user checkpointed
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:

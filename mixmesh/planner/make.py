@@ -21,6 +21,7 @@ from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
+from .checkpointed import checkpointed
 from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
 from .hap import DDP_TUNED, synthesised, tuned
@@ -241,7 +242,7 @@ def _make_plans(
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
     for p in (chosen, *others):
-        made = plan_of(task, p, output_has_loss, planning_s)
+        made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
         plans.setdefault((made.program, made.micro_batches), made)
     return tuple(plans.values())
 

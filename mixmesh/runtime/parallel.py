@@ -21,6 +21,7 @@ from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
 from ..plan_file import accumulation
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
+from ..trace.hooks import check_gradient_hooks
 from . import optimizers
 from .allocator import steady_heap, trim_heap
 from .batches import local_inputs, named_tensors
@@ -28,6 +29,7 @@ from .collectives import Handle, all_reduce, then
 from .comm import Comm
 from .executor import RankProgram, compile_program
 from .gradients import Bucket, GradientReducer, Sums, assign_buckets
+from .hooks import HookWatch
 from .layout import Layout
 from .micro_steps import Earlier, MicroSteps, next_seed
 from .owned import Awaited, Owned, WholeParams
@@ -81,6 +83,7 @@ class _Runtime:
     planned_bytes: int  # what this process may hold as planned; 0 where that is not known
     reducer: GradientReducer | None = None
     recorder: Recorder | None = None
+    hooks: HookWatch | None = None
 
 
 class ParallelModel(nn.Module):
@@ -135,6 +138,7 @@ class ParallelModel(nn.Module):
     def _run(self, args, kwargs) -> _Forward:
         run = self._runtime
         _check_autocast(run.comm.device)
+        run.hooks.check(self)
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = named_tensors(run.program, args, kwargs)
@@ -405,10 +409,12 @@ def parallelize(
     values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are those of the
     single device. With ``consume`` the parameters of ``model`` are emptied as they are cut, so that the
     whole model is never held beside all the shards. Raises PlanError if the model or the number of
-    processes is not the plan's, InputError for an optimizer that cannot work on shards.
+    processes is not the plan's, InputError for an optimizer that cannot work on shards, TraceError for a
+    model with hooks on gradients.
     """
     program = plan if isinstance(plan, Program) else plan.program
     output_has_loss = False if isinstance(plan, Program) else getattr(plan, "output_has_loss", False)
+    check_gradient_hooks(model)
     stored = stored_tensors(program, model)
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
@@ -468,6 +474,7 @@ def parallelize(
             optimizer.register_step_pre_hook(refuse_plain_scaler)
         if owned:
             optimizer.register_step_post_hook(lambda o, *_: wholes.start(optimizers.params_of(o)))
+    runtime.hooks = HookWatch(parallel)
     if comm.device.type == "cpu":
         trim_heap(0)  # what setting up took
     return parallel, optimizer

@@ -46,7 +46,8 @@ class Builder:
         names = tuple(self._names.new(base) for _ in types[:count])
         results = names + (None,) * (len(types) - len(names))
         self.types.update(zip(names, types))
-        place = dict(location=self._near.location, source=self._near.source)
+        near = self._near
+        place = dict(location=near.location, source=near.source, region=near.region)
         self.nodes.append(normalise(Node(results, types, op, args, tuple(kwargs.items()), **place)))
         return tuple(map(Ref, names))
 

@@ -19,9 +19,11 @@ from torch.utils import _pytree as pytree
 from ..errors import MixmeshError, TraceError
 from .averages import means_over_batches
 from .branches import past_checks
+from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .fakes import fixed_shapes
 from .functions import exact_functions
+from .hooks import hooks_traced
 from .locate import place_of_error, place_of_function, whole_stacks
 from .moves import moves_in_place
 from .regions import inline_regions
@@ -154,7 +156,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
     flat = Batch.of(batch)
     wrapper = LossOnly(model, flat)
     try:
-        with _quiet(), _as_it_is_traced(), torch.enable_grad():
+        with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
             inline_regions(program.graph_module)
             targets_by_sample(program.graph_module)
@@ -167,7 +169,8 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
     with fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks():
-        yield
+        with regions_kept():
+            yield
 
 
 @contextmanager

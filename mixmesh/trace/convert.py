@@ -14,6 +14,7 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from ..errors import TraceError
 from ..ir import Arg, DType, Graph, Node, Ref, ValueType
 from .capture import Capture
+from .checkpoints import region_of_stack
 from .dtypes import DTYPE_NAME
 from .locate import Place, place_of_stack
 from .schema import op_name
@@ -137,11 +138,12 @@ class _Converter:
             self.values[node] = results
         else:
             self.refuse(node, f"{op_name(node.target)} reads a tensor's value", "shapes and numbers fixed")
-        place = place_of_stack(node.meta.get("stack_trace"))
+        stack = node.meta.get("stack_trace")
+        place, region = place_of_stack(stack), region_of_stack(stack)
         args = tuple(self.arg(a, node) for a in node.args)
         kwargs = tuple((k, self.arg(v, node)) for k, v in node.kwargs.items())
         self.nodes.append(
-            Node(results, types, op_name(node.target), args, kwargs, place.location, place.source)
+            Node(results, types, op_name(node.target), args, kwargs, place.location, place.source, region)
         )
 
     def several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:

@@ -1,0 +1,57 @@
+"""Hooks that are put on a parallel model after it was made: none of them would do what it does elsewhere.
+
+A hook on a gradient would see what one rank adds to it, before it is summed, and the modules within a
+parallel model are never called: their operators are those of the program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..errors import InputError
+from ..trace.hooks import FORWARD, GRADIENT_HINT, OF_MODULES, OF_PARAMETERS, place_of_hook
+
+
+class HookWatch:
+    """Looks for hooks whenever any was registered in this process since it looked last."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._own = {id(hook) for p in model.parameters() for hook, _ in _hooks(p, OF_PARAMETERS)}
+        self._last = RemovableHandle.next_id
+
+    def check(self, model: nn.Module) -> None:
+        """Raises InputError, with the hook's line."""
+        if RemovableHandle.next_id == self._last:
+            return
+        for name, p in model.named_parameters():
+            for hook, how in _hooks(p, OF_PARAMETERS):
+                if id(hook) not in self._own:
+                    raise InputError(
+                        "a hook on a parameter of a parallel model would see the gradient of one rank alone",
+                        expected="gradients to be read and changed after loss.backward(), when they are sums",
+                        got=f"{how} on {name}",
+                        where=str(place_of_hook(hook)),
+                        hint=GRADIENT_HINT[0],
+                    )
+        for name, module in model.named_modules():
+            for hook, _ in _hooks(module, (*FORWARD, *OF_MODULES)) if name else ():
+                raise InputError(
+                    "a hook on a module within a parallel model would never run",
+                    expected="hooks on the original model, before it is planned",
+                    got=f"a hook on module {name}",
+                    where=str(place_of_hook(hook)),
+                )
+        self._last = RemovableHandle.next_id
+
+
+def _hooks(held: Any, attributes: Any) -> list[tuple[Any, str]]:
+    """What hangs on a parameter or module, and the attribute that it hangs by or its other name."""
+    kinds = attributes if isinstance(attributes, dict) else dict(zip(attributes, attributes))
+    return [
+        (hook, how)
+        for attribute, how in kinds.items()
+        for hook in (getattr(held, attribute, None) or {}).values()
+    ]

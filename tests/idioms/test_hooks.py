@@ -1,0 +1,161 @@
+"""Hooks: what they do to tensors is kept, and what would be lost is refused with the hook's line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gloo_world import assert_passed, run_world
+from small_graphs import THREE, TWO, cluster
+from torch import nn
+
+from mixmesh.baselines import data_parallel
+from mixmesh.cost import CostModel
+from mixmesh.errors import InputError, TraceError
+from mixmesh.ir import make_ratio
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+
+BATCH = {"x": torch.randn(10, 6, generator=torch.Generator().manual_seed(0)), "y": torch.arange(10) % 4}
+HERE = "test_hooks.py:"
+
+
+class Net(nn.Module):
+    def __init__(self, in_forward=None) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+        self.in_forward = in_forward
+
+    def forward(self, x, y):
+        h = self.first(x).relu()
+        if self.in_forward is not None:
+            self.in_forward(h)
+        return F.cross_entropy(self.last(h), y)
+
+
+def model() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def double(*of):
+    return None if of[-1] is None else of[-1] * 2
+
+
+def look(*of) -> None:
+    pass
+
+
+def change_in_place(module, inputs, output) -> None:
+    output.mul_(2)
+
+
+def double_inputs(module, inputs):
+    return tuple(x * 2 for x in inputs)
+
+
+class Observer:
+    def __call__(self, *of) -> None:
+        pass
+
+
+GRADIENTS = {
+    "register_hook on parameter first.weight": lambda m: m.first.weight.register_hook(double),
+    "register_post_accumulate_grad_hook on parameter last.bias": lambda m: (
+        m.last.bias.register_post_accumulate_grad_hook(look)
+    ),
+    "register_full_backward_hook on module last": lambda m: m.last.register_full_backward_hook(look),
+    "register_full_backward_pre_hook on module last": lambda m: m.last.register_full_backward_pre_hook(look),
+    "register_full_backward_hook on module Net": lambda m: m.register_full_backward_hook(Observer()),
+}
+
+
+@pytest.mark.parametrize("got", GRADIENTS)
+def test_a_hook_on_a_gradient_is_refused(got):
+    hooked = model()
+    GRADIENTS[got](hooked)
+    with pytest.raises(TraceError) as caught:
+        trace(hooked, BATCH)
+    assert caught.value.got == got and HERE in caught.value.where and caught.value.hint
+    with pytest.raises(TraceError):  # a plan made before the hook was put there
+        parallelize(hooked, None, PROGRAM)
+
+
+PROGRAM = data_parallel(trace(model(), BATCH).graph, CostModel(cluster(TWO)), make_ratio((0.6, 0.4)))
+
+
+def test_hooks_of_all_modules_are_refused():
+    handle = nn.modules.module.register_module_full_backward_hook(look)
+    try:
+        with pytest.raises(TraceError, match="all modules"):
+            trace(model(), BATCH)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("how", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_tensor_of_the_forward_pass_is_refused(how):
+    with pytest.raises(TraceError) as caught:
+        trace(Net(lambda h: getattr(h, how)(double)), BATCH)
+    assert how in caught.value.got and HERE in caught.value.where
+    h = torch.ones(2, requires_grad=True)
+    h.register_hook(double)  # outside of tracing all is as ever
+    h.sum().backward()
+    assert h.grad.tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("hook", [look, Observer(), lambda m, i, o: setattr(m, "seen", o)])
+def test_a_forward_hook_that_only_looks_is_refused(hook):
+    hooked = model()
+    hooked.first.register_forward_hook(hook)
+    with pytest.raises(TraceError, match="would run once") as caught:
+        trace(hooked, BATCH)
+    assert HERE in caught.value.where
+    assert list(hooked.first._forward_hooks.values()) == [hook]
+
+
+KEPT = {
+    "a result in place of another": lambda m: m.first.register_forward_hook(double),
+    "a result changed in place": lambda m: m.first.register_forward_hook(change_in_place),
+    "inputs": lambda m: m.first.register_forward_pre_hook(double_inputs),
+    "weight norm": lambda m: nn.utils.weight_norm(m.first),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_forward_hook_that_changes_tensors_is_kept(name):
+    hooked = model()
+    KEPT[name](hooked)
+    traced = trace(hooked, BATCH)
+    program = data_parallel(traced.graph, CostModel(cluster(THREE)), make_ratio((0.5, 0.3, 0.2)))
+    assert verify(hooked, BATCH, program, traced=traced).ok
+    if name != "weight norm":
+        assert not verify(model(), BATCH, program, traced=traced).ok, "the hook is not in the program"
+
+
+def later(_: None) -> None:
+    """Hooks on the parallel model itself are refused by all ranks at its next call."""
+    parallel, _ = parallelize(model(), None, PROGRAM, device="cpu", timeout_s=60)
+    parallel(**BATCH).backward()
+    put = {
+        "gradient of one rank": lambda: parallel.first.weight.register_hook(double),
+        "gradient of one rank ": lambda: parallel.last.bias.register_post_accumulate_grad_hook(look),
+        "never run": lambda: parallel.last.register_forward_hook(look),
+        "never run ": lambda: parallel.last.register_full_backward_hook(look),
+    }
+    for message, hook in put.items():
+        handle = hook()
+        with pytest.raises(InputError, match=message.strip()) as caught:
+            parallel(**BATCH)
+        assert HERE in caught.value.where
+        handle.remove()
+        parallel(**BATCH).backward()
+    seen = []
+    parallel.register_forward_hook(lambda m, i, o: seen.append(o))
+    loss = parallel(**BATCH)
+    assert seen == [loss]
+
+
+def test_hooks_on_the_parallel_model():
+    assert_passed(run_world(2, {"later": later})["later"])
