@@ -196,11 +196,7 @@ def redistribute(values: Values, src: TensorType, dst: TensorType, program: Prog
                 for rank in range(program.world_size)
             ]
         case (Partial(), Partial()):
-            stays = {rank: v for rank, v in held if rank in takers}
-            for v in [v for rank, v in held if rank not in takers]:
-                stays[takers[0]] = stays[takers[0]] + v if takers[0] in stays else v
-            zeros = lambda: torch.zeros_like(held[0][1])  # noqa: E731
-            return place(stays, takers, zeros, program.world_size)
+            return fold(dict(held), takers, program.world_size)
         case (Partial(), _):
             whole = sum((v for _, v in held[1:]), held[0][1])
             return cut(whole, dst, program)
@@ -212,10 +208,19 @@ def redistribute(values: Values, src: TensorType, dst: TensorType, program: Prog
             for rank, _ in held:
                 pieces = [p if r == rank else torch.zeros_like(p) for r, p in enumerate(parts)]
                 padded[rank] = torch.cat(pieces, dim)
-            return place(padded, takers, lambda: torch.zeros_like(whole), program.world_size)
+            return fold(padded, takers, program.world_size)
         case (Shard(dim), _):
             return cut(torch.cat([v for _, v in held], dim), dst, program)
     raise ValueError(f"{src} -> {dst}")
+
+
+def fold(addends: dict[int, Tensor], takers: tuple[int, ...], world_size: int) -> Values:
+    """Addends by rank, held by ``takers``: ranks that are none of them give theirs to the first one."""
+    stays = {rank: v for rank, v in addends.items() if rank in takers}
+    for v in [v for rank, v in addends.items() if rank not in takers]:
+        stays[takers[0]] = stays[takers[0]] + v if takers[0] in stays else v
+    like = next(iter(addends.values()))
+    return place(stays, takers, lambda: torch.zeros_like(like), world_size)
 
 
 def ratio_of(t: TensorType, program: Program) -> Ratio:

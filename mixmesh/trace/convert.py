@@ -198,7 +198,8 @@ class _Converter:
                 case OutputKind.BUFFER_MUTATION:
                     tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
                     name = self.first_name[id(tensor)]
-                    self.nodes.append(Node((), (), "update", (name, Ref(self.values[value]))))
+                    fitting = self.fitted(self.values[value], self.type(value.meta["val"], value), tensor)
+                    self.nodes.append(Node((), (), "update", (name, fitting)))
                 case _:
                     kind = spec.kind.name.lower().replace("_", " ")
                     raise TraceError(
@@ -207,6 +208,22 @@ class _Converter:
                         hint="change a copy: x = x.clone()",
                     )
         return loss
+
+    def fitted(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:
+        """``value`` in the dtype and the shape of a buffer. ``buffer.copy_(value)`` casts and broadcasts, and
+        what export says of it is the value as it was."""
+        wanted = ValueType(DTYPE_NAME[buffer.dtype], tuple(buffer.shape))
+        if held.dtype != wanted.dtype:
+            cast = ValueType(wanted.dtype, held.shape)
+            kwargs = (("dtype", DType(wanted.dtype)),)
+            name = self.names.new(f"{value}.to_copy")
+            self.nodes.append(Node((name,), (cast,), "aten._to_copy", (Ref(value),), kwargs))
+            value = name
+        if held.shape != wanted.shape:
+            name = self.names.new(f"{value}.expand")
+            self.nodes.append(Node((name,), (wanted,), "aten.expand", (Ref(value), wanted.shape)))
+            value = name
+        return Ref(value)
 
     def refuse(self, node: fx.Node, got: str, expected: str, hint: str = "") -> None:
         place = place_of_stack(node.meta.get("stack_trace"))

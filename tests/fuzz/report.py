@@ -40,6 +40,7 @@ class Report:
     kind: str
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was refused, for who improves a generator
 
     @property
     def num_cases(self) -> int:
@@ -53,6 +54,7 @@ class Report:
     def join(self, other: Report) -> None:
         self.outcomes.update(other.outcomes)
         self.failures.extend(other.failures)
+        self.notes.extend(other.notes)
 
     def write(self, folder: Path) -> list[Path]:
         """Writes every failure into ``folder`` and returns the paths."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 TOLERANCE = 1e-9  # relative to the largest element of what is compared
 FLOOR = 1e-4  # of the largest of its kind: what is smaller is compared on that scale
+LEAST = 1e-3  # what is smaller than this is compared on this scale: sums that cancel are rounding
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 
@@ -63,7 +64,7 @@ def copy_of(gradient: Tensor | None, like: Tensor) -> Tensor:
 def difference(got: Steps, want: Steps, tolerance: float = TOLERANCE) -> str:
     """The first thing by which two differ, in one line; empty if they do not."""
     for step, (a, b) in enumerate(zip(got.losses, want.losses, strict=True)):
-        if not abs(a - b) <= tolerance * max(abs(b), 1e-3):
+        if not abs(a - b) <= tolerance * max(abs(b), LEAST):
             return f"loss of step {step}: {a!r} in place of {b!r}"
         kinds = [("gradient", got.gradients, want.gradients), ("buffer", got.buffers, want.buffers),
                  ("parameter", got.parameters, want.parameters)]  # fmt: skip
@@ -79,7 +80,7 @@ def difference(got: Steps, want: Steps, tolerance: float = TOLERANCE) -> str:
 def _first_difference(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tolerance: float) -> str:
     if got.keys() != want.keys():
         return f"names differ: {sorted(got.keys() ^ want.keys())}"
-    floor = FLOOR * max((_largest(t) for t in want.values()), default=0.0)
+    floor = max(LEAST, FLOOR * max((_largest(t) for t in want.values()), default=0.0))
     for name, true in want.items():
         mine = got[name]
         if mine.shape != true.shape or mine.dtype != true.dtype:
@@ -87,8 +88,7 @@ def _first_difference(got: Mapping[str, Tensor], want: Mapping[str, Tensor], tol
         wrong = _largest(mine.double() - true.double())
         scale = max(_largest(true), floor)
         if not wrong <= tolerance * scale:
-            relative = wrong / scale if scale else math.inf
-            return f"{name} differs by {relative:.2g}"
+            return f"{name} differs by {wrong / scale:.2g}"
     return ""
 
 

@@ -1,0 +1,57 @@
+"""Random legal programs of random models, in one process and over gloo, against the module itself."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from mixmesh.check import check_program
+from mixmesh.errors import VerificationError
+from mixmesh.ir import Program
+
+from .cases import Case, Worlds, last_line, quietly, random_case, try_plan
+from .legal import Walk, with_options
+from .report import Progress, Report, case_seeds, silent
+
+KIND = "programs"
+PROGRAMS_PER_MODEL = 6
+
+
+def run_cases(seed: int, until_time_s: float, progress: Progress = silent) -> Report:
+    """Runs cases until ``time.monotonic()`` is ``until_time_s``."""
+    report = Report(KIND)
+    with Worlds() as worlds:
+        for case_seed in case_seeds(seed):
+            if time.monotonic() >= until_time_s:
+                break
+            report.join(replay(case_seed, worlds))
+            progress(f"{report.num_cases} cases, {len(report.failures)} failures")
+    return report
+
+
+def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
+    """Runs some programs of one model."""
+    report, rng = Report(KIND), random.Random(case_seed)
+    with quietly():
+        case = random_case(KIND, case_seed, report)
+        for _ in range(PROGRAMS_PER_MODEL if case else 0):
+            program = random_program(case, rng, report)
+            if program is not None and not try_plan(case, program, "program", worlds, report):
+                break
+    return report
+
+
+def random_program(case: Case, rng: random.Random, report: Report) -> Program | None:
+    """A program that the checker accepts; None, and a line in the report, where it does not."""
+    try:
+        program = Walk(case.traced.graph, rng.choice((2, 3, 4)), rng).program()
+        check_program(program)
+        made = with_options(program, rng)
+        check_program(made)
+        return made
+    except VerificationError as error:
+        report.add("refused by checker")
+        report.notes.append(" ".join(str(error).split())[:300])
+    except Exception as error:
+        report.add("TRACEBACK", case.failure(f"making a program: {last_line(error)}"))
+    return None
