@@ -126,6 +126,27 @@ def test_updates_and_constants():
         check_program(parse_program(head + "  %c = const([1, 2]) : i64[2] S(0)@r0\n" + tail + end))
 
 
+def test_a_rank_that_reads_a_buffer_gets_its_new_value():
+    text = """\
+program p world=2 {
+  ratio r0 = [1, 0]
+  %b = buffer("b") : f32[4] R
+  %w = param("w") : f32[4] R
+  %y = aten.mul.Tensor(%w, %b) : f32[4] R
+  %y.0 = move(%y) : f32[4] R@r0
+  update("b", %y.0)
+  %s = aten.sum(%y) : f32[] R
+  %l = as_partial(%s) : f32[] P(sum)
+  return %l
+}
+"""
+    with pytest.raises(VerificationError, match="not all ranks that read a buffer") as caught:
+        check_program(parse_program(text))
+    assert caught.value.where.startswith("line 7") and "rank 1 reads %b" in caught.value.got
+    both = text.replace('update("b", %y.0)', '%y.1 = move(%y.0) : f32[4] R\n  update("b", %y.1)')
+    check_program(parse_program(both))
+
+
 def test_units_of_a_view():
     text = """\
 program p world=2 {

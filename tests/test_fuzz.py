@@ -1,12 +1,37 @@
-"""The short forms of ``make fuzz``, with fixed seeds."""
+"""The short forms of ``make fuzz``, with fixed seeds, and what longer ones have found."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from fuzz import models
+from fuzz.cases import Worlds, make_case, quietly, read_plan, try_plan
+from fuzz.report import Report
+
+FOUND = sorted(Path(__file__).with_name("corpus").glob("programs/*.py"))
+
+
+@pytest.fixture(scope="module")
+def worlds():
+    with Worlds() as opened:
+        yield opened
 
 
 @pytest.mark.parametrize("case_seed", range(12))
 def test_random_models(case_seed):
     report = models.replay(case_seed)
     assert not report.failures, "\n".join(f.what for f in report.failures)
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda p: p.stem)
+def test_what_was_found(path, worlds):
+    text = path.read_text()
+    known: dict = {}
+    exec(compile(text, str(path), "exec"), known)
+    report = Report("corpus")
+    with quietly():
+        case = make_case("corpus", 0, text, known["OPTIMIZER"], report)
+        try_plan(case, read_plan(known["PLAN"]), path.stem, worlds, report)
+    assert not report.failures, report.failures[0].what
+    assert report.outcomes == {"right, over gloo too": 1}

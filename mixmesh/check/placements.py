@@ -168,6 +168,20 @@ def _check_update(program: Program, i: Instruction, fail) -> None:
     for leaf in program.instructions:
         if leaf.op == "buffer" and leaf.args == i.args[:1] and leaf.type.value != t.value:
             raise fail("the value does not fit the buffer", str(leaf.type.value), str(t.value))
+    _check_reach(program, i, fail)
+
+
+def _check_reach(program: Program, i: Instruction, fail) -> None:
+    """All ranks that read a buffer in the next step need its new value."""
+    updates = [u for u in program.instructions if u.op == "update" and u.args[:1] == i.args[:1]]
+    told = {rank for u in updates for name in u.inputs for rank in program.participants(program.types[name])}
+    for leaf in program.instructions:
+        if leaf.op == "buffer" and leaf.args == i.args[:1]:
+            stale = sorted({*program.participants(leaf.type)} - told)
+            if stale:
+                got = f"rank {stale[0]} reads %{leaf.result} and keeps its old value"
+                hint = "move the value to all ranks that read the buffer"
+                raise fail("not all ranks that read a buffer get its new value", "", got, hint)
 
 
 def check_same_value(program: Program, i: Instruction, fail) -> None:

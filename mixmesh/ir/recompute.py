@@ -77,3 +77,21 @@ def updated_buffers(program: Program) -> frozenset[str]:
         if (i.op == "buffer" and i.args[0] in updated) or (i.inputs and found.issuperset(i.inputs)):
             found.update(r for r in i.results if r is not None)
     return frozenset(found)
+
+
+def buffers_kept_for_backward(program: Program) -> frozenset[str]:
+    """Names of the buffers that the step updates in place and whose old values the backward pass may read."""
+    stale = updated_buffers(program)
+    sources: dict[str, frozenset[str]] = {}  # the buffers that a value may be a view of
+    kept: set[str] = set()
+    for i in program.instructions if stale else ():
+        if i.op == "buffer":
+            mine = frozenset(i.args) if i.result in stale else frozenset()
+        else:
+            mine = frozenset().union(*(sources.get(name, frozenset()) for name in i.inputs))
+        for result in i.results:
+            if result in program.requires_grad:
+                kept |= mine
+            elif result in stale:
+                sources[result] = mine
+    return frozenset(kept)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, MixmeshError, PlanError
 from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
+from ..ir.recompute import buffers_kept_for_backward
 from ..plan_file import accumulation
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
@@ -27,7 +28,7 @@ from .allocator import steady_heap, trim_heap
 from .batches import local_inputs, named_tensors
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
-from .executor import RankProgram, compile_program
+from .executor import RankProgram, compile_program, local_piece
 from .gradients import Bucket, GradientReducer, Sums, assign_buckets
 from .hooks import HookWatch
 from .layout import Layout
@@ -81,6 +82,7 @@ class _Runtime:
     steps: MicroSteps | None  # None: one step
     seed: Tensor  # of the loss's gradient: the last one
     planned_bytes: int  # what this process may hold as planned; 0 where that is not known
+    kept_buffers: frozenset[str]  # updated in place while the backward pass may read their old values
     reducer: GradientReducer | None = None
     recorder: Recorder | None = None
     hooks: HookWatch | None = None
@@ -150,17 +152,21 @@ class ParallelModel(nn.Module):
         params: dict[str, Any] = dict(self.named_parameters(remove_duplicate=False))
         params.update({name: Awaited(run.wholes, o.name, o.whole) for name, o in run.owned.items()})
         buffers = dict(self.named_buffers(remove_duplicate=False))
+        read = buffers
+        if torch.is_grad_enabled():
+            # the forward pass ends with new values in place, and autograd may have saved the old ones
+            read = buffers | {name: buffers[name].clone() for name in run.kept_buffers}
         run.random.step += 1
         run.wholes.start()
         if run.steps is None:
-            local, updated, tokens = self._compiled().run(params, buffers, inputs)
+            local, updated, tokens = self._compiled().run(params, read, inputs)
             done = _Forward(local, tokens, self._zero() if local is None else local.detach())
         else:
-            done, updated = self._accumulate(run.steps, params, buffers, inputs)
+            done, updated = self._accumulate(run.steps, params, read, inputs)
         run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
-                buffers[name].copy_(value)
+                buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
         return done
 
     def _accumulate(self, steps: MicroSteps, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
@@ -463,6 +469,7 @@ def parallelize(
         steps,
         seed_,
         planned_bytes(plan, comm),
+        buffers_kept_for_backward(program),
     )
     parallel = ParallelModel(runtime, model, params)
     used = {name: owned[name].whole if name in owned else p for name, p in params.items()}

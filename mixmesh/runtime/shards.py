@@ -87,7 +87,8 @@ class Stored:
 
 def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
     """Every parameter and buffer of a model by every name it has. An owned parameter is stored as its owners
-    hold it, what the program does not use is whole everywhere.
+    hold it, a buffer that is updated and never read is on the ranks that update it; what the program does not
+    use is whole everywhere.
 
     Raises PlanError, naming the first differences, if the model is not the program's."""
     params = dict(model.named_parameters(remove_duplicate=False))
@@ -100,6 +101,9 @@ def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
         for i in program.instructions
         if i.op in ("param", "buffer")
     }
+    for i in program.instructions:
+        if i.op == "update":
+            by_tensor.setdefault(id(buffers[i.args[0]]), layout(program, program.types[i.inputs[0]]))
     copies = {
         id(params[name]): tuple(layout(program, i.type) for i in every)
         for name, every in program.copies.items()
@@ -127,6 +131,8 @@ def check_model(program: Program, params: dict[str, Tensor], buffers: dict[str, 
 def _differences(program: Program, params, buffers) -> Iterator[tuple[str, str]]:
     seen: dict[int, Instruction] = {}
     for i in program.instructions:
+        if i.op == "update" and i.args[0] not in buffers:
+            yield f"a buffer {i.args[0]} that is updated", "no buffer of this name"
         if i.op not in ("param", "buffer"):
             continue
         name, value = i.args[0], i.type.value

@@ -1,4 +1,4 @@
-"""What all kinds of generators of models share: a model with its reference, and how a failure is written down."""
+"""What the generators of models share: a model with its reference, and how a failure is written down."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random legal programs of a graph: any strategy of any operator, any conversions between them, any options."""
+"""Random legal programs of a graph: any strategy of any operator, any conversions, any options."""
 
 from __future__ import annotations
 
@@ -67,6 +67,8 @@ class Walk:
     def append_node(self, node: Node) -> None:
         ratio = self.ratio_name()
         if node.op == "update":
+            self.ratios["all"] = make_ratio([1] * self.world_size)
+            ratio = self.rng.choice((ratio, "all", "all"))
             name = self.held(node.inputs[0], REPLICATE, ratio)
             self.instructions.append(Instruction((), (), node.op, (node.args[0], Ref(name))))
             return

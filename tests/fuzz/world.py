@@ -38,8 +38,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Answer:
-    """``steps`` of rank 0, or what each rank that failed said, by rank; ``refused`` if that was a MixmeshError
-    on every rank, before anything ran."""
+    """``steps`` of rank 0, or what each rank that failed said; ``refused`` if that was a MixmeshError on
+    every rank, before anything ran."""
 
     steps: Steps | None = None
     errors: tuple[str, ...] = ()
@@ -136,7 +136,8 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             answer = f"{kind}: {type(error).__name__}: {' '.join(str(error).split())[:600]}"
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
-            answer = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} ({place.filename}:{place.lineno})"
+            said = " ".join(str(error).split())[:300]
+            answer = f"{type(error).__name__}: {said} ({place.filename}:{place.lineno})"
         pipe.send_bytes(pickle.dumps(answer))
 
 
