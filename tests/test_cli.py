@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -46,12 +47,12 @@ def last(out: str) -> dict:
 
 
 def test_plan(run, folder):
-    out = run("plan job.py --cluster two.toml --out auto.plan")
-    assert out.startswith("program mlp world=2 {\n")
+    out = run("plan job.py --cluster two.toml --program --out auto.plan")
+    assert "\nprogram mlp world=2 {\n" in out
     for text in ("job.py:13", "# ", "candidate", "predicted step", "rank", "cpu@0.6", "written to auto.plan"):
         assert text in out, text
     plan = Plan.load(folder / "auto.plan")
-    assert out.startswith(str(plan.program).split("\n")[0])
+    assert str(plan.program).split("\n")[0] in out
     assert {c.planner for c in plan.candidates} >= {"ddp-tuned", "single", "ddp-even", "fsdp-even"}
     assert plan.predicted_step_s == min(c.predicted_step_s for c in plan.candidates if c.feasible)
 
@@ -69,7 +70,7 @@ def test_plan_json(run):
 def test_show(run, folder):
     out = run("show ddp-even.plan")
     text = (folder / "ddp-even.plan").read_text()
-    assert out.startswith(text[text.index("program ") :].rstrip())  # with its comments
+    assert out.startswith(text[text.index("\nprogram ") + 1 :].rstrip())  # with its comments
     assert "planned by ddp-even" in out and "0.5000" in out
 
 
@@ -217,3 +218,10 @@ def test_a_plan_whose_edit_names_another_parameter(folder, capsys, monkeypatch):
     err = capsys.readouterr().err
     assert err.startswith('PlanError: the plan loads param("up.wait"), which this job does not have')
     assert "expected up.weight" in err and "edited.plan:" in err
+
+
+def test_a_plan_begins_with_its_headline(run):
+    out = run("plan job.py --cluster two.toml --planner ddp-even")
+    assert re.match(r"2 devices in \d machines?: ddp-even, \d+ / \d+ samples, [\d.]+ ms", out)
+    assert "program mlp" not in out
+    assert "program mlp" in run("plan job.py --cluster two.toml --planner ddp-even --program")

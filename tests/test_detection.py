@@ -136,7 +136,7 @@ def test_a_job_trains_without_any_other_file_and_starts_from_what_was_kept(tmp_p
     first, second = launch(arguments, 2, tmp_path), launch(arguments, 2, tmp_path)
     for done in (first, second):
         assert done.returncode == 0, done.stderr
-    assert "2 devices, 1 machine" in first.stderr and "kept" not in first.stderr
+    assert "2 devices in 1 machine" in first.stderr and "kept" not in first.stderr
     assert second.stderr.count("kept from an earlier start") == 3
     losses = [json.loads(done.stdout.splitlines()[-1])["losses"] for done in (first, second)]
     assert losses[0] == losses[1] and losses[0][2] < losses[0][0]

@@ -9,6 +9,7 @@ import typer
 
 from ..cluster import Cluster
 from ..cost.calls import is_computation
+from ..explain.headline import headline
 from ..ir import Program, print_program, regions, stages_of
 from ..plan_file import Plan
 from ..zero import zero_stage
@@ -54,9 +55,10 @@ def plan(
     search_s: SearchSeconds = None,
     exact_s: ExactSeconds = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
+    with_program: Annotated[bool, typer.Option("--program", help="Print the program too.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Find the fastest program for a job on a cluster, and print it."""
+    """Find the fastest program for a job on a cluster, and print what it does and what it would take."""
     described = Cluster.load(cluster)
     _, _, made = plan_job(job, described, planner, profile, weights=False, search_s=search_s, exact_s=exact_s)
     if out is not None:
@@ -64,8 +66,10 @@ def plan(
     if as_json:
         print_json(plan_object(made))
         return
-    print(print_program(made.program, made.notes))
+    print(headline(made, described))
     print(summary(made, described))
+    if with_program:
+        print(f"\n{print_program(made.program, made.notes)}")
     if out is not None:
         print(f"\nwritten to {out}")
 

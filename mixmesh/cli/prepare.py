@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from ..explain.headline import headline
 from ..plan_file import Plan
 from .output import seconds
 from .profile import telling
@@ -44,7 +45,7 @@ def prepared_plan(
     from ..detection import Cache
     from ..detection.cache import default_folder
     from ..job import load_job
-    from ..preparation import Device, Options, decision, prepare_job
+    from ..preparation import Device, Options, prepare_job
     from ..testbed import enter_device, leave_device
 
     with telling(rank, "preparing") as say:
@@ -61,7 +62,7 @@ def prepared_plan(
         for phase in prepared.phases:
             source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
             print(f"{phase.name}: {source}", file=sys.stderr)
-        print(decision(prepared), file=sys.stderr, flush=True)
+        print(headline(prepared.plan, prepared.cluster), file=sys.stderr, flush=True)
         for warning in prepared.plan.warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
     return prepared.plan, rank

@@ -6,6 +6,6 @@ Reading order: ``start`` (detect, profile, plan), ``outside_loss`` (a loss that 
 
 from __future__ import annotations
 
-from .start import Device, Options, Prepared, decision, prepare_job, samples_per_rank
+from .start import Device, Options, Prepared, prepare_job
 
-__all__ = ["Device", "Options", "Prepared", "decision", "prepare_job", "samples_per_rank"]
+__all__ = ["Device", "Options", "Prepared", "prepare_job"]

@@ -13,11 +13,12 @@ from torch import nn
 
 from ..detection import Cache
 from ..detection.cache import default_folder
+from ..explain.headline import headline
 from ..job import Job
 from ..runtime.parallel import parallelize
 from .loading import example_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
-from .start import Options, decision, prepare_job
+from .start import Options, prepare_job
 
 
 def prepare(
@@ -57,6 +58,6 @@ def prepare(
             cache=Cache(Path(cache) if cache is not None else default_folder()),
         )
         if os.environ["RANK"] == "0":
-            print(f"mixmesh: {decision(prepared)}", file=sys.stderr, flush=True)
+            print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
         parallel, optimizer = parallelize(model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed)
     return parallel, optimizer, own_loader(loader, prepared.plan)

@@ -22,7 +22,6 @@ from ..errors import MixmeshError
 from ..job import needs_whole_parameters, optimizer_states
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
-from ..runtime.batches import batch_dim_input
 from ..runtime.comm import default_device, initialise
 from ..trace import trace
 
@@ -193,31 +192,3 @@ def from_first_rank(make: Callable[[], T]) -> T:
     if box[1] is not None:
         raise failure or box[1]
     return box[0]
-
-
-def decision(prepared: Prepared) -> str:
-    """One line that says what was decided: devices, machines, each rank's share of the samples, and the
-    predicted gain over DistributedDataParallel."""
-    cluster, plan = prepared.cluster, prepared.plan
-    counts = f"{_plural(cluster.world_size, 'device')}, {_plural(len(cluster.machines), 'machine')}"
-    samples = samples_per_rank(plan)
-    parts = "/".join(f"{100 * count / sum(samples):.0f}" for count in samples) if sum(samples) else ""
-    shares = f", shares {parts} %" if parts else ""
-    even = [c.predicted_step_s for c in plan.candidates if c.planner == "ddp-even" and c.feasible]
-    gain = f", {even[0] / plan.predicted_step_s:.2g}x of DDP predicted" if even else ""
-    return f"{counts}: {plan.planner}{shares}{gain}"
-
-
-def samples_per_rank(plan: Plan) -> tuple[int, ...]:
-    """The samples of a global batch that each rank computes; all 0 where the program cuts no samples."""
-    if plan.micro_batches is not None:
-        return tuple(sum(m.sizes) for m in plan.micro_batches)
-    cut = batch_dim_input(plan.program)
-    if cut is None:
-        return (0,) * plan.program.world_size
-    shapes = (plan.program.local_shape(cut.result, rank) for rank in range(plan.program.world_size))
-    return tuple(shape[0] if shape else 0 for shape in shapes)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")
