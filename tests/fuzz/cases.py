@@ -18,6 +18,7 @@ from .generate import random_source
 from .optimizers import OPTIMIZERS
 from .plans import interpreted
 from .report import Failure, Report
+from .shrink import shrunk
 from .source import Source, build
 from .steps import Steps, difference, in_float64, is_well_conditioned, single_device
 from .world import Answer, Job, World
@@ -31,6 +32,7 @@ class Case:
 
     kind: str
     seed: int
+    source: Source | None  # None for a file
     text: str
     optimizer: str
     want: Steps
@@ -81,7 +83,33 @@ def make_case(kind: str, seed: int, source: Source | str, optimizer: str, report
     except Exception as error:
         report.add("TRACEBACK", failure_of(kind, seed, text, f"trace: {last_line(error)}"))
         return None
-    return Case(kind, seed, text, optimizer, want, traced)
+    held = source if isinstance(source, Source) else None
+    return Case(kind, seed, held, text, optimizer, want, traced)
+
+
+def smaller_failure(report: Report, case: Case, attempt: Callable[[Case, Report], None]) -> None:
+    """Puts a failure of a smaller model in the place of the report's last one, if ``attempt``, which runs in
+    one process, fails for it in the same way."""
+    wanted = report.failures[-1].what
+
+    def last_failure(source: Source) -> Failure | None:
+        mine = Report(case.kind)
+        made = make_case(case.kind, case.seed, source, case.optimizer, mine)
+        if made is not None:
+            attempt(made, mine)
+        fitting = [f for f in mine.failures if kind_of_failure(f.what) == kind_of_failure(wanted)]
+        return fitting[-1] if fitting else None
+
+    if case.source is not None and last_failure(case.source) is not None:
+        smallest = shrunk(case.source, lambda source: last_failure(source) is not None)
+        report.failures[-1] = last_failure(smallest) or report.failures[-1]
+
+
+def kind_of_failure(what: str) -> str:
+    """What two failures have in common that have one cause: the exception, or that numbers differ."""
+    if "differs by" in what or "in place of" in what:
+        return "numbers"
+    return next((word for word in what.split() if word.endswith(("Error:", "Exception:"))), what)
 
 
 def try_plan(case: Case, plan: Plan | Program, label: str, worlds: Worlds | None, report: Report) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from .draft import Draft
 
 
@@ -251,6 +253,19 @@ def einsum_weight(d: Draft) -> str | None:
     return f"torch.einsum({equation!r}, {x}, {d.parameter(*shape)}) * 0.5"
 
 
+def again(d: Draft) -> str | None:
+    """A module that was called before, called on something else."""
+    called = [name for line in d.lines for name in re.findall(r"(self\.m\d+)\(", line.code)]
+    x = d.floats()
+    return f"{d.rng.choice(called)}({x})" if called and x else None
+
+
+def without_gradient(d: Draft) -> str | None:
+    """A module whose result counts, but passes no gradient on."""
+    code = d.rng.choice((linear, batch_norm, layer_norm))(d)
+    return None if code is None else f"{code}.detach()"
+
+
 FAMILIES = (
     linear, linear, linear, mlp, tied_linear, bias_twice, frozen_linear, unused_parameter, scale, scale,
     bilinear, convolution,
@@ -258,5 +273,5 @@ FAMILIES = (
     self_attention,
     grouped_attention, multihead, recurrent, chunked_recurrent, embedding, embedding, embedding_bag, table,
     prelu,
-    einsum_weight,
+    einsum_weight, again, again, without_gradient,
 )  # fmt: skip

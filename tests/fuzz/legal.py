@@ -67,8 +67,9 @@ class Walk:
     def append_node(self, node: Node) -> None:
         ratio = self.ratio_name()
         if node.op == "update":
-            self.ratios["all"] = make_ratio([1] * self.world_size)
-            ratio = self.rng.choice((ratio, "all", "all"))
+            if any(leaf.op == "buffer" and leaf.args == node.args[:1] for leaf in self.leaves.values()):
+                self.ratios["all"] = make_ratio([1] * self.world_size)
+                ratio = "all"  # whoever reads the buffer needs its new value
             name = self.held(node.inputs[0], REPLICATE, ratio)
             self.instructions.append(Instruction((), (), node.op, (node.args[0], Ref(name))))
             return

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from functools import partial
 
-from mixmesh.errors import MixmeshError
+from mixmesh.check import check_program
+from mixmesh.errors import MixmeshError, VerificationError
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 
-from .cases import Case, Worlds, last_line, quietly, random_case, try_plan
+from .cases import Case, Worlds, last_line, quietly, random_case, smaller_failure, try_plan
 from .plans import random_cluster, skewed
 from .report import Progress, Report, case_seeds, silent
 
@@ -39,15 +41,21 @@ def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
         case = random_case(KIND, case_seed, report)
         if case is not None:
             for planner in rng.sample(PLANNERS, PLANNERS_PER_MODEL):
-                try_planner(case, planner, rng, worlds, report)
+                attempt_seed = rng.randrange(2**31)
+                over_gloo = worlds if rng.random() < OVER_GLOO else None
+                try_planner(case, report, planner, attempt_seed, over_gloo)
+                if report.failures:
+                    attempt = partial(try_planner, planner=planner, attempt_seed=attempt_seed, worlds=None)
+                    smaller_failure(report, case, attempt)
+                    break
     return report
 
 
-def try_planner(case: Case, planner: str, rng: random.Random, worlds: Worlds | None, report: Report) -> None:
+def try_planner(case: Case, report: Report, planner: str, attempt_seed: int, worlds: Worlds | None) -> None:
     """Plans the case's model by one planner on a random cluster, and runs the plan by its own and by other
     shares."""
+    rng = random.Random(attempt_seed)
     cluster = random_cluster(rng)
-    over_gloo = rng.random() < OVER_GLOO
     try:
         plan = make_plan(
             case.traced, cluster, planner=planner, search_s=None if planner == "auto" else SEARCH_S
@@ -58,6 +66,13 @@ def try_planner(case: Case, planner: str, rng: random.Random, worlds: Worlds | N
     except Exception as error:
         report.add("TRACEBACK", case.failure(f"{planner}: planning: {last_line(error)}", str(cluster)))
         return
+    try:
+        check_program(plan.program)
+    except VerificationError as error:
+        report.add(
+            "REFUSED ITS OWN", case.failure(f"{planner}: its plan is not valid: {last_line(error)}", plan)
+        )
+        return
     for tried in (plan, *skewed(plan, rng)):
-        if not try_plan(case, tried, planner, worlds if over_gloo else None, report):
+        if not try_plan(case, tried, planner, worlds, report):
             return

@@ -9,7 +9,7 @@ from mixmesh.check import check_program
 from mixmesh.errors import VerificationError
 from mixmesh.ir import Program
 
-from .cases import Case, Worlds, last_line, quietly, random_case, try_plan
+from .cases import Case, Worlds, last_line, quietly, random_case, smaller_failure, try_plan
 from .legal import Walk, with_options
 from .report import Progress, Report, case_seeds, silent
 
@@ -34,11 +34,21 @@ def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
     report, rng = Report(KIND), random.Random(case_seed)
     with quietly():
         case = random_case(KIND, case_seed, report)
-        for _ in range(PROGRAMS_PER_MODEL if case else 0):
-            program = random_program(case, rng, report)
-            if program is not None and not try_plan(case, program, "program", worlds, report):
-                break
+        if case is not None:
+            seed = rng.randrange(2**31)
+            try_programs(case, report, seed, worlds)
+            if report.failures:
+                smaller_failure(report, case, lambda c, r: try_programs(c, r, seed, None))
     return report
+
+
+def try_programs(case: Case, report: Report, seed: int, worlds: Worlds | None) -> None:
+    """Runs some programs of one model, up to the first that fails."""
+    rng = random.Random(seed)
+    for _ in range(PROGRAMS_PER_MODEL):
+        program = random_program(case, rng, report)
+        if program is not None and not try_plan(case, program, "program", worlds, report):
+            return
 
 
 def random_program(case: Case, rng: random.Random, report: Report) -> Program | None:

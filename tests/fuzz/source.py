@@ -97,8 +97,7 @@ def build(text: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 def simpler(source: Source, shapes: dict[str, tuple]) -> Iterator[Source]:
     """Yields smaller sources, the smallest first: with fewer losses, cut off behind a value, without a line,
-    with
-    an earlier value in place of a later one. ``shapes`` are (shape, dtype) of values by name."""
+    with an earlier value in place of a later one. ``shapes`` are shapes and dtypes of values by name."""
     if len(source.losses) > 1:
         for loss in source.losses:
             yield needed(replace(source, losses=(loss,)))
@@ -115,7 +114,7 @@ def simpler(source: Source, shapes: dict[str, tuple]) -> Iterator[Source]:
             yield replace(source, lines=source.lines[:n] + source.lines[n + 1 :])
         elif line.name not in source.losses:
             for other in (*[name for name, _ in source.inputs], *[x.name for x in source.lines[:n]]):
-                if other and shapes.get(other) == shapes.get(line.name) is not None:
+                if other and line.name in shapes and shapes.get(other) == shapes[line.name]:
                     yield needed(_substituted(source, n, other))
 
 
