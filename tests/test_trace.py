@@ -647,6 +647,24 @@ def test_other_refusals():
     assert "register" in failing(lambda m, y: y.sum() * big.sum()).hint[0]
 
 
+UPDATES = {
+    "another dtype": lambda m, y: m.held.copy_((y > 0).sum(0)),
+    "a scalar": lambda m, y: m.held.copy_(y.detach().mean()),
+    "both, and fewer dims": lambda m, y: m.held.copy_((y > 0).sum()),
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_an_updated_buffer_keeps_its_dtype_and_shape(update):
+    def loss(module, y):
+        update(module, y)
+        return y.square().mean()
+
+    graph = check(Head(loss, held=torch.zeros(5)).double(), (rows(),))
+    (last,) = (n for n in graph.nodes if n.op == "update")
+    assert str(graph.types[last.inputs[0]]) == "f64[5]"
+
+
 def test_updates_of_buffers_are_part_of_their_layers():
     """Each stands behind what makes its value, so that layers with batch norm are alike and planned once."""
     from mixmesh.synthesis.fold import fold
