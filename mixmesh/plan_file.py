@@ -66,8 +66,9 @@ class Plan:
     these devices is faster than, if that is known. ``micro_batches``: per rank, how it accumulates
     gradients within a step; None where everyone takes its share at once. A chain of stages that
     accumulates is a pipeline, and says so by its ``order``. ``measured_step_s``: of a trial on the cluster,
-    where ``mixmesh tune`` held one. ``edited``: the program was read from a file and is not as mixmesh wrote
-    it, so that its types are not known to be those that PyTorch gives.
+    where ``mixmesh tune`` held one. ``arguments`` are those of the model's call, by name: "tensor", or the
+    text of a constant; None where that is not known. ``edited``: the program was read from a file and is not
+    as mixmesh wrote it, so that its types are not known to be those that PyTorch gives.
     """
 
     program: Program
@@ -89,6 +90,7 @@ class Plan:
     warnings: tuple[str, ...] = ()
     micro_batches: tuple[MicroBatch, ...] | None = None
     measured_step_s: float | None = None
+    arguments: tuple[tuple[str, str], ...] | None = None
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -173,6 +175,9 @@ def _header(plan: Plan, program_digest: str) -> str:
         lines.append(f"micro_batches = [{rows}]  # per rank: samples, steps, samples of the last step")
     if plan.order is not None:
         lines.append(f"order = {_toml(plan.order)}  # of forward and backward passes, from stage to stage")
+    if plan.arguments is not None:
+        pairs = ", ".join(f"[{json.dumps(name)}, {json.dumps(text)}]" for name, text in plan.arguments)
+        lines.append(f"arguments = [{pairs}]  # of the model's call")
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.warnings:
@@ -212,6 +217,7 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         timings_s={k: float(v) for k, v in header.get("timings_s", {}).items()},
         warnings=tuple(header.get("warnings", ())),
         micro_batches=_micro_batches(header.get("micro_batches")),
+        arguments=_arguments(header.get("arguments")),
         edited=edited,
         **values,
     )
@@ -228,6 +234,10 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
 
 def _number(value: float | None) -> float | None:
     return None if value is None else float(value)
+
+
+def _arguments(pairs: list | None) -> tuple[tuple[str, str], ...] | None:
+    return None if pairs is None else tuple((name, text) for name, text in pairs)
 
 
 def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:

@@ -57,6 +57,10 @@ def _is_micro_batch(value: Any) -> bool:
     return steps <= MAX_MICRO_STEPS and last <= samples <= MAX_ELEMENTS
 
 
+def _is_argument(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_text, value))
+
+
 def _is_candidate(value: Any) -> bool:
     return (
         isinstance(value, dict)
@@ -96,6 +100,7 @@ ROWS: dict[str, Row] = {
         optional=True,
     ),
     "order": TEXT._replace(optional=True),
+    "arguments": Row(lambda v: _is_list(v, _is_argument), "pairs of a name and a text", optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
     "candidates": Row(

@@ -76,6 +76,8 @@ class Traced(Protocol):
     def graph(self) -> Graph: ...
     @property
     def output_has_loss(self) -> bool: ...
+    @property
+    def arguments(self) -> tuple[tuple[str, str], ...] | None: ...
 
 
 def check_planner(planner: str) -> None:
@@ -240,9 +242,11 @@ def _make_plans(
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
+    arguments = None if isinstance(traced, Graph) else traced.arguments
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
     for p in (chosen, *others):
         made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
+        made = replace(made, arguments=arguments)
         plans.setdefault((made.program, made.micro_batches), made)
     return tuple(plans.values())
 

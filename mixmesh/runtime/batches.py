@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..ir import Instruction, Program, Shard
-from ..trace.capture import key_text
 from ..trace.dtypes import TORCH_DTYPE
 from .executor import local_piece
 from .layout import layout
@@ -19,25 +16,6 @@ from .layout import layout
 
 def program_inputs(program: Program) -> tuple[Instruction, ...]:
     return tuple(i for i in program.instructions if i.op == "input")
-
-
-def named_tensors(program: Program, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of ``model(*args, **kwargs)`` under the program's names: paths such as ``past.0.key``.
-
-    Positional ones are called by position, as in tracing; a program that names its inputs otherwise
-    takes them in its own order.
-    """
-    out = _flatten(kwargs)
-    by_position = _flatten(args)
-    names = [i.args[0] for i in program_inputs(program)]
-    if by_position and not set(by_position) & set(names):
-        by_position = dict(zip([n for n in names if n not in out], by_position.values()))
-    return {**by_position, **out}
-
-
-def _flatten(tree: Any) -> dict[str, Tensor]:
-    pairs, _ = pytree.tree_flatten_with_path(dict(tree) if isinstance(tree, Mapping) else tuple(tree))
-    return {".".join(map(key_text, path)): leaf for path, leaf in pairs if isinstance(leaf, Tensor)}
 
 
 def local_inputs(

@@ -10,30 +10,38 @@ from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ..errors import InputError
 from ..ir import Instruction, Program, Shard
 from ..plan_file import Plan
 from .batches import batch_dim_input, local_input, program_inputs
+from .calls import Signature, signature_of
 from .layout import layout
 
 
 def shard_batches(
-    batches: Iterable[Any], plan: Plan | Program, rank: int, *, device: torch.device | str | None = None
+    batches: Iterable[Any],
+    plan: Plan | Program,
+    rank: int,
+    *,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
 ) -> Iterator[Any]:
-    """This rank's share of every global batch, which is a dict or a tuple of tensors.
+    """This rank's share of every global batch, which is a dict or a tuple of tensors. ``model``, or its
+    parallel one, says what is at which place of a tuple, where the plan was made with a dict.
 
     Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
     micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
-    empty tensor. Raises InputError for a batch of another size than planned.
+    empty tensor. Raises InputError for a batch of another size than planned, and for a tuple of which the
+    plan does not know what is what.
     """
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else torch.device(device)
-    inputs = program_inputs(program)
-    by_name = {i.args[0]: i for i in inputs}
+    by_name = {i.args[0]: i for i in program_inputs(program)}
+    signature = Signature() if model is None else signature_of(model)  # and no reference to the model is kept
 
     def share(i: Instruction | None, value: Any) -> Any:
         return _share(program, i, value, rank, where, whole=is_pipeline)
@@ -42,10 +50,7 @@ def shard_batches(
         if isinstance(batch, Mapping):
             return {k: share(by_name.get(str(k)), v) for k, v in batch.items()}
         if isinstance(batch, tuple | list):
-            found = [by_name.get(str(n)) for n in range(len(batch))]
-            if not any(found):
-                found = [*inputs, *[None] * (len(batch) - len(inputs))]
-            return tuple(map(share, found, batch))
+            return tuple(map(share, _at_positions(program, len(batch), signature), batch))
         raise InputError(
             "a batch must say how the model is called",
             expected="a dict or a tuple of tensors",
@@ -53,6 +58,23 @@ def shard_batches(
         )
 
     return map(cut, batches)  # no generator, whose frame would keep the whole batch
+
+
+def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
+    """The inputs at each place of a tuple. Raises InputError where that is not known and matters."""
+    inputs = program_inputs(program)
+    by_name = {signature.named(i.args[0]): i for i in inputs}
+    found = [by_name.get(signature.name_of(n)) for n in range(count)]
+    if any(found) or not inputs:
+        return found
+    if len(inputs) == count and len({(layout(program, i.type), i.type.value) for i in inputs}) == 1:
+        return list(inputs)  # all of them are cut alike
+    raise InputError(
+        "the plan names its inputs, and a tuple has no names",
+        expected=f"a dict of {', '.join(i.args[0] for i in inputs)}",
+        got=f"a tuple of {count}",
+        hint="shard_batches(batches, plan, rank, model=model), to take names from the model's forward",
+    )
 
 
 def _share(

@@ -25,7 +25,8 @@ from ..trace.dtypes import TORCH_DTYPE
 from ..trace.hooks import check_gradient_hooks
 from . import optimizers
 from .allocator import steady_heap, trim_heap
-from .batches import local_inputs, named_tensors
+from .batches import local_inputs
+from .calls import Calls
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
 from .executor import RankProgram, compile_program, local_piece
@@ -72,6 +73,7 @@ class _Runtime:
 
     program: Program
     comm: Comm
+    calls: Calls
     random: RandomPolicy
     stored: dict[str, Stored]  # by every name
     by_param: dict[Tensor, Stored]
@@ -143,7 +145,7 @@ class ParallelModel(nn.Module):
         run.hooks.check(self)
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
-        tensors = named_tensors(run.program, args, kwargs)
+        tensors = run.calls.tensors(args, kwargs)
         if run.steps is not None and run.steps.is_pipeline:
             number = len(run.steps.sizes)
             inputs = stage_inputs(run.program, run.steps.samples, tensors, run.comm, number)
@@ -459,6 +461,7 @@ def parallelize(
     runtime = _Runtime(
         program,
         comm,
+        Calls.of(model, plan),
         random,
         stored,
         by_param,

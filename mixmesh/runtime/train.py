@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
 
 def own_batches(job: Any, plan: Plan | Program, rank: int) -> Iterator[Any]:
     """This rank's share of the job's batches, none a view that would keep the whole batch alive."""
+    share = partial(shard_batches, plan=plan, rank=rank, model=job.model)
     if job.data is not None:
-        return map(owned, shard_batches(endless(job.data, None), plan, rank))
-    return itertools.repeat(owned(next(shard_batches([job.batch], plan, rank))))
+        return map(owned, share(endless(job.data, None)))
+    return itertools.repeat(owned(next(share([job.batch]))))
 
 
 def owned(batch: Any) -> Any:

@@ -51,11 +51,13 @@ __all__ = [
 @dataclass(frozen=True)
 class Traced:
     """``output_has_loss``: the model returns an object or dict with the loss, not the loss itself.
-    ``warnings`` say what about the model is unlikely to be meant."""
+    ``warnings`` say what about the model is unlikely to be meant; ``arguments`` are those of the call that
+    was traced, by name: "tensor", or a constant's text."""
 
     graph: Graph
     output_has_loss: bool
     warnings: tuple[str, ...] = ()
+    arguments: tuple[tuple[str, str], ...] | None = None
 
 
 # operators that have a rule, or are written out by a pass
@@ -117,7 +119,7 @@ def trace(model: nn.Module, batch: Mapping[str, Any] | tuple | list, name: str |
     for step in PASSES:
         graph = step(graph)
     check_trainable(graph)
-    return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)))
+    return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)), captured.arguments)
 
 
 def check_trainable(graph: Graph) -> None:

@@ -29,14 +29,18 @@ from .moves import moves_in_place
 from .regions import inline_regions
 from .selections import targets_by_sample
 
+TENSOR = "tensor"
+
 
 @dataclass(frozen=True)
 class Capture:
-    """``inputs`` names the batch's tensors, in the order of the program's user inputs."""
+    """``inputs`` names the batch's tensors, in the order of the program's user inputs; ``arguments`` are all
+    leaves of the batch."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
     output_has_loss: bool
+    arguments: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,11 @@ class Batch:
         return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
 
     @property
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """All leaves by name, as ``describe_argument`` has them."""
+        return tuple((name, describe_argument(leaf)) for name, leaf in zip(self.names, self.leaves))
+
+    @property
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(n for n, x in zip(self.names, self.leaves) if isinstance(x, torch.Tensor))
 
@@ -74,6 +83,15 @@ class Batch:
         leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         arguments = pytree.tree_unflatten(leaves, self.spec)
         return model(**arguments) if self.by_keyword else model(*arguments)
+
+
+def describe_argument(value: Any) -> str:
+    """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
+    if isinstance(value, torch.Tensor):
+        return TENSOR
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def key_text(key: Any) -> str:
@@ -163,7 +181,7 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
         raise explain(error) from error
-    return Capture(program, flat.tensor_names, wrapper.output_has_loss)
+    return Capture(program, flat.tensor_names, wrapper.output_has_loss, flat.arguments)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..check import check_plan, check_program
 from ..ir import Program
 from ..ir.samples import draws_numbers
 from ..plan_file import MicroBatch, Plan
+from ..runtime.calls import as_planned
 from ..runtime.train import default_optimizer
 from ..trace import Traced, trace
 from ..trace.capture import Batch
@@ -86,6 +87,7 @@ def verify(
     say = progress or (lambda text: None)
     program = plan if isinstance(plan, Program) else plan.program
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
+    batch = as_planned(model, batch, program)
     if traced is None:
         say("tracing the model")
         traced = trace(model, batch)

@@ -1,0 +1,164 @@
+"""How a model is called: its arguments by the names of its own forward, as they were when it was planned.
+
+A plan knows the arguments of one call. Tensors among them are its inputs, all others are constants within it:
+an argument that it does not know, or a constant of another value, would change nothing, and is refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from ..ir import Program
+from ..trace.capture import TENSOR, describe_argument, key_text
+from .batches import program_inputs
+
+Parameter = inspect.Parameter
+POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a forward pass takes: the names of its ``positions``, ``names`` of all that it names, with their
+    defaults, and whether it takes more of either kind."""
+
+    positions: tuple[str, ...] = ()
+    names: Mapping[str, Any] = field(default_factory=dict)
+    more_positions: bool = True
+    more_names: bool = True
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Signature:
+        try:
+            parameters = inspect.signature(model.forward).parameters.values()
+        except (TypeError, ValueError):  # not written in Python
+            return cls()
+        kinds = {p.kind for p in parameters}
+        named = {p.name: p.default for p in parameters if p.kind in (*POSITIONAL, Parameter.KEYWORD_ONLY)}
+        positions = tuple(p.name for p in parameters if p.kind in POSITIONAL)
+        return cls(positions, named, Parameter.VAR_POSITIONAL in kinds, Parameter.VAR_KEYWORD in kinds)
+
+    def bind(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name; those that have none by their position. Raises InputError."""
+        bound = {self.name_of(n): value for n, value in enumerate(args)}
+        if len(args) > len(self.positions) and not self.more_positions:
+            raise self._refusal(f"{len(args)} arguments by position")
+        for name, value in kwargs.items():
+            if name in bound:
+                raise self._refusal(f"{name} twice, by position and by name")
+            if name not in self.names and not self.more_names:
+                raise self._refusal(f"{name}, which it does not take")
+            bound[name] = value
+        return bound
+
+    def name_of(self, position: int) -> str:
+        return self.positions[position] if position < len(self.positions) else str(position)
+
+    def named(self, path: str) -> str:
+        """The path of a leaf in a batch, which may begin with a position, by name: ``0.key`` -> ``x.key``."""
+        first, dot, rest = path.partition(".")
+        return self.name_of(int(first)) + dot + rest if first.isdigit() else path
+
+    def _refusal(self, got: str) -> InputError:
+        return InputError(
+            "the model is not called as its forward is written",
+            expected=f"({', '.join(self.names)}{', ...' if self.more_names else ''})",
+            got=got,
+        )
+
+
+def signature_of(model: nn.Module) -> Signature:
+    """The signature of a model; of a parallel one that of the model it was made of."""
+    runtime = getattr(model, "_runtime", None)
+    return Signature.of(model) if runtime is None else runtime.calls.signature
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls that a plan can answer. ``inputs``: by name, what the program calls each of its inputs;
+    ``known``: by name, all arguments of the call that was planned as ``describe_argument`` has them, None
+    where that is not recorded."""
+
+    signature: Signature
+    inputs: Mapping[str, str]
+    known: Mapping[str, str] | None
+
+    @classmethod
+    def of(cls, model: nn.Module, plan: Any) -> Calls:
+        program = plan if isinstance(plan, Program) else plan.program
+        signature = Signature.of(model)
+        arguments = None if isinstance(plan, Program) else plan.arguments
+        inputs = {signature.named(i.args[0]): i.args[0] for i in program_inputs(program)}
+        known = None if arguments is None else {signature.named(name): text for name, text in arguments}
+        return cls(signature, inputs, known)
+
+    def tensors(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The inputs of the program by its own names. Raises InputError for a call that it cannot answer."""
+        bound = self.signature.bind(args, kwargs)
+        leaves = flat(bound)
+        if self.known is not None:
+            self._check(leaves)
+        return {
+            self.inputs[name]: leaf
+            for name, leaf in leaves.items()
+            if name in self.inputs and isinstance(leaf, Tensor)
+        }
+
+    def _check(self, leaves: Mapping[str, Any]) -> None:
+        for name, leaf in leaves.items():
+            text, known = describe_argument(leaf), self.known.get(name)
+            if known is None and leaf is None:
+                continue  # as good as not passed
+            if known is None and name in self.signature.names:
+                known = describe_argument(self.signature.names[name])  # its default, not passed when planned
+            if text != known:
+                raise self._other(name, text, known)
+        for name, known in self.known.items():
+            if known == TENSOR or name in leaves:
+                continue  # a tensor that is missing is said where it is needed
+            default = self.signature.names.get(name, Parameter.empty)
+            text = "nothing" if default is Parameter.empty else describe_argument(default)
+            if text != known:
+                raise self._other(name, text, known)
+
+    def _other(self, name: str, text: str, known: str | None) -> InputError:
+        if known is None:
+            return InputError(
+                f"the plan was made without the argument {name}, and would not look at it",
+                expected=", ".join(self.known) or "no arguments",
+                got=f"{name}={text}",
+                hint=f"plan again with {name} in the batch",
+            )
+        return InputError(
+            f"{name} is {'a tensor' if known == TENSOR else 'a constant'} in the plan, and differs here",
+            expected=f"{name}={known}",
+            got=f"{name}={text}",
+            hint=(
+                f"plan again with {name}={text} in the batch",
+                f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too",
+            ),
+        )
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The leaves of arguments by path: ``past.0.key``."""
+    pairs, _ = pytree.tree_flatten_with_path(dict(tree))
+    return {".".join(map(key_text, path)): leaf for path, leaf in pairs}
+
+
+def as_planned(model: nn.Module, batch: Mapping[str, Any] | tuple | list, program: Program) -> Any:
+    """A batch in the form that the program's inputs are named by: a tuple, or a dict."""
+    names = [i.args[0].partition(".")[0] for i in program_inputs(program)]
+    positions = Signature.of(model).positions
+    by_position = any(name.isdigit() for name in names)
+    if isinstance(batch, Mapping) and by_position and set(batch) == set(positions[: len(batch)]):
+        return tuple(batch[name] for name in positions[: len(batch)])
+    if not isinstance(batch, Mapping) and names and not by_position and len(batch) <= len(positions):
+        return dict(zip(positions, batch))
+    return batch
