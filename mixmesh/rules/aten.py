@@ -6,6 +6,7 @@ from __future__ import annotations
 from . import factories as f
 from . import lookups as i
 from . import losses as n
+from . import mixtures as m
 from . import products as p
 from . import shapes as s
 from .rule import Call, Rule
@@ -139,6 +140,7 @@ RULES: dict[str, Rule] = {
         p.attention, linear=((2,),), flops="b h g s t e + b h g s t v + _0 s t e + _0 s t v"
     ),
     "transformers.grouped_mm_fallback": Rule(p.grouped_mm, linear=((0,), (1,)), flops="m k n"),
+    "mixmesh.experts": Rule(m.experts, flops=m.experts_flops),
     # sums and products of elements
     "aten.add.Tensor": Rule(s.same, linear=terms),
     "aten.sub.Tensor": Rule(s.same, linear=terms),

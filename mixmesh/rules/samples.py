@@ -94,6 +94,11 @@ _LSTM_PARAMS = (F(20, 3), F(20, 5), F(20), F(20))
 _GRU_PARAMS = (F(15, 3), F(15, 5), F(15), F(15))
 _RNN_PARAMS = (F(5, 3), F(5, 5), F(5), F(5))
 _BATCH_STATISTICS = (F(4), F(4), no_grad(F(4)), no_grad(P(4)))
+_GATED = (
+    "h = x0 @ t0; g, u = split.Tensor(h, 3, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1;"
+    " s = unsqueeze(s0, -1); z = mul.Tensor(y, s)"
+)
+_BIASED = "h = x0 @ t0.mT; b = t1[e]; s = add.Tensor(h, b); a = tanh(s); y = mul.Tensor(a, w0)"
 
 SAMPLES: dict[str, tuple[Sample, ...]] = {
     # products
@@ -185,6 +190,10 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(3, 5, 6), F(3, 7, 6), F(3, 7, 6)),
         call(F(3, 5, 6), F(3, 7, 6), F(3, 7, 6), F(5, 7)),
         call(F(3, 4, 5, 6), F(3, 1, 5, 6), F(3, 1, 5, 6), enable_gqa=True),
+    ),
+    "mixmesh.experts": (
+        call(I(5, 14), (F(7, 4),), (F(14),), (F(5, 4, 6), F(5, 3, 4)), (), _GATED, 0),
+        call(I(4, 5), (F(5, 3),), (), (F(4, 3, 3), F(4, 3)), (F(3),), _BIASED, 0),
     ),
     "transformers.grouped_mm_fallback": (call(F(6, 4), F(3, 4, 5), Spec("i32", (3,), "ends", 0, 6)),),
     # sums and products of elements

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
 from ..ir.samples import DRAWS
-from ..operators import cross_entropy_of_part, sum_exp_of_part
+from ..operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
 from ..rules import MEANS, LocalCall, mean_share
 from .random import RandomPolicy
 from .window import Window
@@ -287,6 +287,26 @@ def cross_entropy_kernel(site: Site) -> LocalOp | None:
     return run
 
 
+# --- cut experts ---------------------------------------------------------------------------------------
+
+
+def experts_kernel(site: Site) -> LocalOp | None:
+    """What a piece of the experts adds to every token; ids count from the first expert of all."""
+    call = site.local.call
+    first_table = 1 + len(call.args[1]) + len(call.args[2])
+    if not isinstance(site.local.in_placements[first_table], Shard):
+        return None
+    table = site.program.types[site.instruction.inputs[first_table]]
+    lengths = [len(group) for group in call.args[1:5]]
+
+    def run(ids, *tensors):
+        rest = iter(tensors)
+        groups = [[next(rest) for _ in range(length)] for length in lengths]
+        return (experts_of_part(ids, *groups, call.args[5], site.span(table)[0], table.value.shape[0]),)
+
+    return run
+
+
 TORCH_FLOATS = {
     "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
 }  # fmt: skip
@@ -314,4 +334,5 @@ KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
     "aten.index_select": index_kernel,
     "mixmesh.sum_exp": sum_exp_kernel,
     "mixmesh.cross_entropy": cross_entropy_kernel,
+    "mixmesh.experts": experts_kernel,
 }

@@ -22,6 +22,7 @@ from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
+from .mixtures import mixtures_as_operators
 from .norms import NORM_RULES
 from .recurrent import RECURRENT_RULES
 from .schema import bound, normalise, on_meta, overload
@@ -101,6 +102,8 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
     exact_batch_norms,
     drop_identities,
     drop_useless_detach,
+    drop_dead,
+    mixtures_as_operators,
     drop_dead,
     leaves_at_first_use,
     updates_at_once,

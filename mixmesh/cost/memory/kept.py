@@ -16,7 +16,7 @@ from ..model import VIEWS
 @dataclass(frozen=True, slots=True)
 class Row:
     """``keeps`` names inputs and results: ``inputs``, ``result``, ``first``, ``rest``, ``factors`` (an
-    input whose partner takes a gradient). Sizes are multiples of the first result's bytes: ``extra`` is
+    input whose partner takes a gradient), ``tables``. Sizes are multiples of the first result's bytes: ``extra`` is
     kept beside, ``forward`` and ``backward`` are temporary. ``passes``: the gradient of an input is the
     result's own, where the shapes agree. ``strided``: the result is laid out as the input.
     """
@@ -59,6 +59,7 @@ ROWS: dict[str, Row] = {
     "mixmesh.running_statistics": Row(""),
     "mixmesh.sum_exp": Row(""),
     "mixmesh.cross_entropy": Row("inputs"),
+    "mixmesh.experts": Row("tables"),
     # the mask is a byte per element, drawn as numbers; the product with it comes before the scaling
     "aten.native_dropout": Row("", extra=0.25, forward=1.0, backward=1.0),
     # positions of the largest, in eight bytes
@@ -89,6 +90,9 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
             yield from (("input", n) for n in range(1, last + 1))
         case "result":
             yield "result", 0
+        case "tables":  # of experts; ids, tokens and values are kept sorted (extra_bytes)
+            first = 1 + len(call.args[1]) + len(call.args[2])
+            yield from (("input", n) for n in range(first, last + 1))
         case "condition":
             yield from (("input", n) for n, t in enumerate(call.inputs) if t.dtype == "bool")
         case "divisor":
@@ -111,6 +115,8 @@ def extra_bytes(call: Call) -> float:
     result = call.outputs[0].size_bytes
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
+    if call.op == "mixmesh.experts":
+        return call.inputs[0].num_elements * call.args[-1]  # what the choices' own values take
     if call.op == "aten.scaled_dot_product_attention":
         return result / max(call.outputs[0].shape[-1], 1)  # the logarithm of each row's sum
     return row_of(call).extra * result
@@ -118,6 +124,8 @@ def extra_bytes(call: Call) -> float:
 
 def forward_bytes(call: Call) -> float:
     """Temporaries of the forward pass."""
+    if call.op == "mixmesh.experts":  # what its choices make of a token, before they are summed
+        return _choices(call) * call.outputs[0].size_bytes
     return row_of(call).forward * call.outputs[0].size_bytes
 
 
@@ -125,4 +133,11 @@ def backward_bytes(call: Call) -> float:
     """Temporaries of the backward pass, beside the gradients of the inputs."""
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the gradient of the logarithms
+    if call.op == "mixmesh.experts":  # gradients of the choices' values, two at a time
+        return max(_choices(call) * call.outputs[0].size_bytes, extra_bytes(call) / 2)
     return row_of(call).backward * call.outputs[0].size_bytes
+
+
+def _choices(call: Call) -> int:
+    """How many experts a token of a mixture has."""
+    return call.inputs[0].shape[0] // max(call.outputs[0].shape[0], 1)

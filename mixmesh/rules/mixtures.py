@@ -1,0 +1,38 @@
+"""The rule of a mixture of experts (``operators.mixtures``)."""
+
+from __future__ import annotations
+
+import re
+
+from .rule import Call
+
+GROUPS = ("tokens", "values", "tables", "whole")  # the arguments behind the ids, each a tuple of tensors
+BODY = 1 + len(GROUPS)
+
+
+def groups_of(call: Call) -> dict[str, int]:
+    """How many tensors each group of arguments has."""
+    return {name: len(call.args[1 + n]) for n, name in enumerate(GROUPS)}
+
+
+def experts(call: Call) -> tuple[str, dict[str, int]]:
+    """experts(ids, tokens, values, tables, whole, body, kept_bytes): tokens may be cut, each with all of its
+    choices; or experts, with a sum over them as the result."""
+    heads = {"tokens": "t", "values": "(t c)", "tables": "e", "whole": ""}
+    terms = ["(t c)"]
+    at = 1
+    for name, count in groups_of(call).items():
+        for n in range(count):
+            rank = len(call.inputs[at].shape)
+            inner = [f"{name[0]}{name[1]}{n}_{dim}!" for dim in range(1 if heads[name] else 0, rank)]
+            terms.append(" ".join([heads[name], *inner] if heads[name] else inner))
+            at += 1
+    made = " ".join(["t", *(f"o{dim}!" for dim in range(1, len(call.outputs[0].shape)))])
+    choices = call.inputs[0].shape[0] // call.inputs[1].shape[0]
+    return f"{', '.join(terms)} -> {made}", {"c": choices}
+
+
+def experts_flops(call: Call) -> str:
+    """Every choice times its expert's matrices."""
+    matrices = re.findall(r"@ t(\d+)", call.args[BODY])
+    return " + ".join(f"t c ta{n}_1 ta{n}_2" for n in matrices)
