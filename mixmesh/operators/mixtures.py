@@ -11,7 +11,7 @@ router gave it, wherever that is: no choice is dropped and none is padded.
     h = x0 @ t0; g, u = split.Tensor(h, 24, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1.mT
 
 ``x0`` are a token's values for each of its choices, ``s0`` values of a choice, ``t0`` tables with an entry per
-expert, ``w0`` tensors that all rows share. ``rows @ t0`` multiplies every row by its expert's matrix, ``t0[e]``
+expert, ``w0`` tensors that all rows share, ``d0`` dtypes. ``rows @ t0`` multiplies every row by its expert's matrix, ``t0[e]``
 is every row's own entry. All else are operators of ATen that treat every row by itself. The last value is
 summed over the choices of each token.
 """
@@ -28,10 +28,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 PRODUCT, PRODUCT_OF_TRANSPOSED, ENTRY = "@", "@ mT", "[e]"
-DTYPES = {
-    "f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
-    "i64": torch.int64, "i32": torch.int32, "bool": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,8 +82,6 @@ def _argument(node: ast.expr) -> object:
     match node:
         case ast.Name("inf"):
             return float("inf")
-        case ast.Name(name) if name in DTYPES:
-            return DTYPES[name]
         case ast.Name(name):
             return Value(name)
         case ast.Tuple(items) | ast.List(items):
@@ -180,13 +174,15 @@ def run_body(
     values: Sequence[Tensor],
     tables: Sequence[Tensor],
     whole: Sequence[Tensor],
+    dtypes: Sequence[torch.dtype],
 ) -> Tensor:
     """The last value of ``body`` for each of ``rows``."""
     token_of = rows.order if rows.counts is None else rows.order // choices
-    known: dict[str, Tensor] = {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
+    known: dict[str, Tensor | torch.dtype] = {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
     known |= {f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(values)}
     known |= {f"t{n}": t for n, t in enumerate(tables)}
     known |= {f"w{n}": t for n, t in enumerate(whole)}
+    known |= {f"d{n}": dtype for n, dtype in enumerate(dtypes)}
 
     def given(argument):
         match argument:
@@ -214,7 +210,7 @@ def run_body(
 
 def experts(
     ids: Tensor, tokens: list[Tensor], values: list[Tensor], tables: list[Tensor], whole: list[Tensor],
-    body: str, kept_bytes: int,
+    dtypes: list[torch.dtype], body: str, kept_bytes: int,
 ) -> Tensor:  # fmt: skip
     """For each token of ``tokens`` [T, ...] the sum over its choices of what the chosen experts make of it.
 
@@ -223,12 +219,12 @@ def experts(
     Raises RuntimeError for an id that is no expert.
     """
     num_experts = tables[0].shape[0]
-    return experts_of_part(ids, tokens, values, tables, whole, body, 0, num_experts)
+    return experts_of_part(ids, tokens, values, tables, whole, dtypes, body, 0, num_experts)
 
 
 def experts_of_part(
     ids: Tensor, tokens: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Tensor],
-    whole: Sequence[Tensor], body: str, first: int, num_experts: int,
+    whole: Sequence[Tensor], dtypes: Sequence[torch.dtype], body: str, first: int, num_experts: int,
 ) -> Tensor:  # fmt: skip
     """What the experts from ``first`` on, those of ``tables``, add to ``experts`` of all ``num_experts``."""
     num_tokens, num_choices = tokens[0].shape[0], ids.shape[0]
@@ -236,7 +232,7 @@ def experts_of_part(
         raise RuntimeError(f"{num_choices} choices are not as many for each of {num_tokens} tokens")
     choices = num_choices // num_tokens
     rows = _sort(ids, first, tables[0].shape[0], num_experts)
-    made = run_body(body, rows, choices, tokens, values, tables, whole)
+    made = run_body(body, rows, choices, tokens, values, tables, whole, dtypes)
     # in order and then summed, as models do: an index_add of a GPU adds in no order
     back = made.new_zeros((num_choices, *made.shape[1:])).index_copy(0, rows.order, made)
     return back.view(num_tokens, choices, *made.shape[1:]).sum(1)
@@ -244,7 +240,7 @@ def experts_of_part(
 
 def count_kept_bytes(
     body: str, tokens: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Tensor],
-    whole: Sequence[Tensor], num_choices: int,
+    whole: Sequence[Tensor], dtypes: Sequence[torch.dtype], num_choices: int,
 ) -> int:  # fmt: skip
     """Bytes per choice that the body keeps for its gradient, by running it on meta tensors."""
     with torch.device("meta"), torch.enable_grad():
@@ -262,7 +258,7 @@ def count_kept_bytes(
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            made = run_body(body, _Rows(ids, ids, None), 1, *leaves)
+            made = run_body(body, _Rows(ids, ids, None), 1, *leaves, dtypes)
     total = sum(storage.nbytes() for storage in kept.values())
     del made
     return -(-total // max(num_choices, 1))
@@ -270,8 +266,8 @@ def count_kept_bytes(
 
 SCHEMAS = (
     (
-        "experts(Tensor ids, Tensor[] tokens, Tensor[] values, Tensor[] tables, Tensor[] whole, str body,"
-        " int kept_bytes) -> Tensor",
+        "experts(Tensor ids, Tensor[] tokens, Tensor[] values, Tensor[] tables, Tensor[] whole,"
+        " ScalarType[] dtypes, str body, int kept_bytes) -> Tensor",
         experts,
     ),
 )

@@ -6,8 +6,8 @@ import re
 
 from .rule import Call
 
-GROUPS = ("tokens", "values", "tables", "whole")  # the arguments behind the ids, each a tuple of tensors
-BODY = 1 + len(GROUPS)
+GROUPS = ("tokens", "values", "tables", "whole")  # the arguments behind the ids, each a tuple of tensors; then dtypes
+BODY = 2 + len(GROUPS)
 
 
 def groups_of(call: Call) -> dict[str, int]:
@@ -16,8 +16,8 @@ def groups_of(call: Call) -> dict[str, int]:
 
 
 def experts(call: Call) -> tuple[str, dict[str, int]]:
-    """experts(ids, tokens, values, tables, whole, body, kept_bytes): tokens may be cut, each with all of its
-    choices; or experts, with a sum over them as the result."""
+    """experts(ids, tokens, values, tables, whole, dtypes, body, kept_bytes): tokens may be cut, each with all
+    of its choices; or experts, with a sum over them as the result."""
     heads = {"tokens": "t", "values": "(t c)", "tables": "e", "whole": ""}
     terms = ["(t c)"]
     at = 1

@@ -98,7 +98,10 @@ _GATED = (
     "h = x0 @ t0; g, u = split.Tensor(h, 3, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1;"
     " s = unsqueeze(s0, -1); z = mul.Tensor(y, s)"
 )
-_BIASED = "h = x0 @ t0.mT; b = t1[e]; s = add.Tensor(h, b); a = tanh(s); y = mul.Tensor(a, w0)"
+_BIASED = (
+    "h = x0 @ t0.mT; b = t1[e]; s = add.Tensor(h, b); a = tanh(s); y = mul.Tensor(a, w0);"
+    " z = _to_copy(y, dtype=d0)"
+)
 
 SAMPLES: dict[str, tuple[Sample, ...]] = {
     # products
@@ -192,8 +195,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(3, 4, 5, 6), F(3, 1, 5, 6), F(3, 1, 5, 6), enable_gqa=True),
     ),
     "mixmesh.experts": (
-        call(I(5, 14), (F(7, 4),), (F(14),), (F(5, 4, 6), F(5, 3, 4)), (), _GATED, 0),
-        call(I(4, 5), (F(5, 3),), (), (F(4, 3, 3), F(4, 3)), (F(3),), _BIASED, 0),
+        call(I(5, 14), (F(7, 4),), (F(14),), (F(5, 4, 6), F(5, 3, 4)), (), (), _GATED, 0),
+        call(I(4, 5), (F(5, 3),), (), (F(4, 3, 3), F(4, 3)), (F(3),), (DType("f64"),), _BIASED, 0),
     ),
     "transformers.grouped_mm_fallback": (call(F(6, 4), F(3, 4, 5), Spec("i32", (3,), "ends", 0, 6)),),
     # sums and products of elements

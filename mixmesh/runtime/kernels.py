@@ -17,6 +17,7 @@ from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_s
 from ..ir.samples import DRAWS
 from ..operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
 from ..rules import MEANS, LocalCall, mean_share
+from ..trace.dtypes import TORCH_DTYPE
 from .random import RandomPolicy
 from .window import Window
 
@@ -298,11 +299,12 @@ def experts_kernel(site: Site) -> LocalOp | None:
         return None
     table = site.program.types[site.instruction.inputs[first_table]]
     lengths = [len(group) for group in call.args[1:5]]
+    dtypes, body = [TORCH_DTYPE[dtype.name] for dtype in call.args[5]], call.args[6]
 
     def run(ids, *tensors):
         rest = iter(tensors)
         groups = [[next(rest) for _ in range(length)] for length in lengths]
-        return (experts_of_part(ids, *groups, call.args[5], site.span(table)[0], table.value.shape[0]),)
+        return (experts_of_part(ids, *groups, dtypes, body, site.span(table)[0], table.value.shape[0]),)
 
     return run
 

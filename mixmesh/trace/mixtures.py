@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..ir import REPLICATE, Arg, DType, Graph, Node, Ref, Shard, ValueType, refs
+from ..ir import REPLICATE, Arg, DType, Graph, Node, Ref, Shard, ValueType
+from ..ir.dtypes import LARGEST
 from ..ir.samples import draws_numbers
 from ..operators import count_kept_bytes
 from ..rules import RULES, Call, call_of, strategies
@@ -57,6 +58,7 @@ class Region:
     num_tokens: int = 0
     known: dict[str, Held] = field(default_factory=dict)
     body: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
     inputs: dict[str, list[str]] = field(default_factory=lambda: {"x": [], "s": [], "t": [], "w": []})
     nodes: set[int] = field(default_factory=set)
     result: str = ""
@@ -129,8 +131,9 @@ def _operator(b: Builder, region: Region) -> Ref:
     groups = [tuple(map(Ref, region.inputs[prefix])) for prefix in "xstw"]
     body = "; ".join(region.body)
     meta = [[_meta(b.type(r)) for r in group] for group in groups]
-    kept_bytes = count_kept_bytes(body, *meta, region.num_choices)
-    return b("mixmesh.experts", Ref(region.ids), *groups, body, kept_bytes)
+    dtypes = [TORCH_DTYPE[name] for name in region.dtypes]
+    kept_bytes = count_kept_bytes(body, *meta, dtypes, region.num_choices)
+    return b("mixmesh.experts", Ref(region.ids), *groups, tuple(map(DType, region.dtypes)), body, kept_bytes)
 
 
 def _meta(value: ValueType) -> torch.Tensor:
@@ -433,8 +436,8 @@ def _read_row_operator(region: Region, node: Node) -> tuple[Held, ...] | None:
         return None
     for name, is_row in zip(node.inputs, cut):
         names[name] = _name_in_body(region, name, is_row, kind)
-    arguments = [_text(a, names) for a in _without_count(node, region.num_choices)]
-    arguments += [f"{k}={_text(v, names)}" for k, v in node.kwargs]
+    arguments = [_text(region, a, names) for a in _without_count(node, region.num_choices)]
+    arguments += [f"{k}={_text(region, v, names)}" for k, v in node.kwargs]
     made = region.step(len(node.types), f"{_short(node.op)}({', '.join(arguments)})")
     return tuple(Held(kind, name) for name in made)
 
@@ -491,14 +494,18 @@ def _short(op: str) -> str:
     return op.removeprefix("aten.")
 
 
-def _text(arg: Arg, names: dict[str, str]) -> str:
+def _text(region: Region, arg: Arg, names: dict[str, str]) -> str:
     match arg:
         case Ref(name):
             return names[name]
         case DType(name):
-            return name
+            if name not in region.dtypes:
+                region.dtypes.append(name)
+            return f"d{region.dtypes.index(name)}"
         case tuple():
-            return f"[{', '.join(_text(a, names) for a in arg)}]"
+            return f"[{', '.join(_text(region, a, names) for a in arg)}]"
         case float() if arg in (float("inf"), -float("inf")):
             return "inf" if arg > 0 else "-inf"
+        case float() if not abs(arg) <= LARGEST["f16"]:
+            raise NoMixture(f"{arg}, which a device without bf16 could not hold")  # nor see it in a text
     return repr(arg)
