@@ -34,6 +34,7 @@ from .segments import segments
 from .synced import best_synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import promising, two_level
+from .whole import whole_batch_warnings
 
 # one row per planner: what proposes its programs
 PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
@@ -277,6 +278,7 @@ def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: f
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(
             *warnings_of(graph, program),
+            *whole_batch_warnings(graph, program),
             *dtype_warnings(task, program),
             *gaps(program, task.costs),
         ),
