@@ -134,6 +134,28 @@ def experts(count: int, padded: int = 0) -> Job:
     return _language(model, samples=48, seq=seq, batches=DATA_BATCHES)
 
 
+def mixtral() -> Job:
+    """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token, 6.0 million
+    parameters, 88 % of them the experts'; 32 sequences of 32. As ``transformers`` has it, so that its experts
+    are what models of that library are."""
+    import transformers
+
+    class LossOfMixtral(transformers.MixtralForCausalLM):
+        def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(input_ids=tokens, use_cache=False).logits
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    torch.manual_seed(0)
+    model = LossOfMixtral(
+        transformers.MixtralConfig(
+            vocab_size=1024, hidden_size=192, intermediate_size=384, num_hidden_layers=3,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
+        )
+    )  # fmt: skip
+    model.config._experts_implementation = "grouped_mm"  # the library's fastest, which it has for its own classes
+    return _language(model, samples=32, seq=32, words=1024, batches=DATA_BATCHES)
+
+
 class SharedExpertLayer(MoeLayer):
     """A mixture of experts, and beside them one that takes every token (DeepSeekMoE: Dai et al., 2024)."""
 

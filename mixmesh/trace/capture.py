@@ -25,6 +25,7 @@ from .fakes import fixed_shapes
 from .functions import exact_functions
 from .hooks import hooks_traced
 from .locate import place_of_error, place_of_function, whole_stacks
+from .loops import experts_in_groups
 from .moves import moves_in_place
 from .regions import inline_regions
 from .selections import targets_by_sample
@@ -186,9 +187,11 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
 
 @contextmanager
 def _as_it_is_traced() -> Iterator[None]:
-    with fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks():
-        with regions_kept():
-            yield
+    with (
+        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
+        regions_kept(), experts_in_groups(),
+    ):  # fmt: skip
+        yield
 
 
 @contextmanager
