@@ -51,8 +51,10 @@ def fsdp(reshard: bool, model: nn.Module) -> nn.Module:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model that keeps them in a list, its children otherwise."""
-    lists = [child for child in model.children() if isinstance(child, nn.ModuleList)]
+    """The layers of a model that keeps them in a list, at whatever depth, its children otherwise."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+    inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
+    lists = [m for m in lists if id(m) not in inner]
     return [block for found in lists for block in found] or list(model.children())
 
 

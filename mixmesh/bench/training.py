@@ -23,7 +23,7 @@ from ..planner import make_plan
 from ..ratios import with_ratio
 from ..runtime.train import endless
 from ..simulator import simulate
-from ..trace import trace
+from ..trace import PASSES, trace
 from . import jobs
 from .measure import call, each_case, named
 from .training_cases import (
@@ -42,6 +42,7 @@ from .training_results import (
     OURS,
     PADDED,
     TUNED,
+    WITHOUT,
     Measured,
     RaceResult,
     Result,
@@ -74,7 +75,7 @@ def run(
 
 
 def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
-    variants = {OURS: case.job, TUNED: case.job}
+    variants = {OURS: case.job, TUNED: case.job} | ({WITHOUT: case.job} if case.without else {})
     found, plans, tried = measure(case, variants, case.job, effort, folder, say)
     plan = plans[TUNED]
     return RaceResult(
@@ -88,6 +89,7 @@ def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
         plan.program.ratios[0][1],
         tried,
         found,
+        found.timing(WITHOUT) if case.without else None,
     )
 
 
@@ -140,7 +142,8 @@ def measure(
             continue
         say(f"planning {job}")
         made = jobs.make(job)
-        plan = make_plan(trace(made.model, made.batch), cluster, profile=profile)
+        passes = [p for p in PASSES if name != WITHOUT or p.__name__ != case.without]
+        plan = make_plan(trace(made.model, made.batch, passes=passes), cluster, profile=profile)
         plans[name] = dealt_evenly(plan, CostModel(cluster, profile)) if name.endswith(EVENLY) else plan
         plans[name].save(path)
     turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}

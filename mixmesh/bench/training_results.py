@@ -10,6 +10,7 @@ from .training_cases import AS_FAST, Race, Sweep
 
 OURS = "auto"
 TUNED = "auto, tuned"  # of the plans that ``mixmesh tune`` has tried
+WITHOUT = "auto, without a pass"  # that the case names
 PADDED = " padded"
 EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
 LOSS_TOLERANCE = 1e-4  # relative, in float32
@@ -92,6 +93,7 @@ class RaceResult:
     shares: tuple[float, ...]
     tried: tuple[Tried, ...]
     measured: Measured
+    without: Timing | None = None  # of the plan for a graph made without one of the passes
 
     @property
     def better(self) -> tuple[Timing, ...]:
@@ -109,13 +111,19 @@ class RaceResult:
         return Speedup.of(self.ours, self.best)
 
     @property
+    def speedup_over_without(self) -> Speedup | None:
+        return Speedup.of(self.ours, self.without) if self.without else None
+
+    @property
     def targets(self) -> dict[str, bool]:
-        return {
-            f"{self.case.target:g}x the best baseline": self.speedup.median >= self.case.target,
-            "losses": self.measured.losses_agree,
-        }
+        made = {f"{self.case.target:g}x the best baseline": self.speedup.median >= self.case.target}
+        gain = self.speedup_over_without
+        if gain is not None:
+            made[f"{self.case.target:g}x without {self.case.without}"] = gain.median >= self.case.target
+        return made | {"losses": self.measured.losses_agree}
 
     def row(self) -> dict:
+        gain = self.speedup_over_without
         return {
             "case": str(self.case),
             "job": self.case.job,
@@ -131,6 +139,8 @@ class RaceResult:
             "tried": [asdict(t) for t in self.tried],
             "predicted_s": self.predicted_s,
             "planning_s": self.planning_s,
+            "without": gain
+            and {"pass": self.case.without, "step_s": self.without.median_s, "speedup": asdict(gain)},
             "ideal_s": self.measured.ideal_s,
             "shares": self.shares,
             "baselines": {

@@ -5,7 +5,7 @@ Reading order: capture (torch.export), convert (its nodes as ours), then the pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,8 @@ def exact_batch_norms(graph: Graph) -> Graph:
     return rewrite(graph, NORM_RULES)
 
 
-PASSES: tuple[Callable[[Graph], Graph], ...] = (
+Pass = Callable[[Graph], Graph]
+PASSES: tuple[Pass, ...] = (
     drop_assertions,
     one_spelling,
     normal_arguments,
@@ -110,16 +111,22 @@ PASSES: tuple[Callable[[Graph], Graph], ...] = (
 )
 
 
-def trace(model: nn.Module, batch: Mapping[str, Any] | tuple | list, name: str | None = None) -> Traced:
+def trace(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple | list,
+    name: str | None = None,
+    passes: Sequence[Pass] = PASSES,
+) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
     Shapes are the batch's, which is one whole global batch. The model is traced in its current mode,
-    training or not, on fake tensors: nothing is computed and no random number is drawn. Raises TraceError
-    if PyTorch cannot export the model, or if it does not return a loss.
+    training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` make the
+    graph of what was exported, for a bench that leaves one out. Raises TraceError if PyTorch cannot export the
+    model, or if it does not return a loss.
     """
     captured = capture(model, batch, KNOWN)
     graph = convert(captured, model, name or graph_name(model))
-    for step in PASSES:
+    for step in passes:
         graph = step(graph)
     check_trainable(graph)
     return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)), captured.arguments)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @app.command()
 def training(
     only: Only = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A case of each kind, and few steps.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A case of each kind, or those of --only, and few steps.")] = False,
     out: Out = Path("out/bench/training.json"),
     keep: Keep = None,
     as_json: Json = False,
@@ -27,7 +27,7 @@ def training(
     from ...bench.training_cases import CASES, FULL, QUICK, SHORT
     from ...bench.training_results import RaceResult, report
 
-    chosen = cases(only or (), QUICK if quick else CASES)
+    chosen = cases(only or (), QUICK if quick and not only else CASES)
     made = case_by_case(
         len(chosen),
         lambda say: run(chosen, SHORT if quick else FULL, say, keep),
@@ -45,7 +45,7 @@ def shown_race(result: RaceResult) -> str:
 
     rows = [
         (t.name, t.setting, seconds(t.median_s), _speedup(Speedup.of(result.ours, t)))
-        for t in (*result.better, result.untuned, result.ours)
+        for t in (*result.better, *filter(None, [result.without]), result.untuned, result.ours)
     ]
     lines = [
         f"{result.case}: {result.speedup.median:.2f}x the best baseline ({result.best.name})",
