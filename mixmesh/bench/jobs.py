@@ -136,7 +136,7 @@ def experts(count: int, padded: int = 0) -> Job:
 
 def mixtral() -> Job:
     """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token, 6.0 million
-    parameters, 88 % of them the experts'; 32 sequences of 64. As ``transformers`` has it, so that its experts
+    parameters, 88 % of them the experts'; 64 sequences of 64. As ``transformers`` has it, so that its experts
     are what models of that library are."""
     import transformers
 
@@ -153,7 +153,7 @@ def mixtral() -> Job:
         )
     )  # fmt: skip
     model.config._experts_implementation = "grouped_mm"  # the library's fastest, which it has for its own classes
-    return _language(model, samples=32, seq=64, words=1024, batches=DATA_BATCHES)
+    return _language(model, samples=64, seq=64, words=1024, batches=DATA_BATCHES)
 
 
 class SharedExpertLayer(MoeLayer):

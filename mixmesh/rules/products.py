@@ -128,18 +128,17 @@ def local_groups(local: LocalCall):
 def attention(call: Call) -> str:
     """q, k, v, mask: batch and heads are free; with grouped queries the groups are what is cut.
 
-    Queries may be cut too, unless the mask is the implied causal one, which depends on their position.
+    Queries may be cut too, each with all keys. Where the mask is the implied causal one, which depends on their
+    position, a local kernel counts from the first of them.
     """
     query, key = call.inputs[0].shape, call.inputs[1].shape
-    causal = call.arg(5, "is_causal", False)
     grouped = len(query) > 2 and query[-3] != key[-3]
-    s_ = "s!" if causal else "s"
     heads = "(h g)" if grouped else "h"
     if len(query) != 4:
-        return f"... {s_} e!, ... t! e!, ... t! v!, ... {s_} t! -> ... {s_} v!"
+        return "... s e!, ... t! e!, ... t! v!, ... s t! -> ... s v!"
     mask_rank = len(call.inputs[3].shape) if len(call.inputs) > 3 else 4
-    mask = " ".join(["b", heads, s_, "t!"][4 - mask_rank :])
-    return f"b {heads} {s_} e!, b h t! e!, b h t! v!, {mask} -> b {heads} {s_} v!"
+    mask = " ".join(["b", heads, "s", "t!"][4 - mask_rank :])
+    return f"b {heads} s e!, b h t! e!, b h t! v!, {mask} -> b {heads} s v!"
 
 
 def grouped_mm(call: Call) -> str:

@@ -186,6 +186,8 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(3, 4, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6)),
         call(F(3, 4, 5, 6), F(3, 4, 5, 6), F(3, 4, 5, 6), None, 0.0, True),
         call(F(3, 8, 5, 6), F(3, 4, 5, 6), F(3, 4, 5, 6), None, 0.0, True, enable_gqa=True),
+        call(F(2, 4, 7, 6), F(2, 4, 4, 6), F(2, 4, 4, 6), None, 0.0, True, scale=0.3),
+        call(F(3, 5, 6), F(3, 9, 6), F(3, 9, 6), None, 0.0, True),
         call(F(3, 4, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(5, 7)),
         call(F(3, 8, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(3, 8, 5, 7), enable_gqa=True),
         call(F(3, 4, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(3, 1, 5, 7), scale=0.3),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
 from ..ir.samples import DRAWS
@@ -288,6 +289,29 @@ def cross_entropy_kernel(site: Site) -> LocalOp | None:
     return run
 
 
+# --- cut queries ---------------------------------------------------------------------------------------
+
+
+def attention_kernel(site: Site) -> LocalOp | None:
+    """Causal attention of some of the queries: each sees the keys up to its own place among all queries, and
+    those behind the last of them are not looked at."""
+    call, placement = site.local.call, site.local.in_placements[0]
+    queries = site.program.types[site.instruction.inputs[0]]
+    is_cut = isinstance(placement, Shard) and placement.dim == len(queries.value.shape) - 2
+    if not is_cut or not call.arg(5, "is_causal", False):
+        return None
+    options = {name: value for name, value in call.kwargs if name in ("scale", "enable_gqa")}
+
+    def run(query, key, value):
+        first, count = site.span(queries)
+        num_keys = min(first + count, key.shape[-2])
+        seen = torch.ones(count, num_keys, dtype=torch.bool, device=query.device).tril(first)
+        key, value = key.narrow(-2, 0, num_keys), value.narrow(-2, 0, num_keys)
+        return (F.scaled_dot_product_attention(query, key, value, seen, **options),)
+
+    return run
+
+
 # --- cut experts ---------------------------------------------------------------------------------------
 
 
@@ -337,4 +361,5 @@ KERNELS: dict[str, Callable[[Site], LocalOp | None]] = {
     "mixmesh.sum_exp": sum_exp_kernel,
     "mixmesh.cross_entropy": cross_entropy_kernel,
     "mixmesh.experts": experts_kernel,
+    "aten.scaled_dot_product_attention": attention_kernel,
 }
