@@ -135,9 +135,9 @@ def experts(count: int, padded: int = 0) -> Job:
 
 
 def mixtral() -> Job:
-    """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token, 6.0 million
-    parameters, 88 % of them the experts'; 64 sequences of 64. As ``transformers`` has it, so that its experts
-    are what models of that library are."""
+    """Mixtral at a twentieth of its width: 3 layers of 192 with 8 experts of 384 each, two per token; 6.0
+    million parameters, 88 % of them the experts'; 64 sequences of 64. As ``transformers`` has it, so that its
+    experts are what models of that library are."""
     import transformers
 
     class LossOfMixtral(transformers.MixtralForCausalLM):
@@ -152,7 +152,8 @@ def mixtral() -> Job:
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
         )
     )  # fmt: skip
-    model.config._experts_implementation = "grouped_mm"  # the library's fastest, which it has for its own classes
+    # what the library sets for its own classes, and its fastest
+    model.config._experts_implementation = "grouped_mm"
     return _language(model, samples=64, seq=64, words=1024, batches=DATA_BATCHES)
 
 

@@ -25,7 +25,7 @@ ALL = ("single", *PARALLEL)
 @dataclass(frozen=True)
 class Race:
     """The plan of ``auto`` for a job of ``bench/jobs.py`` must be ``target`` times as fast as the best
-    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if one is named."""
+    baseline of ``against``, and as the plan for a graph made without the pass ``without``, if any."""
 
     name: str
     job: str

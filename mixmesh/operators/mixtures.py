@@ -10,10 +10,10 @@ router gave it, wherever that is: no choice is dropped and none is padded.
 
     h = x0 @ t0; g, u = split.Tensor(h, 24, -1); a = silu(g); m = mul.Tensor(a, u); y = m @ t1.mT
 
-``x0`` are a token's values for each of its choices, ``s0`` values of a choice, ``t0`` tables with an entry per
-expert, ``w0`` tensors that all rows share, ``d0`` dtypes. ``rows @ t0`` multiplies every row by its expert's matrix, ``t0[e]``
-is every row's own entry. All else are operators of ATen that treat every row by itself. The last value is
-summed over the choices of each token.
+``x0`` are a token's values for each of its choices, ``s0`` values of a choice, ``t0`` tables with an entry
+per expert, ``w0`` tensors that all rows share, ``d0`` dtypes. ``rows @ t0`` multiplies every row by its
+expert's matrix, ``t0[e]`` is every row's own entry. All else are operators of ATen that treat every row by
+itself. The last value is summed over the choices of each token.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _groups(counts: Sequence[int] | None, matrices: Tensor, *of_rows: Tensor):
 
 @dataclass(frozen=True)
 class _Rows:
-    """Choices sorted by expert: where each stands among all choices and its expert in the tables, and how many
+    """Choices sorted by expert: where each stands among all choices, its expert in the tables, and how many
     choices each expert has (None on meta tensors)."""
 
     order: Tensor
@@ -178,7 +178,8 @@ def run_body(
 ) -> Tensor:
     """The last value of ``body`` for each of ``rows``."""
     token_of = rows.order if rows.counts is None else rows.order // choices
-    known: dict[str, Tensor | torch.dtype] = {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
+    known: dict[str, Tensor | torch.dtype] = {}
+    known |= {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
     known |= {f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(values)}
     known |= {f"t{n}": t for n, t in enumerate(tables)}
     known |= {f"w{n}": t for n, t in enumerate(whole)}

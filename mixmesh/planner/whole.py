@@ -22,9 +22,7 @@ def whole_batch_warnings(graph: Graph, program: Program) -> Iterator[str]:
         if node.op not in seen and node.op in RULES and _runs_whole(program, node):
             seen.add(node.op)
             place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
-            yield (
-                f"{node.op}{place} cannot be cut between samples: every device computes it for the whole batch"
-            )
+            yield f"{node.op}{place} cannot be cut between samples: every device computes all of it"
 
 
 def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
@@ -70,9 +68,7 @@ def _sample_dims_of_results(
     return tuple(p.dim if isinstance(p, Shard) else None for p in best.outputs)
 
 
-def _cuts_samples(
-    strategy: Strategy, call: Call, node: Node, dims: SampleDims, weights: set[str]
-) -> bool:
+def _cuts_samples(strategy: Strategy, call: Call, node: Node, dims: SampleDims, weights: set[str]) -> bool:
     """Whether a strategy cuts an input between samples, or at least nothing else of samples nor weights."""
     if not strategy.is_sharded:
         return False

@@ -1,6 +1,7 @@
 """Layer 2: how operators may be sharded. No torch."""
 
 from .aten import RULES
+from .mixtures import EXPERTS, count_experts
 from .pattern import Bound, PatternMismatch, parse_pattern
 from .rule import (
     MEANS,
@@ -17,6 +18,7 @@ from .rule import (
 from .units import Units, shard_units
 
 __all__ = [
-    "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
-    "call_of", "find_strategy", "mean_share", "multiply_adds", "parse_pattern", "shard_units", "strategies",
+    "EXPERTS", "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
+    "call_of", "count_experts", "find_strategy", "mean_share", "multiply_adds", "parse_pattern",
+    "shard_units", "strategies",
 ]  # fmt: skip

@@ -6,13 +6,20 @@ import re
 
 from .rule import Call
 
-GROUPS = ("tokens", "values", "tables", "whole")  # the arguments behind the ids, each a tuple of tensors; then dtypes
+EXPERTS = "mixmesh.experts"
+# the arguments behind the ids, each a tuple of tensors; then dtypes and the body
+GROUPS = ("tokens", "values", "tables", "whole")
 BODY = 2 + len(GROUPS)
 
 
 def groups_of(call: Call) -> dict[str, int]:
     """How many tensors each group of arguments has."""
     return {name: len(call.args[1 + n]) for n, name in enumerate(GROUPS)}
+
+
+def count_experts(call: Call) -> int:
+    """How many experts a mixture has: ids are below that."""
+    return call.inputs[1 + len(call.args[1]) + len(call.args[2])].shape[0]
 
 
 def experts(call: Call) -> tuple[str, dict[str, int]]:

@@ -128,8 +128,8 @@ def local_groups(local: LocalCall):
 def attention(call: Call) -> str:
     """q, k, v, mask: batch and heads are free; with grouped queries the groups are what is cut.
 
-    Queries may be cut too, each with all keys. Where the mask is the implied causal one, which depends on their
-    position, a local kernel counts from the first of them.
+    Queries may be cut too, each with all keys. Where the mask is the implied causal one, which depends on
+    their position, a local kernel counts from the first of them.
     """
     query, key = call.inputs[0].shape, call.inputs[1].shape
     grouped = len(query) > 2 and query[-3] != key[-3]

@@ -121,8 +121,8 @@ def trace(
 
     Shapes are the batch's, which is one whole global batch. The model is traced in its current mode,
     training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` make the
-    graph of what was exported, for a bench that leaves one out. Raises TraceError if PyTorch cannot export the
-    model, or if it does not return a loss.
+    graph of what was exported, for a bench that leaves one out. Raises TraceError if PyTorch cannot export
+    the model, or if it does not return a loss.
     """
     captured = capture(model, batch, KNOWN)
     graph = convert(captured, model, name or graph_name(model))

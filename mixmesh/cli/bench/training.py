@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @app.command()
 def training(
     only: Only = None,
-    quick: Annotated[bool, typer.Option("--quick", help="A case of each kind, or those of --only, and few steps.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Few steps, of a case of each kind or those of --only.")
+    ] = False,
     out: Out = Path("out/bench/training.json"),
     keep: Keep = None,
     as_json: Json = False,

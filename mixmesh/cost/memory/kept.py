@@ -15,10 +15,10 @@ from ..model import VIEWS
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``keeps`` names inputs and results: ``inputs``, ``result``, ``first``, ``rest``, ``factors`` (an
-    input whose partner takes a gradient), ``tables``. Sizes are multiples of the first result's bytes: ``extra`` is
-    kept beside, ``forward`` and ``backward`` are temporary. ``passes``: the gradient of an input is the
-    result's own, where the shapes agree. ``strided``: the result is laid out as the input.
+    """``keeps`` names inputs and results: ``inputs``, ``result``, ``first``, ``rest``, ``tables``,
+    ``factors`` (an input whose partner takes a gradient). Sizes are multiples of the first result's bytes:
+    ``extra`` is kept beside, ``forward`` and ``backward`` are temporary. ``passes``: the gradient of an
+    input is the result's own, where the shapes agree. ``strided``: the result is laid out as the input.
     """
 
     keeps: str = "inputs"
