@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 
 from ..errors import VerificationError
 from .draws import draw_alike
+from .products import IN_FLOAT64
 
 WIDE_DTYPE = {
     torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
@@ -87,7 +88,7 @@ def run_in_float64(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     claimed = _claimed([x for x in inputs if isinstance(x, Tensor)], inputs)
     wide_args, wide_kwargs = pytree.tree_map(_wide_argument, (args, kwargs))
     with default_dtype(torch.float64):
-        out = draw_alike(func, wide_args, wide_kwargs)
+        out = draw_alike(IN_FLOAT64.get(func, func), wide_args, wide_kwargs)
     narrow = lambda x: _claim(x, claimed)  # noqa: E731
     out = pytree.tree_map(narrow, out)
     return return_and_correct_aliasing(func, args, kwargs, out)
