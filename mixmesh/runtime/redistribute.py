@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -196,6 +196,17 @@ class Pending:
         return y
 
 
+def memory_of(x: Tensor) -> int:
+    """The address of the memory that a tensor is a view of."""
+    return x.untyped_storage().data_ptr()
+
+
+def own_memory(lent: int, x: Tensor | None) -> Tensor | None:
+    """``x``, copied if it lies in memory that is ``lent``. Autograd hands one tensor to several nodes as their
+    gradient: a parameter that kept it would be changed with the others, or change them."""
+    return x.clone() if x is not None and memory_of(x) == lent else x
+
+
 class _Leave(torch.autograd.Function):
     """The start of a redistribution: nothing forward; backward it waits for the gradient."""
 
@@ -229,6 +240,7 @@ class _Arrive(torch.autograd.Function):
         if ctx.how.sent is not None:
             ctx.how.sent()
         if ctx.sink is not None:
+            handle = handle if gradient is None else then(partial(own_memory, memory_of(gradient)), handle)
             ctx.sink(ctx.parameter, handle, math.prod(ctx.how.shape) * ctx.how.dtype.itemsize)
         elif ctx.gradient is not None:
             ctx.gradient.handle = handle
