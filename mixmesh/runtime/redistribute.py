@@ -202,8 +202,8 @@ def memory_of(x: Tensor) -> int:
 
 
 def own_memory(lent: int, x: Tensor | None) -> Tensor | None:
-    """``x``, copied if it lies in memory that is ``lent``. Autograd hands one tensor to several nodes as their
-    gradient: a parameter that kept it would be changed with the others, or change them."""
+    """``x``, copied if it lies in memory that is ``lent``. Autograd hands one tensor to several nodes as
+    their gradient: a parameter that kept it would be changed with the others, or change them."""
     return x.clone() if x is not None and memory_of(x) == lent else x
 
 

@@ -21,7 +21,6 @@ from .report import Report
 
 KINDS = ("models", "programs")  # one module each, with run_cases and replay
 FOLDER = Path("out/fuzz")
-BAD = ("WRONG", "TRACEBACK", "HANG")  # outcomes that are failures
 
 
 def run_kind(kind: str, until_time_s: float, told, seed: int) -> Report:
