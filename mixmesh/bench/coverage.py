@@ -247,8 +247,8 @@ and gets a global batch of {SAMPLES} samples (`mixmesh/bench/architectures.py`, 
 - verified: the plan that HAP's search finds for three unequal devices (speeds 4 : 2 : 1), all ranks in one
   process, against the module on one device: the loss, every gradient and every updated buffer.
 - devices: how many of the three take part in that plan.
-- loss, gradients: the largest relative errors in float32, rounding included; float64: the larger of both.
-  A model may amplify rounding: then ten times one device's own error is allowed in float32, at most 1e-2.
+- loss, gradients: the largest relative errors in float32, rounding included, which decide nothing; float64:
+  the larger of both there, which decides. For that the module runs in float64, whatever dtypes it names.
 - auto: the planner whose plan is the fastest in simulation.
 - seconds: for all of that, on one CPU core.
 

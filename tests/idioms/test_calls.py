@@ -156,3 +156,22 @@ def test_batches_are_cut_by_their_names():
     assert share[0].shape == share[1].shape and share[2] == 1.0
     with pytest.raises(InputError, match="a tuple has no names"):
         list(shard_batches([(A, B, W)], wide, 0))
+
+
+def test_number_of_items_of_transformers():
+    """A keyword that vanishes in ``**kwargs`` and divides the loss."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=2, n_positions=8,
+        bos_token_id=1, eos_token_id=1, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)  # fmt: skip
+    torch.manual_seed(0)
+    gpt = transformers.GPT2LMHeadModel(config).train()
+    batch = {"input_ids": A, "labels": A}
+    calls = Calls.of(gpt, plan_traced(trace(gpt, batch), cluster(TWO), planner="single"))
+    with pytest.raises(InputError, match="made without the argument num_items_in_batch"):
+        calls.tensors((), {**batch, "num_items_in_batch": torch.tensor(96)})
+    counted = {**batch, "num_items_in_batch": torch.tensor(96)}
+    traced = trace(gpt, counted)
+    plan = plan_traced(traced, cluster(TWO), planner="ddp-proportional")
+    assert "num_items_in_batch" in {i.args[0] for i in plan.program.instructions if i.op == "input"}
+    report = verify(gpt, {**counted, "num_items_in_batch": torch.tensor(32)}, plan, traced=traced)
+    assert report.ok, "the plan divides by the number that is passed, not by the one it was traced with"
