@@ -69,6 +69,16 @@ def test_every_family_is_recognised_and_trains_in_data_parallelism(family, imple
     assert max(report.max_loss_error_f64, report.max_gradient_error_f64) < EXACT
 
 
+def test_the_loss_that_balances_experts_is_that_of_the_whole_batch():
+    model, batch = mixture("mixtral", output_router_logits=True, router_aux_loss_coef=0.5), tokens()
+    assert abs(model(**batch).item() - mixture("mixtral")(**batch).item()) > 0.1
+    traced = trace(model, batch)
+    assert len(mixtures_in(traced.graph)) == 2
+    report = verify(model, batch, plan_traced(traced, THREE, planner="ddp-proportional"), traced=traced)
+    assert report.ok
+    assert max(report.max_loss_error_f64, report.max_gradient_error_f64) < EXACT
+
+
 class Sorted(nn.Module):
     """A mixture written by hand that adds rows back at their tokens; ``looks`` into its sorted rows."""
 

@@ -31,6 +31,8 @@ OF_MODULES = {
     "_backward_hooks": "register_full_backward_hook",
     "_backward_pre_hooks": "register_full_backward_pre_hook",
 }
+# weight norm, pruning; outputs of inner layers (router logits): what these hooks make is kept for the forward
+FOR_THE_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing")
 FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 OF_ALL_MODULES = {
     "_global_backward_hooks": "register_module_full_backward_hook",
@@ -107,8 +109,8 @@ def _refusing(how: str) -> Callable[..., Any]:
 
 def _observed(hook: Any) -> Any:
     """The hook, which raises TraceError if nothing that it does is seen in tensors."""
-    if _function(hook).__module__.startswith("torch.nn.utils."):
-        return hook  # weight norm, pruning: what they make is left on the module, for its forward
+    if _function(hook).__module__.startswith(FOR_THE_FORWARD):
+        return hook
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         before = _state(module, args, kwargs)

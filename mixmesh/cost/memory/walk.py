@@ -98,11 +98,22 @@ class _Footprint:
         call, cut = kind.call, kind.work_type.cut
         return cls(
             tuple(kept(call, kind.takes)),
-            extra_bytes(call),
+            extra_bytes(call) + _mask_bytes(kind),
             cut,
             _beside(kind, cut, forward_bytes(call)),
             _beside(kind, cut, backward_bytes(call)),
         )
+
+
+def _mask_bytes(kind: Kind) -> float:
+    """The mask of causal attention, which is written out where its queries are cut."""
+    call = kind.call
+    if call.op != "aten.scaled_dot_product_attention" or not call.arg(5, "is_causal", False):
+        return 0.0
+    query, placement = call.inputs[0], kind.inputs[0].placement
+    if not isinstance(placement, Shard) or placement.dim != len(query.shape) - 2:
+        return 0.0
+    return query.shape[-2] * call.inputs[1].shape[-2] * query.size_bytes / max(query.num_elements, 1)
 
 
 def _beside(kind: Kind, cut: Cut, size_bytes: float) -> tuple[tuple[float, Cut], ...]:
