@@ -98,7 +98,8 @@ def scatter(*, adds: bool = False):
             names = []
             for i in range(rank):
                 own = "" if len(shapes) < 3 or shapes[1][i] == shapes[2][i] else f"s{n}"
-                mark = "" if adds and not own else "!"
+                # along another dim a row of the index stands for that row of what is written
+                mark = "" if adds and i == dim and not own else "!"
                 names.append(f"d{i}" if free[i] else f"k{i}{own}{mark}")
             terms.append(" ".join(names))
         return ", ".join(terms) + f" -> {left}"

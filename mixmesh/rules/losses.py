@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from . import shapes as s
+from .pattern import PatternMismatch
 from .rule import Call, LocalCall
 
 NONE, MEAN, SUM = 0, 1, 2  # ATen's numbers for ``reduction``
@@ -96,11 +97,15 @@ def weight_norm(call: Call) -> str:
 def elementwise_loss(index: int):
     """A loss of equal shapes whose ``reduction`` is argument ``index``.
 
-    A mean over a cut dim is the local mean scaled by the local share (a local kernel).
+    A mean over a cut dim is the local mean scaled by the local share (a local kernel). PyTorch's gradient of
+    a mean divides by the elements of the first input, so a loss that broadcasts it is not cut.
     """
 
     def rule(call: Call) -> str:
-        out = "..." if call.arg(index, "reduction", MEAN) == NONE else ""
+        reduction = call.arg(index, "reduction", MEAN)
+        if reduction == MEAN and call.inputs[0].shape != call.inputs[1].shape:
+            raise PatternMismatch("a mean loss of inputs of unequal shapes")
+        out = "..." if reduction == NONE else ""
         return ", ".join(["..."] * len(call.inputs)) + f" -> {out}"
 
     return rule

@@ -111,6 +111,8 @@ def bind(
     """Gives every factor its size. Extra input terms at the end are optional inputs that are absent.
 
     ``sizes`` names factors that the shapes leave open (inside compound dims). Raises PatternMismatch.
+    A factor that stands behind another one in a compound dim is whole, also where the one before it is 1:
+    the row says nothing of what an operator does with a part of a window, a patch or a repetition.
     """
     terms = pattern.inputs
     if not terms and in_shapes == ((),):
@@ -123,6 +125,7 @@ def bind(
     whole = set(pattern.whole)
     inputs = [_expand(t, s) for t, s in zip(terms, in_shapes)]
     outputs = [_expand(t, s) for t, s in zip(pattern.outputs, out_shapes)]
+    whole |= {factor for dims in inputs + outputs for dim in dims for factor in dim[1:]}
     known = dict(sizes or {})
     pairs = [(d, n) for dims, s in zip(inputs + outputs, in_shapes + out_shapes) for d, n in zip(dims, s)]
     for dim, n in pairs:

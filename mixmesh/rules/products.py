@@ -132,7 +132,8 @@ def attention(call: Call) -> str:
     their position, a local kernel counts from the first of them.
     """
     query, key = call.inputs[0].shape, call.inputs[1].shape
-    grouped = len(query) > 2 and query[-3] != key[-3]
+    # one head of keys serves all queries, as in broadcasting: then any of them may be elsewhere
+    grouped = len(query) > 2 and key[-3] not in (1, query[-3])
     heads = "(h g)" if grouped else "h"
     if len(query) != 4:
         return "... s e!, ... t! e!, ... t! v!, ... s t! -> ... s v!"

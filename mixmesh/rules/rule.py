@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import (
@@ -17,7 +17,7 @@ from ..ir import (
     Shard,
     ValueType,
 )
-from .pattern import Bound, PatternMismatch, bind, parse_pattern
+from .pattern import Bound, Dim, PatternMismatch, bind, parse_pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +228,30 @@ def _units_agree(bound: Bound, factor: str, inputs, outputs) -> bool:
                 return False
             steps.add(placement.unit // trailing)
     return len(steps) <= 1 and all(bound.sizes[factor] % s == 0 for s in steps)
+
+
+def fill_in_units(
+    rule: Rule | None,
+    call: Call,
+    strategy: Strategy,
+    inputs: tuple[Placement, ...],
+    outputs: Sequence[Placement | None],
+) -> list[Placement]:
+    """The placements of all results, where those of some are not known: each is cut in as many steps as the
+    inputs and the other results are."""
+    if rule is None or not strategy.is_sharded:
+        return [known or bare for known, bare in zip(outputs, strategy.outputs)]
+    bound = rule.bound(call)
+    cuts = [*zip(bound.inputs, inputs), *zip(bound.outputs, outputs)]
+    steps = {p.unit // bound.trailing(dims[p.dim]) for dims, p in cuts if isinstance(p, Shard)}
+
+    def placement(dims: tuple[Dim, ...], bare: Placement) -> Placement:
+        if not isinstance(bare, Shard):
+            return bare
+        return replace(bare, unit=max(steps, default=1) * bound.trailing(dims[bare.dim]))
+
+    made = map(placement, bound.outputs, strategy.outputs)
+    return [known or p for known, p in zip(outputs, made)]
 
 
 def multiply_adds(rule: Rule, call: Call) -> int:

@@ -157,6 +157,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(4, 6, 9), F(8, 6, 3), F(8)),
         call(F(6, 9), F(8, 6, 3)),
         call(F(4, 6, 9), F(6, 1, 3), F(6), (1,), (1,), (1,), 6),
+        call(F(4, 6, 9), F(8, 6, 9), F(8), (9,)),
     ),
     "aten.conv2d": (
         call(F(4, 6, 7, 6), F(8, 6, 3, 3), F(8), (2, 2), (1, 1)),
@@ -168,8 +169,12 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(4, 8, 5, 5), F(12, 2, 3, 3), F(12), (1, 1), (1, 1), (1, 1), 4),
         call(F(6, 5, 5), F(8, 6, 3, 3), F(8)),
         call(F(8, 5, 5), F(12, 2, 3, 3), F(12), groups=4),
+        call(F(2, 3, 8, 12), F(5, 3, 8, 4), F(5), (8, 4)),
     ),
-    "aten.conv3d": (call(F(4, 3, 4, 5, 4), F(5, 3, 2, 2, 2), F(5)),),
+    "aten.conv3d": (
+        call(F(4, 3, 4, 5, 4), F(5, 3, 2, 2, 2), F(5)),
+        call(F(4, 3, 4, 6, 4), F(5, 3, 4, 2, 4), F(5), (4, 2, 4)),
+    ),
     "aten.conv1d.padding": (call(F(4, 6, 9), F(8, 6, 3), F(8), (1,), "same"),),
     "aten.conv2d.padding": (
         call(F(4, 6, 7, 6), F(8, 6, 3, 3), F(8), (1, 1), "same"),
@@ -192,6 +197,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(3, 8, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(3, 8, 5, 7), enable_gqa=True),
         call(F(3, 4, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(3, 1, 5, 7), scale=0.3),
         call(F(3, 4, 5, 6), F(3, 4, 7, 6), F(3, 4, 7, 6), F(4, 1, 7)),
+        call(F(3, 4, 5, 6), F(3, 1, 7, 6), F(3, 4, 7, 6)),
         call(F(3, 5, 6), F(3, 7, 6), F(3, 7, 6)),
         call(F(3, 5, 6), F(3, 7, 6), F(3, 7, 6), F(5, 7)),
         call(F(3, 4, 5, 6), F(3, 1, 5, 6), F(3, 1, 5, 6), enable_gqa=True),
@@ -455,6 +461,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4), 1, I(4, 5, 6), F(5, 6)),
         call(F(5, 4), 0, I(5, 7, 3), no_grad(F(7, 4))),
         call(F(5, 4), 0, I(5, 3, 4), no_grad(F(7, 4))),
+        call(F(6, 4), 1, I(4, 5, 6), F(5, 6)),
     ),
     "aten.scatter_reduce.two": (
         call(F(5, 4), 1, I(4, 5, 6), F(5, 6), "amax"),
@@ -532,6 +539,7 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4), 3, 1),
         call(F(5), 2),
         call(F(5, 4), 2, -2, output_size=10),
+        call(F(5, 1), 6, 1),
     ),
     "aten.flip": (call(F(5, 4), (1,)), call(F(5, 4, 3), (0, -1))),
     "aten.roll": (call(F(5, 4), (1,), (1,)), call(F(5, 4, 3), (1, -1), (0, -1)), call(F(5, 4), (3,))),
@@ -539,7 +547,10 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.linalg_cross": (call(F(5, 3), F(5, 3)), call(F(5, 3, 4), F(5, 3, 4), dim=1)),
     "aten.renorm": (call(F(5, 4), 2, 0, 0.5), call(F(5, 4, 3), 2, 1, 0.5)),
     "aten.diag_embed": (call(F(5, 4)), call(F(5, 4, 3), 1, 0, 2)),
-    "aten.max_unpool2d": (call(F(3, 4, 1, 4), Spec("i64", (3, 4, 1, 4), "permuted"), (2, 4)),),
+    "aten.max_unpool2d": (
+        call(F(3, 4, 1, 4), Spec("i64", (3, 4, 1, 4), "permuted"), (2, 4)),
+        call(Spec("f64", (3, 4, 2, 4), "alike"), I(2, 3, 4, 2, 4), (3, 5)),
+    ),
     "aten.max_unpool3d": (
         call(F(3, 4, 1, 1, 4), Spec("i64", (3, 4, 1, 1, 4), "permuted"), (1, 2, 4), (1, 2, 1), (0, 0, 0)),
     ),
@@ -550,11 +561,17 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
     "aten.tril": (call(F(3, 5, 4)), call(F(5, 5), -1)),
     "aten.triu": (call(F(3, 5, 4)), call(F(5, 5), 1)),
     "aten.diagonal": (call(F(5, 4)), call(F(5, 4, 3), 1, -1, 0)),
-    "aten.pixel_shuffle": (call(F(3, 16, 3, 5), 2), call(F(12, 4, 5), 2)),
-    "aten.pixel_unshuffle": (call(F(3, 4, 6, 8), 2),),
+    "aten.pixel_shuffle": (call(F(3, 16, 3, 5), 2), call(F(12, 4, 5), 2), call(F(3, 25, 1, 1), 5)),
+    "aten.pixel_unshuffle": (call(F(3, 4, 6, 8), 2), call(F(3, 1, 5, 5), 5)),
     "aten.channel_shuffle": (call(F(5, 6, 3), 3),),
-    "aten.im2col": (call(F(3, 4, 5, 6), (2, 2), (1, 1), (0, 0), (1, 1)),),
-    "aten.col2im": (call(F(3, 16, 20), (5, 6), (2, 2), (1, 1), (0, 0), (1, 1)),),
+    "aten.im2col": (
+        call(F(3, 4, 5, 6), (2, 2), (1, 1), (0, 0), (1, 1)),
+        call(F(3, 1, 5, 6), (2, 3), (1, 1), (0, 0), (2, 3)),
+    ),
+    "aten.col2im": (
+        call(F(3, 16, 20), (5, 6), (2, 2), (1, 1), (0, 0), (1, 1)),
+        call(F(3, 6, 4), (4, 6), (2, 3), (1, 1), (0, 0), (2, 3)),
+    ),
     "aten.grid_sampler": (call(F(3, 4, 5, 6), P(3, 4, 5, 2), 0, 0, False),),
     "aten.grid_sampler_2d": (call(F(3, 4, 5, 6), P(3, 4, 5, 2), 0, 0, False),),
     "aten.meshgrid": (call((F(5), F(4))),),
@@ -673,7 +690,7 @@ def _pool(op: str) -> tuple[Sample, ...]:
     if "_pad" in op:
         return (call(batched, (1, 2) * spatial), call(single, (1, 2) * spatial))
     ones, twos, threes = (1,) * spatial, (2,) * spatial, (3,) * spatial
-    return (call(batched, twos), call(single, threes, twos, ones))
+    return (call(batched, twos), call(single, threes, twos, ones), call(batched, batched.shape[2:]))
 
 
 _fill_in()

@@ -374,10 +374,13 @@ def rot90(call: Call) -> str:
 
 
 def unpool(call: Call) -> str:
-    """max_unpool(self, indices, size): every value at its place in the plane, zeros elsewhere."""
+    """max_unpool(self, indices, size): every value at its place in the plane, zeros elsewhere.
+
+    Windows that overlap may have one maximum in common, which is written once: so their plane is whole.
+    """
     spatial = _spatial(call)
     free = " ".join(f"n{i}" for i in range(rank_of(call) - spatial))
-    left = f"{free} {' '.join(f'h{i}' for i in range(spatial))}"
+    left = f"{free} {' '.join(f'h{i}!' for i in range(spatial))}"
     return f"{left}, {left} -> {free} {' '.join(f'y{i}!' for i in range(spatial))}"
 
 

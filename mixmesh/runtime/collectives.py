@@ -137,7 +137,7 @@ def all_gather(
         run = partial(_gather_by_levels, levels)
     else:
         run = _pick(ALL_GATHER, algorithm, channel, counts, "all_gather")
-    works, full = run(channel, _bytes(_stage(channel, x)), [count * width for count in counts])
+    works, full = run(channel, flat_bytes(_stage(channel, x)), [count * width for count in counts])
 
     def finish() -> Tensor:
         flat = _unstage(channel, full().view(x.dtype))
@@ -233,7 +233,7 @@ def reduce_scatter(
         run = _pick(REDUCE_SCATTER, algorithm, channel, counts, "reduce_scatter")
     moved = _summable(channel, _stage(channel, x))
     if math.prod(x.shape[:dim]) == 1:
-        flat = moved.reshape(-1)
+        flat = flatten(moved)
         is_mine = in_place or run in ONLY_READ or flat.data_ptr() != x.data_ptr()
         flat = flat if is_mine else flat.clone()
     else:
@@ -320,10 +320,12 @@ def exchange(
     if channel.alone:
         received = flat
     elif _is_pairwise(channel, size_bytes):
-        pieces = _bytes(received).split(bytes_out), _bytes(flat).split(bytes_in)
+        pieces = flat_bytes(received).split(bytes_out), flat_bytes(flat).split(bytes_in)
         works = [channel.start(pairwise, *pieces)]
     else:
-        works = [channel.start(dist.all_to_all_single, _bytes(received), _bytes(flat), bytes_out, bytes_in)]
+        works = [
+            channel.start(dist.all_to_all_single, flat_bytes(received), flat_bytes(flat), bytes_out, bytes_in)
+        ]
 
     def finish() -> list[Tensor]:
         pieces = _unstage(channel, (flat, received)[1]).split(counts)
@@ -367,7 +369,7 @@ def broadcast(channel: Channel, x: Tensor, src: int, *, async_op: bool = False) 
     if channel.alone or x.numel() == 0:
         return _give(done(x), async_op)
     flat = _stage(channel, x.contiguous())
-    works = [channel.start(dist.broadcast, _bytes(flat), src=src)]
+    works = [channel.start(dist.broadcast, flat_bytes(flat), src=src)]
 
     def finish() -> Tensor:
         if flat.data_ptr() == x.data_ptr():
@@ -419,8 +421,16 @@ def _resize(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return (*shape[:dim], size, *shape[dim + 1 :])
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.contiguous().view(-1).view(torch.uint8)
+def flatten(x: Tensor) -> Tensor:
+    """The elements in rank order, one after the other in memory. Autograd leaves gradients that are expanded
+    or strided, and one of no or one element counts as contiguous whatever its strides."""
+    whole = x.contiguous()
+    return whole.as_strided((whole.numel(),), (1,))
+
+
+def flat_bytes(x: Tensor) -> Tensor:
+    """As ``flatten``, in bytes."""
+    return flatten(x).view(torch.uint8)
 
 
 def _stage(channel: Channel, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import PlanError
 from ..ir import REPLICATE, Instruction, Program, Shard, owned_type
 from ..trace.dtypes import DTYPE_NAME
-from .collectives import broadcast
+from .collectives import broadcast, flat_bytes
 from .comm import Comm
 from .executor import local_piece
 from .layout import Layout, layout
@@ -168,7 +168,7 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
     size = 0
 
     def send() -> None:
-        flat = torch.cat([_bytes(t) for t in group]).to(comm.device)
+        flat = torch.cat([flat_bytes(t) for t in group]).to(comm.device)
         flat = broadcast(channel, flat, src=0)
         for t, piece in zip(group, flat.split([t.numel() * t.element_size() for t in group])):
             with torch.no_grad():
@@ -183,7 +183,3 @@ def agree(tensors: Iterable[Tensor], comm: Comm) -> None:
             size = 0
     if group:
         send()
-
-
-def _bytes(t: Tensor) -> Tensor:
-    return t.contiguous().view(-1).view(torch.uint8)

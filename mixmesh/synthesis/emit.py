@@ -20,6 +20,7 @@ from ..ir import (
     redistribution,
 )
 from ..ir.samples import draws_numbers
+from ..rules import call_of, fill_in_units
 from .choices import R, code_of
 from .problem import Problem
 from .search import Found
@@ -211,15 +212,11 @@ class _Placed:
         codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
-        self.types = tuple(
-            builder.placed(
-                t,
-                problem.placement(value, gives[value])
-                if value is not None
-                else unused_placement(problem, node, given, strategy.outputs[k], t, gives),
-            )
-            for k, (value, t) in enumerate(zip(given, node.types))
-        )
+        placed = [None if value is None else problem.placement(value, gives[value]) for value in given]
+        if strategy is not None and None in placed:  # results that nobody uses have no units of their own
+            call = call_of(node, problem.choices.graph.types)
+            placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, placed)
+        self.types = tuple(builder.placed(t, p) for t, p in zip(node.types, placed))
 
 
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
@@ -227,20 +224,3 @@ def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int)
     prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
     src = min((src for src, price in prices.items() if price is not None), key=lambda p: sum(prices[p]))
     builder.convert(name, src, problem.placement(value, code))
-
-
-def unused_placement(
-    problem: Problem,
-    node: Node,
-    given: tuple[int | None, ...],
-    bare: Placement,
-    t: ValueType,
-    gives: dict[int, int],
-) -> Placement:
-    """The placement of a result that nobody uses: cut as its sibling of the same shape is."""
-    for value, other in zip(given, node.types):
-        if value is not None and isinstance(bare, Shard) and other.shape == t.shape:
-            sibling = problem.placement(value, gives[value])
-            if isinstance(sibling, Shard) and sibling.dim == bare.dim:
-                return sibling
-    return bare

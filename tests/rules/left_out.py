@@ -163,6 +163,18 @@ LEFT_OUT: dict[str, dict[str, tuple[str, ...]]] = {
             "P(sum), S(1), S(1) -> P(sum)",
         ),
     },
+    "a convolution whose kernel is as large as the image is a product; its channels are cut instead": {
+        "aten.conv1d": ("S(2), S(2), P(sum) -> P(sum)",),
+        "aten.conv2d": ("S(2), S(2), P(sum) -> P(sum)",),
+        "aten.conv3d": (
+            "S(2), S(2), P(sum) -> P(sum)",
+            "S(4), S(4), P(sum) -> P(sum)",
+        ),
+    },
+    "true only where no two windows have one maximum in common": {
+        "aten.max_unpool2d": ("S(3), S(3) -> P(sum)",),
+        "aten.max_unpool3d": ("S(4), S(4) -> P(sum)",),
+    },
     "a strided slice of whole strides": {
         "aten.slice.Tensor": ("S(1) -> S(1)",),
     },

@@ -76,6 +76,8 @@ def draw(spec: Spec) -> Tensor:
             return torch.randint(spec.low, spec.high, spec.shape, dtype=dtype)
         case "bool":
             return torch.rand(spec.shape) < 0.6
+        case "alike":
+            return torch.ones(spec.shape, dtype=dtype)
         case "sorted":
             return torch.randn(spec.shape, dtype=dtype).sort(-1).values
         case "one" | "all_but_one":  # what an "any" or "all" over less than everything would miss
