@@ -1,4 +1,5 @@
-"""For the corpus: a model is traced once, planned by each planner, and verified on its own shares and on skewed ones."""
+"""Traces a model once, has it planned by each planner and verifies every plan, on its own shares and on skewed
+ones."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ def make_cluster(name: str, *machines: tuple[str, ...]) -> Cluster:
 
 CLUSTERS = (make_cluster("two", (BIG,), (SMALL,)), make_cluster("three", (BIG, MIDDLE), (SMALL,)))
 PLANNERS = (
-    "ddp-proportional", "fsdp-even", "hap", "tensor-parallel", "poplar", "segments", "pipeline", "model-parallel",
-    "placed",
+    "ddp-proportional", "fsdp-even", "hap", "tensor-parallel", "poplar", "segments", "pipeline",
+    "model-parallel", "placed",
 )  # fmt: skip
 
 

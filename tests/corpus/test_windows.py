@@ -1,5 +1,5 @@
-"""Operators that read windows, patches and repetitions, of which one may be all there is: no rank may get a part
-of one."""
+"""Operators that read windows, patches and repetitions, of which one may be all there is: no rank gets a part of
+one."""
 
 from __future__ import annotations
 
@@ -59,18 +59,22 @@ def conv(width: int = 8, channels: int = 3) -> nn.Module:
 
 
 MODELS = {
-    "max pooling of all": (lambda m, x: F.max_pool2d(m["conv"](x), 48), 8, {"conv": conv()}, (4, 3, 48, 48)),
-    "average pooling of all": (lambda m, x: F.avg_pool2d(m["conv"](x), 24), 8, {"conv": conv()}, (4, 3, 24, 24)),
+    "largest of all": (lambda m, x: F.max_pool2d(m["conv"](x), 48), 8, {"conv": conv()}, (4, 3, 48, 48)),
+    "average of all": (lambda m, x: F.avg_pool2d(m["conv"](x), 24), 8, {"conv": conv()}, (4, 3, 24, 24)),
     "one patch": (lambda m, x: m["conv"](x), 8, {"conv": nn.Conv2d(3, 8, 16, stride=16)}, (5, 3, 16, 16)),
-    "a row of patches": (lambda m, x: m["conv"](x), 8, {"conv": nn.Conv2d(3, 8, 8, stride=8)}, (5, 3, 8, 40)),
+    "patches in a row": (lambda m, x: m["conv"](x), 8, {"conv": nn.Conv2d(3, 8, 8, stride=8)}, (5, 3, 8, 40)),
     "one window in time": (lambda m, x: m["conv"](x), 8, {"conv": nn.Conv1d(6, 8, 9, stride=9)}, (5, 6, 9)),
     "a kernel of three on three": (lambda m, x: m["conv"](x), 8, {"conv": nn.Conv1d(6, 8, 3)}, (5, 6, 3)),
     "transposed": (
         lambda m, x: m["up"](m["conv"](x)), 4,
         {"conv": conv(), "up": nn.ConvTranspose2d(8, 4, 6, stride=6)}, (5, 3, 6, 6),
     ),
-    "mirrored edges": (lambda m, x: m["conv"](F.pad(x, (2, 2, 2, 2), "reflect")), 8, {"conv": conv()}, (5, 3, 7, 7)),
-    "adaptive": (lambda m, x: F.adaptive_avg_pool2d(m["conv"](x), (1, 5)), 8, {"conv": conv()}, (5, 3, 7, 10)),
+    "mirrored": (
+        lambda m, x: m["conv"](F.pad(x, (2, 2, 2, 2), "reflect")), 8, {"conv": conv()}, (5, 3, 7, 7),
+    ),
+    "adaptive": (
+        lambda m, x: F.adaptive_avg_pool2d(m["conv"](x), (1, 5)), 8, {"conv": conv()}, (5, 3, 7, 10),
+    ),
     "grey patches": (patches, 256, {"patch": nn.Linear(196, 256)}, (8, 1, 28, 28)),
     "folded": (folded, 1, {"conv": conv(1, 1)}, (8, 1, 8, 8)),
     "repeated": (repeated, 8, {"conv": conv()}, (8, 3, 6, 6)),
