@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..cost import CostModel
 from ..errors import PlanError
-from ..ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads
+from ..ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads, with_whole_rows
 from ..optimizer_states import OptimizerStates
 from ..placement.split import is_joined
 from ..plan_file import MicroBatch, Plan, accumulates, accumulation
@@ -83,6 +83,7 @@ class Judge:
         refused = ""
         if self.accumulates:
             try:
+                program = with_whole_rows(program)
                 simulation = self.task.simulation(program, accumulating=True)
                 rows = self.micro_batches(program, simulation.samples)
                 return Judged(self.task.best_buckets("explain", program, simulation, rows))

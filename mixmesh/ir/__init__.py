@@ -31,6 +31,7 @@ from .program import (
 )
 from .recompute import region_of, regions, release_points, with_regions
 from .samples import Samples, local_kind, micro_step_program, once_program, samples_of
+from .slices import with_whole_rows
 from .stages import in_flight, passes_of, stages_of, transfers_of
 from .text import parse_program
 from .types import DTYPE_BYTES, Cut, TensorType, ValueType, local_bytes, local_shape, participants
@@ -60,6 +61,6 @@ __all__ = [
     "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
     "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "weight_points",
     "wgrad_of",
-    "with_attrs", "with_regions", "with_wgrads",
+    "with_attrs", "with_regions", "with_wgrads", "with_whole_rows",
     "without_needless_names",
 ]  # fmt: skip

@@ -8,7 +8,12 @@ micro-steps add up to the rank's own. Three things have to be seen to:
   out once per step and *given* to every micro-step;
 - what a replicated value adds to a sum (a penalty on the parameters) counts in the first micro-step only;
 - what is summed over samples and depends on parameters (the statistics of batch norm) does not exist
-  before all samples are through: such a program cannot run in micro-steps.
+  before all samples are through: such a program cannot run in micro-steps;
+- what has a row for every sample and is none (a buffer, a range of numbers) is held whole, and sliced in
+  every micro-step (``slices``).
+
+Which dims are those of samples follows from the inputs: operators tie what they cut along one factor, and
+sizes say nothing.
 
 Where samples move between ranks that have nothing in common, the program is a chain of stages and runs as a
 pipeline (``stages``). A micro-batch is then the same samples in every stage, cut between the stage's ranks.
@@ -16,6 +21,7 @@ pipeline (``stages``). A micro-batch is then the same samples in every stage, cu
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ..errors import PlanError
@@ -118,6 +124,8 @@ def samples_of(program: Program) -> Samples:
                 if source not in values:
                     raise _refusal(program, i, "moves what holds no samples to another stage")
                 values.add(i.result)
+            elif is_cut_without_samples(program, i, values):
+                raise _refusal(program, i, "is cut between samples before micro-steps take theirs")
             elif source in values and not local:
                 if i.result not in fixed:
                     raise _refusal(
@@ -134,6 +142,8 @@ def samples_of(program: Program) -> Samples:
                 given.append(i.result)
             else:
                 meets = meets or not local
+        elif is_cut_without_samples(program, i, values):
+            raise _refusal(program, i, "is cut between samples, and is none")
         elif any(name in values for name in i.inputs):
             cut = (r for r, t in zip(i.results, i.types) if not isinstance(t.placement, Replicate))
             values.update(r for r in cut if r is not None)
@@ -141,6 +151,23 @@ def samples_of(program: Program) -> Samples:
     if program.loss not in values:
         raise _refusal(program, program.producers[program.loss], "is a loss that is no sum over samples")
     return Samples(batch_size, counts, frozenset(values), tuple(given), meets, stages, moved)
+
+
+def cut_between_samples(program: Program) -> frozenset[str]:
+    """Shards that are cut between samples."""
+    moved = frozenset(i.result for i in transfers_of(program))
+    return frozenset(_cut_between_samples(program, _decided_by_inputs(program), moved)[1])
+
+
+def is_cut_without_samples(program: Program, i: Instruction, values: Collection[str]) -> bool:
+    """Whether an instruction cuts between samples what holds none, and not by slicing what its ranks hold."""
+    if len(i.results) != 1 or i.result not in values or i.op == "input":
+        return False
+    if i.is_leaf:
+        return True
+    if not i.is_redistribution or local_kind(program, i):
+        return False
+    return i.inputs[0] not in values
 
 
 def micro_step_program(program: Program, samples: Samples) -> Program:

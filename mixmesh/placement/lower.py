@@ -202,8 +202,9 @@ class _Lowering:
         if leaf.op == "const" or len(needed) > 1 or isinstance(placement, Partial):
             placement = REPLICATE
         ratio, attrs = self._over(needed), leaf.attrs
-        owned = leaf.op == "param" and leaf.type.value.shape and value in self.source.requires_grad
-        if owned and placed.owners is not None:
+        is_summed = leaf.op == "param" and leaf.type.value.shape and value in self.source.requires_grad
+        # the gradient of what is cut is nobody else's, and there is nothing to own
+        if is_summed and placement == REPLICATE and placed.owners is not None:
             attrs += (("owned", self._ratio_name(placed.owners)), ("stage", 1))
         self._hold(value, value, placement, ratio)
         t = self._placed_type(leaf.type, placement, ratio)

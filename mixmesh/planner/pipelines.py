@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cost.placed import Exchange, sent_between
 from ..errors import PlanError
-from ..ir import make_ratio, samples_of, shard_sizes
+from ..ir import make_ratio, samples_of, shard_sizes, with_whole_rows
 from ..placement import Placed, Space
 from ..plan_file import MicroBatch
 from .spaces import space_of
@@ -74,8 +74,8 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
         for chain in chains:
             try:
                 made = judged(task, space, chain, planner)
-            except PlanError:
-                refused = True
+            except PlanError as error:
+                refused, task.refused = True, str(error)
                 continue
             fits = fits or made.feasible
             yield made
@@ -90,8 +90,9 @@ def hopeful(task: Task) -> Iterator[Proposal]:
     if not small or not WORTH * task.bound_s < task.best_s < float("inf"):
         return
     try:
-        samples_of(task.data_parallel(task.proportional))
-    except PlanError:
+        samples_of(with_whole_rows(task.data_parallel(task.proportional)))
+    except PlanError as error:
+        task.refused = str(error)
         return  # no micro-steps
     space = space_of(task, count=GROUPS)
     with task.timed("pipelines"):
@@ -106,7 +107,7 @@ def hopeful(task: Task) -> Iterator[Proposal]:
 def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") -> Proposal:
     """Raises PlanError if the program cannot run in micro-steps."""
     with task.timed("lower"):
-        program = space.lower(chain.strategy())
+        program = with_whole_rows(space.lower(chain.strategy()))
     counts = samples_of(program).counts
     rows = (n // chain.micro_steps for n in counts)
     micro_batches = tuple(MicroBatch(n, chain.micro_steps, n) if n else MicroBatch(0, 0, 0) for n in rows)

@@ -23,7 +23,7 @@ from itertools import product
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
-from ..ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support
+from ..ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
 from ..placement.lower import even_over
 from ..plan_file import MicroBatch
 from ..ratios import with_ratio
@@ -95,7 +95,7 @@ class Staged:
     ) -> None:
         self.task, self.stage, self.ranks, self.best_s = task, stage, ranks, best_s
         self.again = plain is not None
-        plain = plain or task.data_parallel(task.shares(ranks))
+        plain = with_whole_rows(plain or task.data_parallel(task.shares(ranks)))
         even = even_over(ranks, task.world_size)
         self.program = with_stage(plain, stage, even)
         (self.owners,) = {name for name, _ in self.program.ratios[len(plain.ratios) :]} or {None}

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ..cost import CostModel
 from ..cost.memory import PeakMemory
 from ..errors import InputError, MixmeshError
-from ..ir import Program, even_ratio, make_ratio, samples_of
+from ..ir import Program, even_ratio, make_ratio, samples_of, with_whole_rows
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
@@ -176,7 +176,7 @@ class Plans:
     ) -> None:
         self.costs, self.rank, self.stage = costs, rank, stage
         world_size = program.world_size
-        self.program = with_stage(program, stage, even_ratio(world_size))
+        self.program = with_stage(with_whole_rows(program), stage, even_ratio(world_size))
         self.batch = next(i.types[0].shape[0] for i in program.graph.batch_inputs if i.types[0].shape)
         self.most = min(math.ceil(largest_share * self.batch), self.batch - (world_size - 1))  # all take part
         self.samples = samples_of(self.program)

@@ -1,4 +1,4 @@
-"""Traces a model once, has it planned by each planner and verifies every plan, on its own shares and on skewed
+"""Traces a model, has it planned by each planner and verifies every plan, on its own shares and on skewed
 ones."""
 
 from __future__ import annotations

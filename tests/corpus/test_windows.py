@@ -1,5 +1,4 @@
-"""Operators that read windows, patches and repetitions, of which one may be all there is: no rank gets a part of
-one."""
+"""Operators that read windows, patches and repetitions, one of which may be all there is."""
 
 from __future__ import annotations
 

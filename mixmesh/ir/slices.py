@@ -1,0 +1,62 @@
+"""What is cut between samples and is none: rows of a parameter or of a constant, one for each of the batch.
+
+A micro-step takes the rows of its own samples, so a rank has to hold all of them: samples of a rank do not
+follow each other in the batch where a pipeline cuts every micro-batch between the ranks of a stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .graph import Ref, map_refs
+from .placement import REPLICATE
+from .program import Instruction, Program, redistribution
+from .samples import cut_between_samples, is_cut_without_samples
+
+
+def with_whole_rows(program: Program) -> Program:
+    """The program in which parameters, buffers and what moves once per step are held whole by the ranks that
+    use rows of them for their samples, each of which slices its own. The same object if there are none."""
+    values = cut_between_samples(program)
+    slices: dict[str, str] = {}  # of leaves, which keep their names
+    made: list[Instruction] = []
+    for i in program.instructions:
+        if not is_cut_without_samples(program, i, values):
+            made.append(_renamed(i, slices) if slices else i)
+            continue
+        part = whole = i.result
+        if i.is_leaf:
+            part = slices[whole] = _fresh(program, f"{whole}.s{i.type.placement.dim}")
+        else:
+            whole = _fresh(program, f"{part}.whole")
+        t = replace(i.type, placements=(REPLICATE,))
+        made.append(replace(_renamed(i, slices), results=(whole,), types=(t,), op=_op_of_whole(program, i)))
+        made.append(Instruction((part,), i.types, "local_slice", (Ref(whole),)))
+    if len(made) == len(program.instructions):
+        return program
+    return replace(program, instructions=tuple(made))
+
+
+def _op_of_whole(program: Program, i: Instruction) -> str:
+    if i.is_leaf:
+        return i.op
+    source = program.types[i.inputs[0]]
+    same_ranks = program.participants(source) == program.participants(i.type)
+    return redistribution(source.placement, REPLICATE) if same_ranks else "move"
+
+
+def _renamed(i: Instruction, names: dict[str, str]) -> Instruction:
+    if not any(name in names for name in i.inputs):
+        return i
+
+    def renamed(ref: Ref) -> Ref:
+        return Ref(names.get(ref.name, ref.name))
+
+    kwargs = tuple((k, map_refs(v, renamed)) for k, v in i.kwargs)
+    return replace(i, args=map_refs(i.args, renamed), kwargs=kwargs)
+
+
+def _fresh(program: Program, name: str) -> str:
+    while name in program.types:
+        name += "_"
+    return name
