@@ -1,5 +1,5 @@
-"""Micro-batches of models that hold rows, indices or ranges as long as the batch, or its size in arguments: they
-train as the single device does, or are refused."""
+"""Micro-batches of models that hold rows, indices or ranges as long as the batch, or its size in arguments:
+they train as the single device does, or are refused."""
 
 from __future__ import annotations
 
