@@ -67,6 +67,7 @@ def check_placements(program: Program, where: str = "") -> None:
     check_dtypes(program, where)
     stale = updated_buffers(program)
     able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())
+    allowed: set[tuple] = set()  # calls, without the names of values: repeated layers make the same ones
     for n, i in enumerate(program.instructions):
         fail = partial(invalid, program, i, where)
         check_region(i, stale, fail)
@@ -80,7 +81,10 @@ def check_placements(program: Program, where: str = "") -> None:
         elif i.is_redistribution:
             _check_redistribution(program, i, fail)
         else:
-            _check_operator(program, i, fail)
+            call = i.plain, i.types, tuple([program.types[name] for name in i.inputs])
+            if call not in allowed:
+                _check_operator(program, i, fail)
+                allowed.add(call)
             check_factors(program, i, fail)
     _check_loss(program, where)
 

@@ -26,6 +26,7 @@ from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
 from .hap import DDP_TUNED, synthesised, tuned
 from .learned import has_torch_geometric, heterog, tag
+from .offered import offer
 from .pipelines import hopeful, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
@@ -244,10 +245,14 @@ def _make_plans(
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
     arguments = None if isinstance(traced, Graph) else traced.arguments
-    plans: dict[tuple, Plan] = {}  # kinds may come to the same program
-    for p in (chosen, *others):
+
+    def made_of(p: Proposal) -> Plan:
         made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
-        made = replace(made, arguments=arguments)
+        return replace(made, arguments=arguments)
+
+    instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
+    plans: dict[tuple, Plan] = {}  # kinds may come to the same program
+    for made in offer((chosen, *others), instead, made_of):
         plans.setdefault((made.program, made.micro_batches), made)
     return tuple(plans.values())
 
