@@ -1,5 +1,4 @@
-"""Plans are offered only if the checker accepts their programs: whoever runs one has it checked as well, and would
-have planned for nothing."""
+"""Plans are offered only if the checker accepts their programs, as it is asked again before they run."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from .task import Proposal
 def offer(
     wanted: Sequence[Proposal], instead: Sequence[Proposal], plan_of: Callable[[Proposal], Plan]
 ) -> list[Plan]:
-    """The plans of those wanted that are valid; of the first valid one of ``instead`` if none is. A warning of
-    the first plan names the planners whose programs were left out.
+    """The plans of those wanted that are valid; of the first valid one of ``instead`` if none is. A warning
+    of the first plan names the planners whose programs were left out.
 
     Raises the checker's VerificationError or PlanError where nothing is valid.
     """

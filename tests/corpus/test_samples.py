@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from corpus import CLUSTERS, check_planners
 from gloo_world import assert_passed, run_world
 from pipelines import COSTS, FOUR_STAGES, THREE_STAGES, WORLD, cut_into, pipelined
 from programs import make_plan
@@ -129,6 +130,12 @@ def test_equals_single_device(name):
         check_program(plan.program)
         report = verify(model, inputs, plan, traced=traced)
         assert report.ok and report.max_gradient_error <= 1e-9, (plan.program, report)
+
+
+@pytest.mark.parametrize("name", ("gather", "rows of a parameter"))
+def test_planners(name):
+    plans = check_planners(model_of(name), batch(), ("pipeline", "model-parallel", "poplar"), CLUSTERS[1:])
+    assert any(plan.order for plan in plans)
 
 
 @pytest.mark.parametrize("name", ("gather", "rows of a parameter"))
