@@ -20,6 +20,6 @@ from .units import Units, shard_units
 
 __all__ = [
     "EXPERTS", "MEANS", "RULES", "Bound", "Call", "LocalCall", "PatternMismatch", "Rule", "Strategy", "Units",
-    "call_of", "count_experts", "fill_in_units", "find_strategy", "mean_share", "multiply_adds", "parse_pattern",
-    "shard_units", "strategies",
+    "call_of", "count_experts", "fill_in_units", "find_strategy", "mean_share", "multiply_adds",
+    "parse_pattern", "shard_units", "strategies",
 ]  # fmt: skip
