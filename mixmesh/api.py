@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ def plan(
     optimizer: Callable[[Iterable], optim.Optimizer] | None = None,
     search_s: float | None = None,
     exact_s: float | None = None,
+    unmeasured: Collection[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
@@ -34,8 +35,10 @@ def plan(
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
     ``optimizer`` decides how many tensors of state a parameter has, and whether parameters may be cut.
     ``search_s`` is how long the planners heterog, tag and placed may search; ``auto`` asks them only where
-    it is given. ``progress`` is told what is being done. Raises TraceError if the model cannot be exported,
-    Infeasible if no plan fits in memory.
+    it is given. ``unmeasured`` names mechanisms of GPUs to count on that were never measured
+    (``"one-shot-sums"``, ``"overlapped-issue"``). ``progress`` is told what is being done.
+
+    Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import needs_whole_parameters, optimizer_states
     from .planner import check_limit, check_planner
@@ -55,6 +58,7 @@ def plan(
         whole_parameters=needs_whole_parameters(optimizer),
         search_s=search_s,
         exact_s=exact_s,
+        unmeasured=unmeasured,
         progress=progress,
     )
 

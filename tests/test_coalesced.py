@@ -339,11 +339,11 @@ def far_apart(latency_us: float) -> Cluster:
 
 def test_a_plan_packs_what_it_waits_for():
     traced = trace(Branches(), pictures(300))
-    plan = make_plan(traced, far_apart(400), planner="hap")
+    plan = make_plan(traced, far_apart(800), planner="hap")
     assert len(plan.program.participants(plan.program.params[0].type)) > 1
     assert num_sums(plan.program) < 15
     assert verify(Branches(), pictures(300), plan).ok
-    baseline = make_plan(traced, far_apart(400), planner="ddp-proportional")
+    baseline = make_plan(traced, far_apart(800), planner="ddp-proportional")
     assert num_sums(baseline.program) == 15
     assert plan.predicted_step_s < baseline.predicted_step_s
     assert type(plan).parse(str(plan)) == plan

@@ -10,10 +10,10 @@ from test_coalesced import Branches, pictures
 from mixmesh.baselines import data_parallel
 from mixmesh.bench.measure import cluster_text
 from mixmesh.cluster import Cluster
-from mixmesh.cost import DIRECT, CostModel, LinkMeasurement, Profile
+from mixmesh.cost import DIRECT, ONE_SHOT_SUMS, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.direct import SIZES_BYTES, best_direct_bytes
 from mixmesh.cost.placed import Exchange, exchange_of
-from mixmesh.errors import ParseError
+from mixmesh.errors import InputError, ParseError
 from mixmesh.explain import explain_plan
 from mixmesh.ir import Program, make_ratio, parse_program
 from mixmesh.planner import make_plan
@@ -23,6 +23,11 @@ from mixmesh.trace import trace
 
 UNEVEN = make_ratio([0.5, 0.3, 0.2])
 COSTS = CostModel(cluster(THREE))
+
+
+def trusting(devices: Cluster, profile: Profile | None = None) -> CostModel:
+    """Costs that count on one-shot sums without a measurement."""
+    return CostModel(devices, profile, unmeasured=(ONE_SHOT_SUMS,))
 
 
 def branches(ratio=UNEVEN) -> Program:
@@ -64,16 +69,25 @@ def test_one_hop_and_more_bytes():
     assert direct.link_s_per_byte(devices)["out", 0] == pytest.approx(
         12 / devices.machines[0].nic_bytes_per_s
     )
-    most = best_direct_bytes(costs)
+    most = best_direct_bytes(trusting(devices))
     assert 2**12 <= most < SIZES_BYTES[-1]
     beyond = Exchange("all_reduce", 4 * most, everyone, direct=True)
     assert beyond.seconds(costs) > Exchange("all_reduce", 4 * most, everyone).seconds(costs)
 
 
+def test_nothing_goes_directly_that_was_not_measured():
+    """Not on GPUs by the links' figures alone, unless that is asked for by name."""
+    devices = Cluster.load("heterog-8")
+    assert best_direct_bytes(CostModel(devices)) == 0 < best_direct_bytes(trusting(devices))
+    assert trusting(devices).source == "roofline, counting on one-shot-sums (never measured)"
+    with pytest.raises(InputError, match="no unmeasured mechanism 'one-shot'"):
+        CostModel(devices, unmeasured=("one-shot",))
+
+
 def test_nothing_goes_directly_where_it_does_not_pay():
-    assert best_direct_bytes(CostModel(Cluster.load("hap-64"))) == 0  # 63 messages in place of 16 hops
+    assert best_direct_bytes(trusting(Cluster.load("hap-64"))) == 0  # 63 messages in place of 16 hops
     alone = '[network]\nbandwidth_gbit_per_s = 1\nlatency_us = 50\n[[machine]]\ndevices = ["V100-16GB"]\n'
-    assert best_direct_bytes(CostModel(Cluster.parse(alone, where="test"))) == 0
+    assert best_direct_bytes(trusting(Cluster.parse(alone, where="test"))) == 0
 
 
 def test_cpus_leave_sums_to_the_library():
@@ -82,7 +96,7 @@ def test_cpus_leave_sums_to_the_library():
     cpus = Cluster.parse(cluster_text("0.5", ("0.30", "0.30"), ("0.20",)), where="test")
     for devices, sums in ((gpus, 1), (cpus, 0)):
         assert sum(case.collective == DIRECT for case in link_cases(devices, "gloo")) == sums
-        assert (best_direct_bytes(CostModel(devices)) > 0) == bool(sums)
+        assert (best_direct_bytes(trusting(devices)) > 0) == bool(sums)
 
 
 def test_what_was_measured_decides():
@@ -105,11 +119,12 @@ def test_plans_sum_directly_and_baselines_do_not():
     devices = Cluster.load("heterog-8")
     parallel = make_plan(graph, devices, planner="ddp-proportional")
     assert not parallel.program.direct_bytes
-    made = parallel.program.changed(direct_bytes=best_direct_bytes(CostModel(devices)))
+    made = parallel.program.changed(direct_bytes=best_direct_bytes(trusting(devices)))
     timelines = [simulate(p, CostModel(devices)) for p in (parallel.program, made)]
     assert timelines[1].step_s < 0.9 * timelines[0].step_s
-    for planner in ("hap", "auto"):
-        plan = make_plan(graph, devices, planner=planner)
+    for planner, unmeasured in (("hap", ()), ("hap", (ONE_SHOT_SUMS,)), ("auto", (ONE_SHOT_SUMS,))):
+        plan = make_plan(graph, devices, planner=planner, unmeasured=unmeasured)
+        assert unmeasured or not plan.program.direct_bytes
         assert any(direct_sums(plan.program)) == bool(plan.program.direct_bytes)
         said = any("one message between each two ranks" in s for s in explain_plan(plan, devices).sentences)
         assert said == bool(plan.program.direct_bytes)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..cluster import Cluster
+from ..cost import check_unmeasured
 from ..cost.calls import is_computation
 from ..explain.headline import headline
 from ..ir import Program, print_program, regions, stages_of
@@ -45,6 +47,14 @@ ExactSeconds = Annotated[
         help="Let HiGHS prove for S seconds at most how far from the cheapest the chosen program is.",
     ),
 ]
+Unmeasured = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--unmeasured",
+        metavar="NAME",
+        help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue; repeat.",
+    ),
+]
 
 
 def plan(
@@ -54,13 +64,23 @@ def plan(
     profile: ProfileFile = None,
     search_s: SearchSeconds = None,
     exact_s: ExactSeconds = None,
+    unmeasured: Unmeasured = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     with_program: Annotated[bool, typer.Option("--program", help="Print the program too.")] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest program for a job on a cluster, and print what it does and what it would take."""
     described = Cluster.load(cluster)
-    _, _, made = plan_job(job, described, planner, profile, weights=False, search_s=search_s, exact_s=exact_s)
+    _, _, made = plan_job(
+        job,
+        described,
+        planner,
+        profile,
+        weights=False,
+        search_s=search_s,
+        exact_s=exact_s,
+        unmeasured=unmeasured or (),
+    )
     if out is not None:
         made.save(out)
     if as_json:
@@ -83,6 +103,7 @@ def plan_job(
     weights: bool = True,
     search_s: float | None = None,
     exact_s: float | None = None,
+    unmeasured: Collection[str] = (),
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import load_profile, plan_traced
@@ -90,6 +111,7 @@ def plan_job(
 
     check_planner(planner)
     check_limit(exact_s)
+    check_unmeasured(unmeasured)
     costs = load_profile(profile)
     with working("loading the job") as say:
         from ..job import load_job, needs_whole_parameters, optimizer_states
@@ -108,6 +130,7 @@ def plan_job(
             whole_parameters=needs_whole_parameters(loaded.optimizer),
             search_s=search_s,
             exact_s=exact_s,
+            unmeasured=unmeasured,
             progress=say,
         )
     return loaded, traced, made

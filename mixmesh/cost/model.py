@@ -9,7 +9,7 @@ rates scaled to what the profile saw of the same class on that device, if it saw
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from .curve import ZERO, Curve, affine_curve, issued_curve
 from .links import MeasuredCollective, measured_collective
 from .profile import DeviceProfile, OpMeasurement, Profile, cut_inputs, device_key, host_key, op_key
 from .resized import Measured
+from .unmeasured import OVERLAPPED_ISSUE, check_unmeasured
 
 # operators that only make a new view of the same bytes
 VIEWS = frozenset(
@@ -32,9 +33,10 @@ VIEWS = frozenset(
 )
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # of `mixmesh run` with PyTorch 2.13: working, idle
 GPU_CONTEXT_BYTES = 600 * 2**20
-# eager PyTorch issues the next kernels while a GPU computes: what each takes longer, to be issued or to run,
-# is what it takes. That a queue of issued ones hides those that are issued longer is not counted on.
-GPU_ISSUE_S, GPU_VIEW_S = 8e-6, 2e-6  # a kernel's issue; a view's, which has none
+GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
+# With OVERLAPPED_ISSUE eager PyTorch issues the next kernels while a GPU computes: an operator takes the
+# longer of its issue and its run. That a queue of issued kernels hides a slow issue is not counted on.
+GPU_VIEW_S = 2e-6  # the issue of a view, which has no kernel
 GPU_KERNEL_S = 2e-6  # from the end of a kernel to the beginning of the next one's work
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
 EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
@@ -59,11 +61,18 @@ class OpTime:
 
 
 class CostModel:
-    """Costs on one cluster, from a profile or, without one, from the catalogue's figures."""
+    """Costs on one cluster, from a profile or, without one, from the catalogue's figures.
 
-    def __init__(self, cluster: Cluster, profile: Profile | None = None) -> None:
+    ``unmeasured`` names mechanisms of ``UNMEASURED`` to count on although no GPU has shown that they hold.
+    Raises InputError for another name.
+    """
+
+    def __init__(
+        self, cluster: Cluster, profile: Profile | None = None, unmeasured: Collection[str] = ()
+    ) -> None:
         self.cluster = cluster
         self.profile = profile
+        self.unmeasured = check_unmeasured(unmeasured)
         self._ops: dict[tuple, OpTime] = {}
         self._fits: dict[tuple, CollectiveFit | MeasuredCollective] = {}
         self._scales: dict[tuple, float] = {}
@@ -71,6 +80,12 @@ class CostModel:
 
     @cached_property
     def source(self) -> str:
+        """Where the figures come from, for the plan's header."""
+        trusted = "".join(f", counting on {name} (never measured)" for name in sorted(self.unmeasured))
+        return self._measured_source + trusted
+
+    @property
+    def _measured_source(self) -> str:
         measured = [d for d in self.classes if self.profile and device_key(d) in self.profile.devices]
         if not measured:
             return "roofline"
@@ -144,9 +159,11 @@ class CostModel:
         def curve(kernels: int, full_s: float) -> Curve:
             if device.kind == "cpu":
                 return affine_curve(kernels * CPU_LAUNCH_S / (device.cpu_share or 1), full_s)
+            if OVERLAPPED_ISSUE not in self.unmeasured:
+                return affine_curve(kernels * GPU_LAUNCH_S, full_s)
             if call.op in VIEWS:
                 return affine_curve(kernels * GPU_VIEW_S, full_s)
-            return issued_curve(kernels * GPU_ISSUE_S, kernels * GPU_KERNEL_S, full_s)
+            return issued_curve(kernels * GPU_LAUNCH_S, kernels * GPU_KERNEL_S, full_s)
 
         return OpTime(curve(1, work * forward), curve(2, work * backward) if grads and backward else ZERO)
 
@@ -174,6 +191,12 @@ class CostModel:
         if key not in self._fits:
             self._fits[key] = self._collective(name, ranks)
         return self._fits[key]
+
+    def has_measured(self, name: str, ranks: tuple[int, ...]) -> bool:
+        """Whether the profile holds a collective between ``ranks`` on links of this cluster."""
+        if self.profile is None or not self.profile.describes_links_of(self.cluster):
+            return False
+        return measured_collective(self.cluster, self.profile.collectives, name, ranks) is not None
 
     def _collective(self, name: str, ranks: tuple[int, ...]) -> CollectiveFit | MeasuredCollective:
         estimate = ring_fit(self.cluster, name, ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -105,6 +105,7 @@ def make_plan(
     whole_parameters: bool = False,
     search_s: float | None = None,
     exact_s: float | None = None,
+    unmeasured: Collection[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The best plan that ``planner`` finds. ``optimizer_states`` are tensors per parameter, and
@@ -112,6 +113,7 @@ def make_plan(
     ``search_s`` is how long planners may search that have no end of their own (heterog, tag, placed: each
     ``SEARCH_S`` by default); ``auto`` asks these and other slow ones only where it is given, within it.
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
+    ``unmeasured`` names mechanisms of GPUs to count on that were never measured (``cost.UNMEASURED``).
 
     Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
     if nothing fits.
@@ -125,6 +127,7 @@ def make_plan(
         whole_parameters=whole_parameters,
         search_s=search_s,
         exact_s=exact_s,
+        unmeasured=unmeasured,
         progress=progress,
     )
     return plan
@@ -141,6 +144,7 @@ def make_plans(
     whole_parameters: bool = False,
     search_s: float | None = None,
     exact_s: float | None = None,
+    unmeasured: Collection[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> tuple[Plan, ...]:
     """The plan of ``make_plan``, and up to ``count - 1`` of other kinds that may be as fast, the fastest by
@@ -149,7 +153,8 @@ def make_plans(
     check_limit(exact_s)
     with untouched():
         optimizer = optimizer_states, whole_parameters
-        return _make_plans(traced, cluster, count, planner, profile, optimizer, search_s, exact_s, progress)
+        costs = CostModel(cluster, profile, unmeasured)
+        return _make_plans(traced, costs, count, planner, optimizer, search_s, exact_s, progress)
 
 
 @contextmanager
@@ -172,10 +177,9 @@ def untouched() -> Iterator[None]:
 
 def _make_plans(
     traced: Traced | Graph,
-    cluster: Cluster,
+    costs: CostModel,
     count: int,
     planner: str,
-    profile: Profile | None,
     optimizer: tuple[OptimizerStates, bool],
     search_s: float | None,
     exact_s: float | None,
@@ -183,7 +187,7 @@ def _make_plans(
 ) -> tuple[Plan, ...]:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
-    costs = CostModel(cluster, profile)
+    cluster = costs.cluster
     names, last = (planner,), ()
     quick = planner == "auto" and search_s is None
     if quick:
