@@ -27,6 +27,7 @@ def plan(
     search_s: float | None = None,
     exact_s: float | None = None,
     unmeasured: Collection[str] = (),
+    batch_norm: str = "exact",
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
@@ -36,21 +37,25 @@ def plan(
     ``optimizer`` decides how many tensors of state a parameter has, and whether parameters may be cut.
     ``search_s`` is how long the planners heterog, tag and placed may search; ``auto`` asks them only where
     it is given. ``unmeasured`` names mechanisms of GPUs to count on that were never measured
-    (``"one-shot-sums"``, ``"overlapped-issue"``). ``progress`` is told what is being done.
+    (``"one-shot-sums"``, ``"overlapped-issue"``). ``batch_norm`` says whose statistics batch norm takes:
+    those of the whole batch ("exact", as on a single device), or of each rank's own samples ("local", as
+    under DistributedDataParallel: other numbers than the single device's). ``progress`` is told what is being
+    done.
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import needs_whole_parameters, optimizer_states
     from .planner import check_limit, check_planner
-    from .trace import trace
+    from .trace import check_batch_norm, trace
 
     check_planner(planner)  # before the model is traced, not after
+    check_batch_norm(batch_norm)
     check_limit(exact_s)
     if progress:
         progress("tracing the model")
     states = optimizer_states(optimizer)
     return plan_traced(
-        trace(model, batch),
+        trace(model, batch, batch_norm=batch_norm),
         cluster,
         planner=planner,
         profile=profile,

@@ -17,6 +17,7 @@ from .files import read_text
 from .ir import (
     Program,
     Samples,
+    batch_norm_of,
     owned_type,
     parse_program,
     print_program,
@@ -25,6 +26,7 @@ from .ir import (
     transfers_of,
 )
 from .ir.bounds import MAX_TEXT_BYTES
+from .ir.local_norms import LOCAL
 from .plan_header import check_per_rank, read_header
 
 FORMAT = 1
@@ -105,6 +107,12 @@ class Plan:
             return None
         return PIPELINE
 
+    @property
+    def batch_norm(self) -> str:
+        """Whose statistics batch norm takes: "exact", of the whole batch, or "local", of each rank's own
+        samples. The program says so."""
+        return batch_norm_of(self.program)
+
     def save(self, path: str | Path) -> None:
         """Writes the plan; the file is either whole or not there."""
         path = Path(path)
@@ -180,6 +188,10 @@ def _header(plan: Plan, program_digest: str) -> str:
         lines.append(f"arguments = [{pairs}]  # of the model's call")
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
+    if plan.batch_norm == LOCAL:
+        lines.append(
+            f"batch_norm = {_toml(LOCAL)}  # each rank's own samples: not the single device's numbers"
+        )
     if plan.warnings:
         lines.append(f"warnings = [{', '.join(map(json.dumps, plan.warnings))}]")
     for c in plan.candidates:
@@ -221,6 +233,14 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         edited=edited,
         **values,
     )
+    if header.get("batch_norm", plan.batch_norm) != plan.batch_norm:
+        raise PlanError(
+            "the plan's header and its program differ in whose statistics batch norm takes",
+            where=where,
+            expected=f"batch_norm = {_toml(plan.batch_norm)}, as the program has it",
+            got=f"batch_norm = {json.dumps(header['batch_norm'])}",
+            hint="mixmesh plan JOB --cluster C.toml --batch-norm " + plan.batch_norm,
+        )
     if "order" in header and header["order"] != plan.order:
         raise PlanError(
             "the plan's micro-steps cannot run in this order",

@@ -101,6 +101,7 @@ ROWS: dict[str, Row] = {
     ),
     "order": TEXT._replace(optional=True),
     "arguments": Row(lambda v: _is_list(v, _is_argument), "pairs of a name and a text", optional=True),
+    "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
     "candidates": Row(

@@ -15,6 +15,7 @@ from ..ir import (
     Replicate,
     Shard,
     TensorType,
+    lonely_norms,
     redistribution,
     separable,
     stage_of,
@@ -87,6 +88,16 @@ def check_placements(program: Program, where: str = "") -> None:
                 allowed.add(call)
             check_factors(program, i, fail)
     _check_loss(program, where)
+    _check_local_norms(program, where)
+
+
+def _check_local_norms(program: Program, where: str) -> None:
+    for lonely in lonely_norms(program):
+        got = f"rank {lonely.rank} has {lonely.values} of them"
+        expected = "two values of a channel at least on every rank that takes part"
+        hint = "a larger share for that rank, or none; or --batch-norm exact"
+        what = "a rank has too few samples for batch norm of its own"
+        raise invalid(program, lonely.instruction, where, what, expected, got, hint)
 
 
 def _check_names(i: Instruction, known: dict[str, Instruction], fail) -> None:

@@ -55,6 +55,14 @@ Unmeasured = Annotated[
         help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue; repeat.",
     ),
 ]
+BatchNorm = Annotated[
+    str,
+    typer.Option(
+        "--batch-norm",
+        metavar="KIND",
+        help="Statistics of the whole batch (exact), or of each rank's own samples, as under DDP (local).",
+    ),
+]
 
 
 def plan(
@@ -65,6 +73,7 @@ def plan(
     search_s: SearchSeconds = None,
     exact_s: ExactSeconds = None,
     unmeasured: Unmeasured = None,
+    batch_norm: BatchNorm = "exact",
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     with_program: Annotated[bool, typer.Option("--program", help="Print the program too.")] = False,
     as_json: Json = False,
@@ -80,6 +89,7 @@ def plan(
         search_s=search_s,
         exact_s=exact_s,
         unmeasured=unmeasured or (),
+        batch_norm=batch_norm,
     )
     if out is not None:
         made.save(out)
@@ -104,6 +114,7 @@ def plan_job(
     search_s: float | None = None,
     exact_s: float | None = None,
     unmeasured: Collection[str] = (),
+    batch_norm: str = "exact",
 ) -> tuple[Any, Any, Plan]:
     """The job, its trace and its plan. What is cheap to refuse is refused first."""
     from ..api import load_profile, plan_traced
@@ -115,11 +126,12 @@ def plan_job(
     costs = load_profile(profile)
     with working("loading the job") as say:
         from ..job import load_job, needs_whole_parameters, optimizer_states
-        from ..trace import trace
+        from ..trace import check_batch_norm, trace
 
+        check_batch_norm(batch_norm)
         loaded = load_job(job, weights=weights)
         say("tracing the model")
-        traced = trace(loaded.model, loaded.batch)
+        traced = trace(loaded.model, loaded.batch, batch_norm=batch_norm)
         states = optimizer_states(loaded.optimizer)
         made = plan_traced(
             traced,
@@ -154,6 +166,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
             for m in plan.micro_batches
         ],
         "order": plan.order,
+        "batch_norm": plan.batch_norm,
         "ratios": {name: list(ratio) for name, ratio in plan.program.ratios},
         "candidates": [
             {"planner": c.planner, "feasible": c.feasible, "predicted_step_s": c.predicted_step_s}
@@ -181,6 +194,8 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         *([text] if (text := recomputation(plan.program)) else []),
         *([f"{len(stages_of(plan.program))} stages in {plan.order} order"] if plan.order else []),
     ]
+    if plan.batch_norm == "local":
+        lines.append("batch norm takes each rank's own samples: the numbers are not those of a single device")
     if plan.candidates:
         rows = [
             ("*" if c.planner == plan.planner else "", c.planner, seconds(c.predicted_step_s),

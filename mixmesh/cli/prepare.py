@@ -35,7 +35,7 @@ Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan agai
 
 
 def prepared_plan(
-    job: str, profile_s: float, planner: str, folder: Path | None, is_fresh: bool
+    job: str, profile_s: float, planner: str, folder: Path | None, is_fresh: bool, batch_norm: str = "exact"
 ) -> tuple[Plan, int]:
     """The plan for the devices of this launch, and this process's rank. Collective."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -53,7 +53,7 @@ def prepared_plan(
         prepared = prepare_job(
             load_job(job),
             world_size,
-            options=Options(profile_s=profile_s, planner=planner),
+            options=Options(profile_s=profile_s, planner=planner, batch_norm=batch_norm),
             cache=Cache(None if is_fresh else folder or default_folder()),
             device=Device(enter_device, leave_device),
             progress=say,

@@ -15,7 +15,7 @@ import typer
 from ..cluster import Cluster
 from ..errors import InputError
 from .output import Json, print_json
-from .plan import JobName
+from .plan import BatchNorm, JobName
 from .testbed import CLUSTER_VARIABLE
 
 
@@ -31,6 +31,7 @@ def profile(
     micro_batches: Annotated[
         bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")
     ] = False,
+    batch_norm: BatchNorm = "exact",
     as_json: Json = False,
 ) -> None:
     """Measure a job's operators on every device, and the links: under torchrun or inside the testbed."""
@@ -45,7 +46,7 @@ def profile(
     from ..trace import trace
 
     loaded = load_job(job)
-    graph = trace(loaded.model, loaded.batch).graph
+    graph = trace(loaded.model, loaded.batch, batch_norm=batch_norm).graph
     even = even_ratio(described.world_size)
     program = data_parallel(graph, CostModel(described), even) if micro_batches else None
     with telling(rank, "profiling") as say:

@@ -44,14 +44,21 @@ def run(
     planner: PlannerName = "auto",
     cache: CacheFolder = None,
     is_fresh: Fresh = False,
+    batch_norm: Annotated[
+        str | None,
+        typer.Option(
+            "--batch-norm", metavar="KIND", help="exact or local; refuses a plan of the other kind."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
     if plan is None:
-        loaded_plan, rank = prepared_plan(job, profile_s, planner, cache, is_fresh)
+        loaded_plan, rank = prepared_plan(job, profile_s, planner, cache, is_fresh, batch_norm or "exact")
     else:
         loaded_plan = Plan.load(plan)
+        check_kind(batch_norm, loaded_plan, plan)
         rank = check_launch(job, plan, loaded_plan)
     described = predicted = None
     if trace is not None:
@@ -116,6 +123,18 @@ def run(
             print("what was predicted of it needs the cluster: --cluster C.toml")
         else:
             print(comparison_table(compared))
+
+
+def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
+    """Raises InputError for a plan whose batch norm takes the statistics of others than was asked for."""
+    if batch_norm not in (None, plan.batch_norm):
+        raise InputError(
+            "the plan was made for another kind of batch norm",
+            expected=f"--batch-norm {plan.batch_norm}, as the plan has it",
+            got=f"--batch-norm {batch_norm}",
+            where=str(path),
+            hint=f"mixmesh plan JOB --cluster C.toml --batch-norm {batch_norm} --out {path}",
+        )
 
 
 def described_cluster(path: Path | None) -> Cluster | None:

@@ -13,7 +13,7 @@ from ..cluster import Cluster
 from ..errors import InputError
 from ..plan_file import Plan
 from .output import Json, print_json, working
-from .plan import JobName, PlannerName, ProfileFile, plan_job
+from .plan import BatchNorm, JobName, PlannerName, ProfileFile, plan_job
 
 
 def verify(
@@ -27,6 +27,7 @@ def verify(
     ] = None,
     planner: PlannerName = "auto",
     profile: ProfileFile = None,
+    batch_norm: BatchNorm = "exact",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Compare the losses of this many steps.")] = 1,
     as_json: Json = False,
 ) -> None:
@@ -34,7 +35,7 @@ def verify(
     if plan is None and cluster is None:
         raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
     if plan is None:
-        loaded, traced, made = plan_job(job, Cluster.load(cluster), planner, profile)
+        loaded, traced, made = plan_job(job, Cluster.load(cluster), planner, profile, batch_norm=batch_norm)
     else:
         made, traced = Plan.load(plan), None
         if cluster is not None:
@@ -71,6 +72,11 @@ def verify(
             print(f"  worst      {report.worst}")
         if report.differs_in:
             print(f"  differs in the {report.differs_in}")
+        if made.batch_norm == "local":
+            print(
+                "batch norm takes each rank's own samples: compared with one device that normalises these "
+                "apart, which differs from the whole batch"
+            )
         for op in report.unsupported_ops:
             print(f"warning: no sharding rule for {op}; it runs replicated")
         print("equal" if report.ok else "DIFFERENT")

@@ -3,6 +3,14 @@
 from .copies import Cell, cell_bytes, cells, piece
 from .graph import LEAVES, NOT_DIFFERENTIABLE, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
 from .levels import Levels, Parts, leaders
+from .local_norms import (
+    BATCH_NORMS,
+    LOCAL_NORM,
+    batch_norm_of,
+    local_norms,
+    lonely_norms,
+    own_samples,
+)
 from .ownership import owned_type, stage_of
 from .placement import (
     PARTIAL,
@@ -49,14 +57,15 @@ from .wgrad import (
 )
 
 __all__ = [
-    "DTYPE_BYTES", "LEAVES", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL", "REDISTRIBUTIONS", "REPLICATE",
+    "BATCH_NORMS", "DTYPE_BYTES", "LEAVES", "LOCAL_NORM", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL",
+    "REDISTRIBUTIONS", "REPLICATE",
     "Arg", "Beside", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial",
     "Parts", "Placement",
     "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType", "WGRADS",
-    "beside_points", "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "last_points",
+    "batch_norm_of", "beside_points", "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "last_points",
     "leaders",
-    "local_bytes", "local_kind", "local_shape",
-    "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "owned_type",
+    "local_bytes", "local_kind", "local_norms", "local_shape", "lonely_norms",
+    "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "own_samples", "owned_type",
     "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
     "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
     "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "weight_points",

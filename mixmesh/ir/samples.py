@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import PlanError
 from .graph import Ref
+from .local_norms import LOCAL_NORM
 from .placement import Partial, Replicate, Shard, shard_sizes
 from .printing import print_instruction
 from .program import Instruction, Program
@@ -115,6 +116,8 @@ def samples_of(program: Program) -> Samples:
     given: list[str] = []
     meets = False
     for i in program.instructions:
+        if i.op == LOCAL_NORM:
+            raise _refusal(program, i, "takes statistics of all samples of a rank at once")
         if i.attrs and i.attr("sfb", False):
             raise _refusal(program, i, "gathers the factors of all ranks' samples (sfb)")
         if i.is_redistribution:

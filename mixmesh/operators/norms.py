@@ -152,7 +152,31 @@ def running_statistics(
         return tuple(torch.lerp(old.double(), new, momentum).to(old.dtype) for old, new in pairs)
 
 
+def local_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's own batch norm in training over the samples that this process has, as in a model under
+    DistributedDataParallel: the result, and ``mean`` and ``var`` [C] moved towards these samples' (empty
+    where there are none). ``x`` is [N, C, ...] with two values of a channel at least."""
+    if _channels(x) and x.numel() // x.shape[1] < 2:
+        raise RuntimeError(f"batch norm wants more than one value of a channel, got data {list(x.shape)}")
+    moved = [None if t is None else t.detach().clone() for t in (mean, var)]
+    y = torch.batch_norm(x, weight, bias, *moved, True, momentum, eps, torch.backends.cudnn.enabled)
+    return y, *(x.new_empty(0) if t is None else t for t in moved)
+
+
 SCHEMAS = (
+    (
+        "local_batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, float momentum,"
+        " float eps) -> (Tensor, Tensor, Tensor)",
+        local_batch_norm,
+    ),
     ("moments(Tensor x) -> Tensor", moments),
     (
         "normalise(Tensor x, Tensor moments, Tensor? weight, Tensor? bias, int count, float eps) -> Tensor",

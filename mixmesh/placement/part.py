@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..ir import (
+    LOCAL_NORM,
     Graph,
     Instruction,
     Node,
@@ -92,6 +93,8 @@ class _Cutting:
             elif i.op == "update":
                 self.keep(i, (), i.args, i.kwargs)
             else:
+                if i.op == LOCAL_NORM:
+                    raise NotDivisible(f"local batch norm takes each rank's own samples  {i.location}")
                 if draws_once(i.op):
                     raise NotDivisible(f"{i.op} draws the same numbers on all devices  {i.location}")
                 self.operator(i)

@@ -23,6 +23,8 @@ from ..ir import (
     Program,
     Ratio,
     Shard,
+    batch_norm_of,
+    lonely_norms,
     make_ratio,
     owned_type,
     regions,
@@ -30,6 +32,7 @@ from ..ir import (
     wgrad_of,
 )
 from ..ir.dtypes import dtype_conflicts, half_dtypes
+from ..ir.local_norms import LOCAL
 from ..optimizer_states import OptimizerStates
 from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
@@ -182,6 +185,11 @@ class Task:
         return program.changed(levels=levels, direct_bytes=most)
 
     @cached_property
+    def has_local_norms(self) -> bool:
+        """Whether batch norm takes each rank's own statistics."""
+        return batch_norm_of(self.graph) == LOCAL
+
+    @cached_property
     def batch(self) -> int:
         """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
@@ -309,6 +317,7 @@ class Task:
             timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
         fits = all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
         fits = fits and self.agrees(program) and not self.cuts_what_is_whole(program)
+        fits = fits and not (self.has_local_norms and any(lonely_norms(program)))
         proposal = Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
         if fits:
             self.best_s = min(self.best_s, timeline.step_s)

@@ -32,6 +32,7 @@ def prepare(
     cache: str | Path | None = None,
     timeout_s: float = 300.0,
     seed: int = 0,
+    batch_norm: str = "exact",
 ) -> tuple[nn.Module, torch.optim.Optimizer, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
@@ -40,7 +41,7 @@ def prepare(
     or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
     ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
     about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
-    start. Without torchrun the model, with its loss, and the other two come back as they are.
+    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). Without torchrun the model, with its loss, and the other two come back as they are.
 
     Raises InputError for a batch of another size than the first, TraceError for a model that cannot be
     exported, Infeasible if nothing fits in memory.
@@ -54,7 +55,7 @@ def prepare(
         prepared = prepare_job(
             job,
             int(os.environ["WORLD_SIZE"]),
-            options=Options(profile_s=profile_s, planner=planner, timeout_s=timeout_s),
+            options=Options(profile_s=profile_s, planner=planner, timeout_s=timeout_s, batch_norm=batch_norm),
             cache=Cache(Path(cache) if cache is not None else default_folder()),
         )
         if os.environ["RANK"] == "0":

@@ -36,6 +36,7 @@ class Options:
     planner: str = "auto"
     search_s: float | None = None
     timeout_s: float = 300.0
+    batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,9 @@ def prepare_job(
             progress=progress,
         ),
     )
-    traced = phases.new("tracing", lambda: from_first_rank(lambda: trace(job.model, job.batch)))
+    traced = phases.new(
+        "tracing", lambda: from_first_rank(lambda: trace(job.model, job.batch, batch_norm=options.batch_norm))
+    )
     optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None

@@ -185,6 +185,7 @@ RULES: dict[str, Rule] = {
     "aten.native_batch_norm": Rule(n.batch_norm(training=5)),
     "aten._native_batch_norm_legit_functional": Rule(n.batch_norm(training=5)),
     "aten._native_batch_norm_legit_no_training": Rule(n.batch_norm(training=None)),
+    "mixmesh.local_batch_norm": Rule(n.local_batch_norm, own=(1, 2)),
     "mixmesh.moments": Rule(n.moments),
     "mixmesh.normalise": Rule(n.normalise),
     "mixmesh.running_statistics": Rule("s! c, c, c -> c, c"),

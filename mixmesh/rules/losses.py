@@ -66,6 +66,13 @@ def _of_channels(call: Call) -> str:
     return " ".join(["n", "c", *(f"h{i}" for i in range(s.rank_of(call) - 2))])
 
 
+def local_batch_norm(call: Call) -> str:
+    """local_batch_norm(x, weight, bias, mean, var, ...): each rank normalises its samples by themselves."""
+    rest = " ".join(f"h{i}!" for i in range(s.rank_of(call) - 2))
+    kept = "c" if call.outputs[1].shape != (0,) else "z!"
+    return f"n c {rest}{', c' * (len(call.inputs) - 1)} -> n c {rest}, {kept}, {kept}"
+
+
 def moments(call: Call) -> str:
     """moments(x): sums of x and of x^2 over all dims but the channels."""
     return f"{_of_channels(call)} -> s! c"

@@ -50,13 +50,15 @@ class Rule:
     ``"first"`` (only the first input), or groups of input positions; a function of the call where
     arguments decide. ``flops`` names the factors whose product is the number of multiply-adds, several
     products joined by ``+``; empty for an operator bound by memory. ``local`` rewrites arguments that
-    bake in global sizes.
+    bake in global sizes. ``own`` are results, by position, that each rank makes of what it has and that are
+    not summed: by definition of the operator they differ from rank to rank though held as R.
     """
 
     pattern: str | Callable[[Call], str | tuple[str, dict[str, int]]]
     linear: Linear | Callable[[Call], Linear] = ()
     flops: str | Callable[[Call], str] = ""
     local: Callable[[LocalCall], tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]] | None = None
+    own: tuple[int, ...] = ()
 
     def bound(self, call: Call) -> Bound:
         text, sizes = self.text(call)
@@ -153,7 +155,7 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
     except PatternMismatch:
         return tuple(out)  # shapes that the row does not cover run replicated
     for factor in bound.shardable():
-        made = shard_strategy(bound, factor)
+        made = shard_strategy(bound, factor, rule.own)
         if made is not None and sums_are_floating(made, call):
             out.append(made)
     # a result that is not a number (dropout's mask) does not depend on the partial input
@@ -175,8 +177,11 @@ def is_sum(call: Call, group: tuple[int, ...]) -> bool:
     return not (rounds and any(t.is_floating for t in call.inputs))
 
 
-def shard_strategy(bound: Bound, factor: str) -> Strategy | None:
-    outputs = tuple(_place(dims, factor) or PARTIAL for dims in bound.outputs)
+def shard_strategy(bound: Bound, factor: str, own: tuple[int, ...] = ()) -> Strategy | None:
+    """The strategy that shards ``factor``; None if none does. Results of ``own`` stay on their ranks."""
+    outputs = tuple(
+        _place(dims, factor) or (REPLICATE if n in own else PARTIAL) for n, dims in enumerate(bound.outputs)
+    )
     partial = any(isinstance(p, Partial) for p in outputs)
     if partial and any(isinstance(p, Shard) for p in outputs):
         return None  # one output whole-sum, another sharded: no operator here needs it

@@ -320,6 +320,10 @@ SAMPLES: dict[str, tuple[Sample, ...]] = {
         call(F(5, 4, 3, 2), *_BATCH_STATISTICS, True, 0.1, 1e-5),
     ),
     "aten._native_batch_norm_legit_no_training": (call(F(5, 4, 3), *_BATCH_STATISTICS, 0.1, 1e-5),),
+    "mixmesh.local_batch_norm": (
+        call(F(5, 4, 3), F(4), F(4), no_grad(F(4)), no_grad(P(4)), 0.1, 1e-5),
+        call(F(7, 4), None, None, None, None, 0.1, 1e-5),
+    ),
     "mixmesh.moments": (call(F(5, 4, 3)), call(F(7, 4)), call(F(3, 4, 5, 2))),
     "mixmesh.normalise": (
         call(F(5, 4, 3), P(2, 4), F(4), F(4), 15, 1e-5),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..ir import REPLICATE, Instruction, Program, Shard, owned_type
+from ..ir import REPLICATE, Instruction, Program, Shard, batch_norm_of, owned_type
+from ..ir.local_norms import LOCAL
 from ..trace.dtypes import DTYPE_NAME
 from .collectives import broadcast, flat_bytes
 from .comm import Comm
@@ -29,6 +30,7 @@ class Stored:
     dtype: torch.dtype
     held: Layout
     copies: tuple[Layout, ...] = ()  # of which ``held`` is one, of a tensor that has several
+    counting: int | None = None  # the rank whose tensor counts, where each has its own
 
     def at(self, rank: int) -> Stored:
         """With the copy that ``rank`` holds."""
@@ -70,6 +72,9 @@ class Stored:
     def whole(self, mine: Tensor, comm: Comm) -> Tensor:
         """The whole tensor, on all ranks. Collective."""
         held = self.counted
+        if self.counting is not None:
+            channel = comm.channel(comm.everyone, f"collecting {self.name}")
+            return broadcast(channel, mine.detach().clone(), src=self.counting)
         if not isinstance(held.placement, Shard) and len(held.ranks) == comm.world_size:
             return mine.detach()
         what = f"collecting {self.name}"
@@ -109,10 +114,28 @@ def stored_tensors(program: Program, model: nn.Module) -> dict[str, Stored]:
         for name, every in program.copies.items()
     }
     everywhere = Layout(REPLICATE, tuple(range(program.world_size)))
+    counting = {id(buffers[name]): rank for name, rank in counting_ranks(program).items()}
     return {
-        name: Stored(name, tuple(t.shape), t.dtype, by_tensor.get(id(t), everywhere), copies.get(id(t), ()))
+        name: Stored(
+            name,
+            tuple(t.shape),
+            t.dtype,
+            by_tensor.get(id(t), everywhere),
+            copies.get(id(t), ()),
+            counting.get(id(t)),
+        )
         for name, t in {**params, **buffers}.items()
     }
+
+
+def counting_ranks(program: Program) -> dict[str, int]:
+    """By name, the rank whose value of an updated buffer counts where batch norm is local: each rank has its
+    own running statistics, and the first that holds samples keeps those of the model, as
+    DistributedDataParallel keeps rank 0's."""
+    if batch_norm_of(program) != LOCAL:
+        return {}
+    updates = [i for i in program.instructions if i.op == "update"]
+    return {i.args[0]: program.participants(program.types[i.inputs[0]])[0] for i in updates}
 
 
 def check_model(program: Program, params: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import TraceError
-from ..ir import Graph
+from ..errors import InputError, TraceError
+from ..ir import BATCH_NORMS, Graph
+from ..ir.local_norms import EXACT, LOCAL
 from ..rules import RULES
 from .attention import ATTENTION_RULES
 from .build import Builder, Rule, rewrite
@@ -45,7 +46,7 @@ from .simplify import (
 
 __all__ = [
     "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "Rule", "Traced",
-    "bound", "normalise", "on_meta", "overload", "rewrite", "trace",
+    "bound", "check_batch_norm", "normalise", "on_meta", "overload", "rewrite", "trace",
 ]  # fmt: skip
 
 
@@ -63,7 +64,7 @@ class Traced:
 
 # operators that have a rule, or are written out by a pass
 KNOWN = frozenset().union(
-    RULES, ATTENTION_RULES, DRAW_RULES, LOOKUP_RULES, LOSS_RULES, NORM_RULES, RECURRENT_RULES, ALIASES,
+    RULES, ATTENTION_RULES, DRAW_RULES, LOOKUP_RULES, LOSS_RULES, NORM_RULES[EXACT], RECURRENT_RULES, ALIASES,
     IDENTITY_RULES, RESHAPES, ("aten.broadcast_tensors", "aten.expand_copy"),
 )  # fmt: skip
 
@@ -85,7 +86,12 @@ def plain_lookups(graph: Graph) -> Graph:
 
 
 def exact_batch_norms(graph: Graph) -> Graph:
-    return rewrite(graph, NORM_RULES)
+    return rewrite(graph, NORM_RULES[EXACT])
+
+
+def local_batch_norms(graph: Graph) -> Graph:
+    """The graph whose batch norms take each rank's own statistics."""
+    return rewrite(graph, NORM_RULES[LOCAL])
 
 
 Pass = Callable[[Graph], Graph]
@@ -116,20 +122,37 @@ def trace(
     batch: Mapping[str, Any] | tuple | list,
     name: str | None = None,
     passes: Sequence[Pass] = PASSES,
+    *,
+    batch_norm: str = EXACT,
 ) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
     Shapes are the batch's, which is one whole global batch. The model is traced in its current mode,
     training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` make the
-    graph of what was exported, for a bench that leaves one out. Raises TraceError if PyTorch cannot export
-    the model, or if it does not return a loss.
+    graph of what was exported, for a bench that leaves one out. ``batch_norm`` says whose statistics batch
+    norm takes in training: those of the whole batch ("exact") or of each rank's own samples ("local").
+    Raises TraceError if PyTorch cannot export the model, or if it does not return a loss, InputError for
+    another kind of batch norm.
     """
+    check_batch_norm(batch_norm)
     captured = capture(model, batch, KNOWN)
     graph = convert(captured, model, name or graph_name(model))
     for step in passes:
+        step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
     check_trainable(graph)
     return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)), captured.arguments)
+
+
+def check_batch_norm(kind: str) -> None:
+    """Raises InputError for what is no kind of batch norm."""
+    if kind not in BATCH_NORMS:
+        raise InputError(
+            f"there is no batch norm {kind!r}",
+            expected=" or ".join(BATCH_NORMS),
+            got=kind,
+            hint=f"--batch-norm {EXACT}",
+        )
 
 
 def check_trainable(graph: Graph) -> None:

@@ -3,20 +3,22 @@
 Every step is computed in float64, where rounding cannot hide a wrong term: the user's own module, whatever
 dtypes it names (``wide``), with random numbers that both sides draw alike (``draws``), and the plan. The step
 of the job's optimizer is then made as every rank will make it, and held against one device's. float32 is
-looked at besides, as information: a model may amplify rounding without bound.
+looked at besides, as information: a model may amplify rounding without bound. With local batch norm the
+module normalises each rank's samples by themselves (``own_statistics``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..check import check_plan, check_program
-from ..ir import Program
+from ..ir import Program, batch_norm_of
 from ..ir.samples import draws_numbers
 from ..plan_file import MicroBatch, Plan
 from ..runtime.calls import as_planned
@@ -25,6 +27,7 @@ from ..trace import Traced, trace
 from ..trace.capture import Batch
 from .compare import Difference, Outcome, compare, larger
 from .module import Reference
+from .own_statistics import Sizes, cut_norms, norms_of_pieces, sizes_of_norms
 from .programs import in_float64, run_program, single_device, unsupported_ops
 from .steps import OptimizerOf, Optimizers
 from .wide import WIDE_DTYPE, default_dtype
@@ -48,7 +51,8 @@ class VerifyReport:
     first step in the model's own precision, and ``max_rounding_error`` is one device's own there: its
     gradients as computed against float64. ``differs_in`` says which side of a difference is at fault:
     "trace" if the graph itself is not the module, "plan" if the program is not the graph, "optimizer" if
-    only the updates differ. ``unsupported_ops`` have no rule and run replicated, each with its place in the
+    only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's samples by
+    themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops`` have no rule and run replicated, each with its place in the
     user's file.
     """
 
@@ -64,6 +68,7 @@ class VerifyReport:
     worst: str
     differs_in: str
     steps: int
+    batch_norm: str = "exact"
 
 
 def verify(
@@ -90,7 +95,7 @@ def verify(
     batch = as_planned(model, batch, program)
     if traced is None:
         say("tracing the model")
-        traced = trace(model, batch)
+        traced = trace(model, batch, batch_norm=batch_norm_of(program))
     say("checking the program")
     check_program(program, where)
     if isinstance(plan, Plan):
@@ -116,6 +121,7 @@ def verify(
         worst=worst,
         differs_in=exact.differs_in,
         steps=steps,
+        batch_norm=batch_norm_of(program),
     )
 
 
@@ -138,6 +144,11 @@ class _Runs:
     micro_batches: tuple[MicroBatch, ...] | None
     traced: Traced
 
+    @cached_property
+    def own_samples(self) -> list[Sizes]:
+        """By local batch norm, the samples that each rank normalises by themselves."""
+        return sizes_of_norms(self.traced.graph, self.program)
+
     def exact(self, steps: int, make: OptimizerOf) -> tuple[_Exact, Outcome]:
         """In float64, with what the module gave in the first step."""
         params, buffers = _widened(self.params), _widened(self.buffers)
@@ -146,13 +157,15 @@ class _Runs:
         program, inputs = in_float64(self.program), _widened(self.inputs)
         differences, updates, differs_in, first = [], [], "", None
         for _ in range(steps):
-            want = reference.run(params, buffers)
+            with norms_of_pieces(self.own_samples):
+                want = reference.run(params, buffers)
             first = first or want
             with default_dtype(torch.float64):
                 got = run_program(program, self.micro_batches, params, buffers, inputs)
                 differences.append(compare(got, want))
                 if not differences[-1].within(TOLERANCE_F64) and not differs_in:
-                    graph = in_float64(single_device(self.traced.graph))
+                    whole = cut_norms(self.traced.graph, self.own_samples)
+                    graph = in_float64(single_device(whole))
                     alone = run_program(graph, None, params, buffers, inputs)
                     differs_in = "plan" if compare(alone, want).within(TOLERANCE_F64) else "trace"
             updates.append(Difference(0.0, optimizers.step(want.gradients, got.gradients)))
@@ -166,7 +179,8 @@ class _Runs:
     def own(self, exact: Outcome) -> tuple[Difference, Difference]:
         """The plan against the module in the model's own precision, and the module against ``exact``: nothing
         is said where numbers are drawn, as they are others in another dtype."""
-        want = Reference(self.model, self.batch, wide=False).run(self.params, self.buffers)
+        with norms_of_pieces(self.own_samples):
+            want = Reference(self.model, self.batch, wide=False).run(self.params, self.buffers)
         got = run_program(self.program, self.micro_batches, self.params, self.buffers, self.inputs)
         if any(draws_numbers(node.op) for node in self.traced.graph.nodes):
             return compare(got, want), Difference(0.0, {})

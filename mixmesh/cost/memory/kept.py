@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
     **_rows("where.self masked_fill.Scalar masked_fill.Tensor", Row("condition", strided=True)),
     **_rows("embedding gather index.Tensor index_select", Row("rest")),
     **_rows("layer_norm native_layer_norm rms_norm group_norm native_group_norm", Row("inputs")),
+    "mixmesh.local_batch_norm": Row("inputs"),
     "mixmesh.moments": Row("first"),
     "mixmesh.normalise": Row("inputs"),
     "mixmesh.running_statistics": Row(""),
