@@ -41,7 +41,8 @@ def prepare(
     or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
     ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
     about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
-    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). Without torchrun the model, with its loss, and the other two come back as they are.
+    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). Without torchrun the model,
+    with its loss, and the other two come back as they are.
 
     Raises InputError for a batch of another size than the first, TraceError for a model that cannot be
     exported, Infeasible if nothing fits in memory.
