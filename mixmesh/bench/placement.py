@@ -16,8 +16,10 @@ from dataclasses import asdict, dataclass
 
 from ..cost import CostModel
 from ..errors import InputError
+from ..ir import BATCH_NORMS, Graph
 from ..optimizer_states import ADAM
 from ..planner.finished import arranged
+from ..planner.hap import DDP_TUNED
 from ..planner.make import PROPOSERS
 from ..planner.placed import judged
 from ..planner.spaces import space_of
@@ -26,15 +28,18 @@ from ..planner.task import Proposal, Task
 from ..policies.seeds import data_parallel
 from ..trace import trace
 from ..workloads import make
+from .bars import fastest_s, least, machine_alone_s
 from .placement_calls import better_after, level_after, level_of, median, race
 from .placement_cases import CASES, Case
-from .placement_methods import METHODS, MOST_S, Budget
+from .placement_methods import LOCAL_METHODS, METHODS, MOST_S, Budget
+from .revision import revision
 
 CALLS = 1000  # strategies that each search may ask for
 SEEDS = 5  # of a tree search's chance
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
 BASELINES = (*DATA_PARALLEL, "single")
 SEARCHES = ("uniform", "tag", "heterog", "local")
+EXACT_DDP, LOCAL_DDP, TUNED_DDP, BY_HAND = "exact DDP", "local DDP", "tuned DDP", "best by hand"
 CLAIM = 1.30  # HeteroG over the best of its data parallel baselines, geometric mean
 
 
@@ -61,6 +66,9 @@ class Row:
     level_calls: tuple[int | None, ...]
     cpu_s: float
     bound_s: float | None = None  # that no plan is faster than
+    local_s: float | None = None  # the better data parallelism whose batch norm is each rank's own
+    tuned_s: float | None = None  # data parallelism done well (``ddp-tuned``), finished as plans are
+    alone_s: float | None = None  # the best data parallelism on one machine alone
 
     @property
     def most(self) -> float | None:
@@ -79,6 +87,13 @@ class Row:
     def speedup(self) -> float | None:
         """Over the better of the data parallel ones."""
         return self.data_parallel_s / self.step_s if self.data_parallel_s and self.step_s else None
+
+    @property
+    def over(self) -> dict[str, float | None]:
+        """The speed-up over each of the baselines that the claim is stated over."""
+        bars = {EXACT_DDP: self.data_parallel_s, LOCAL_DDP: self.local_s, TUNED_DDP: self.tuned_s}
+        bars[BY_HAND] = least(self.data_parallel_s, self.local_s, self.baseline_s, self.alone_s)
+        return {name: bar / self.step_s if bar and self.step_s else None for name, bar in bars.items()}
 
     @property
     def name(self) -> str:
@@ -121,24 +136,32 @@ def run(
     calls: int = CALLS,
     methods: Sequence[str] = (),
     seeds: int = SEEDS,
+    unmeasured: Sequence[str] = (),
 ) -> Iterator[Row]:
     """A row per case and method, all of them without names; tree searches with so many seeds."""
-    graphs: dict[tuple[str, int], object] = {}
+    graphs: dict[tuple[str, int], tuple[Graph, Graph]] = {}  # with batch norm of all samples, of each rank's
     for case in chosen:
         key = (case.workload, case.global_batch)
         if key not in graphs:
             progress(f"{case.name}: tracing")
             job = make(f"{case.workload}:{case.global_batch}")
-            graphs[key] = trace(job.model, job.batch).graph
-        costs = CostModel(case.devices())
-        task = Task(graphs[key], costs, ADAM, lambda _: None, MOST_S)
-        yield from run_case(case, task, Budget(calls, seeds), progress, methods_of(methods))
+            graphs[key] = tuple(trace(job.model, job.batch, batch_norm=kind).graph for kind in BATCH_NORMS)
+        costs = CostModel(case.devices(), unmeasured=unmeasured)
+        tasks = [Task(graph, costs, ADAM, lambda _: None, MOST_S) for graph in graphs[key]]
+        yield from run_case(case, *tasks, Budget(calls, seeds), progress, methods_of(methods))
 
 
 def run_case(
-    case: Case, task: Task, budget: Budget, progress: Progress, methods: Sequence[str]
+    case: Case, task: Task, local_task: Task, budget: Budget, progress: Progress, methods: Sequence[str]
 ) -> Iterator[Row]:
+    """Rows of one case; ``local_task`` is the same with batch norm of each rank's own samples."""
     progress(f"{case.name}: baselines")
+    local_s = fastest_s(local_task, DATA_PARALLEL)
+    costs = task.costs
+    alone_s = machine_alone_s(task.graph, costs.cluster, ADAM, tuple(costs.unmeasured))
+    # a task of its own, so that no search profits from what this one found
+    tuned = Task(task.graph, costs, ADAM, lambda _: None, MOST_S)
+    tuned_s = _finished_s(tuned, list(PROPOSERS[DDP_TUNED](tuned)))
     steps = {name: _fastest(PROPOSERS[name](task)) for name in BASELINES}
     best_dp = min((s for n, s in steps.items() if n in DATA_PARALLEL and s), default=None)
     baseline = min((s for s in steps.values() if s), default=None)
@@ -147,8 +170,9 @@ def run_case(
     for method in methods:
         progress(f"{case.name}: {method}")
         started = time.process_time()
-        found = METHODS[method](task, budget)
-        step_s = _finished_s(task, found.proposals)
+        asked = local_task if method in LOCAL_METHODS else task
+        found = METHODS[method](asked, budget)
+        step_s = _finished_s(asked, found.proposals)
         if method == "uniform":
             level = level_of(found.traces, found.base_s)
         yield Row(
@@ -166,7 +190,10 @@ def run_case(
             better_calls=better_after(found.traces, found.base_s),
             level_calls=level_after(found.traces, level),
             cpu_s=time.process_time() - started,
-            bound_s=task.bound_s,
+            bound_s=asked.bound_s,
+            local_s=local_s,
+            tuned_s=tuned_s,
+            alone_s=alone_s,
         )
 
 
@@ -185,8 +212,9 @@ def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
-    made = arranged(task, best_synced(task, fitting, quick=False), quick=False)
-    return min(made.timeline.step_s, *(p.timeline.step_s for p in fitting))
+    summed = best_synced(task, fitting, quick=False).values()
+    made = [arranged(task, proposal, quick=False) for proposal in summed]
+    return min(p.timeline.step_s for p in (*made, *fitting))
 
 
 def _fastest(proposals: Iterator[Proposal] | Sequence[Proposal]) -> float | None:
@@ -220,6 +248,7 @@ def summary(rows: Sequence[Row]) -> dict:
             for links, found in by_links.items()
         },
         "claim": CLAIM,
+        "heterog_speedup_over": _means_over(own),
         "pipelines": {
             name: asdict(found)
             for name in SEARCHES
@@ -235,14 +264,30 @@ def summary(rows: Sequence[Row]) -> dict:
     }
 
 
+def _means_over(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]:
+    """Geometric means of speed-ups by method and links, on each cluster and on all, over each baseline."""
+    found: dict[str, dict[str, dict[str, float | None]]] = {}
+    for row in rows:
+        found.setdefault(f"{row.method}, links {row.links}", {})
+    for key in found:
+        mine = [r for r in rows if f"{r.method}, links {r.links}" == key]
+        clusters = dict.fromkeys(r.cluster for r in mine)
+        groups = {c: [r for r in mine if r.cluster == c] for c in clusters} | {"all": mine}
+        for where, members in groups.items():
+            names = members[0].over
+            found[key][where] = {n: geometric_mean([r.over[n] for r in members if r.over[n]]) for n in names}
+    return found
+
+
 def _means(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, float | None]:
     """Geometric means of the speed-ups over data parallelism, of all that could be gained and by method."""
+    exact = [r for r in rows if r.method not in LOCAL_METHODS]
     return {
         "most possible": geometric_mean(
-            [*{(r.workload, r.cluster): r.most for r in rows if r.most}.values()]
+            [*{(r.workload, r.cluster): r.most for r in exact if r.most}.values()]
         ),
-        "best placement or pipeline": geometric_mean(_best([r for r in rows if r.method != "hap"])),
-        "best placement": geometric_mean(_best([r for r in rows if r.method not in ("hap", "pipeline")])),
+        "best placement or pipeline": geometric_mean(_best([r for r in exact if r.method != "hap"])),
+        "best placement": geometric_mean(_best([r for r in exact if r.method not in ("hap", "pipeline")])),
         **{name: geometric_mean([r.speedup for r in rows if r.method == name]) for name in methods},
     }
 
@@ -288,6 +333,7 @@ def report(rows: Sequence[Row], command: str) -> dict:
     return {
         "bench": "placement",
         "command": command,
+        "revision": revision(),
         "rows": [{**asdict(r), **_derived(r)} for r in rows],
         **summary(rows),
     }
@@ -295,4 +341,4 @@ def report(rows: Sequence[Row], command: str) -> dict:
 
 def _derived(row: Row) -> dict:
     names = ("speedup", "most", "over_baseline", "over_weakest", "better_after", "level_after")
-    return {name: getattr(row, name) for name in names}
+    return {**{name: getattr(row, name) for name in names}, "over": row.over}

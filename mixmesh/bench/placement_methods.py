@@ -93,8 +93,10 @@ METHODS: dict[str, Callable[[Task, Budget], Found]] = {
     "heterog": heterog,
     "local": local,
     "hap": synthesis,
+    "hap-local": synthesis,
     "pipeline": pipeline,
 }
+LOCAL_METHODS = ("hap-local",)  # asked of the model whose batch norm takes each rank's own statistics
 
 
 class _Search:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...bench.revision import revision
 from ...errors import InputError
 from ..output import Json, print_json, table
 from .common import Out, app, command_line, progress_bar, write_rows
@@ -45,7 +46,8 @@ def papers(
 
 def shown(rows: list[Row]) -> str:
     header = ("model", "gpus", "links", "DP-EV", "paper", "ratio", "DP-CP", "paper", "ratio",
-              "ours", "HAP", "ratio", "speed-up", "HAP's", "bound", "most", "by", "plan")  # fmt: skip
+              "single", "machine", "tuned", "ours", "HAP", "ratio", "over DP", "HAP's", "over best", "of",
+              "over tuned", "bound", "most", "by", "plan")  # fmt: skip
     lines = [
         table(
             header,
@@ -55,16 +57,22 @@ def shown(rows: list[Row]) -> str:
                     _s(r.ddp_even_s), _s(r.published_ddp_even_s), _mark(r, "ddp-even", r.ddp_even_ratio),
                     _s(r.ddp_proportional_s), _s(r.published_ddp_proportional_s),
                     _mark(r, "ddp-proportional", r.ddp_proportional_ratio),
+                    _s(r.single_s), _s(r.machine_alone_s), _s(r.ddp_tuned_s),
                     _s(r.best_s), _s(r.published_hap_s), _s(r.best_ratio),
-                    _s(r.speedup), _s(r.published_speedup), _s(r.bound_s), _s(r.most),
+                    _s(r.over_data_parallel), _s(r.published_speedup), _s(r.speedup), r.baseline or "-",
+                    _s(r.over_tuned), _s(r.bound_s), _s(r.most),
                     r.best_planner or "-", f"{r.planning_s:.1f} s",
                 )
                 for r in rows
             ],
         ),
         "",
-        "Seconds per iteration, simulated from datasheets; speed-up over the better of DP-EV and DP-CP.",
-        "bound: no plan is faster, as all devices compute all the time; most: the speed-up of such a one.",
+        f"Seconds per iteration, simulated from datasheets, revision {revision()}.",
+        "single: the fastest device alone; machine: the best data parallelism on one machine alone; tuned:",
+        "data parallelism with our sums, shares and devices, without a search.",
+        "over DP: over the better of DP-EV and DP-CP, as HAP's figure; over best: over the fastest of these",
+        "two, FSDP, single and machine.",
+        "bound: no plan is faster, as all devices compute all the time; most: what that is over the best.",
         "links wire: collectives at the published 10.4 Gbit/s; measured: at what its authors measured.",
     ]  # fmt: skip
     for links in sorted({r.links for r in rows}, reverse=True):

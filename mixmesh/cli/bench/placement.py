@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...bench.revision import revision
 from ..output import Json, print_json, table
+from ..plan import Unmeasured
 from .common import Only, Out, app, command_line, progress_bar, write_rows
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ def placement(
     ] = None,
     calls: Annotated[int, typer.Option("--calls", min=1, help="Strategies that each search tries.")] = 1000,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="Of the chance of a tree search.")] = 5,
+    unmeasured: Unmeasured = None,
     out: Out = Path("out/bench/placement.json"),
     as_json: Json = False,
 ) -> None:
@@ -36,7 +39,7 @@ def placement(
     chosen = cases(only or (), quick)
     rows: list[Row] = []
     with progress_bar(len(chosen) * len(methods)) as (say, advance):
-        for row in run(chosen, say, calls, methods, seeds):
+        for row in run(chosen, say, calls, methods, seeds, unmeasured or ()):
             rows.append(row)
             advance()
             write_rows(report(rows, command_line()), out)
@@ -52,19 +55,24 @@ def placement(
 def shown(rows: list[Row]) -> str:
     header = (
         "model", "batch", "cluster", "links", "best DP", "baseline", "bound", "most", "by", "step",
-        "over DP", "over baseline", "over weakest", "better after", "as uniform after", "cpu",
+        "over DP", "over local", "over tuned", "over best by hand", "over weakest", "better after",
+        "as uniform after", "cpu",
     )  # fmt: skip
     lines = [
         (
             r.workload, str(r.global_batch), r.cluster, r.links, _s(r.data_parallel_s, 4),
             _s(r.baseline_s, 4), _s(r.bound_s, 4), _s(r.most), r.method, _s(r.step_s, 4),
-            _s(r.speedup), _s(r.over_baseline), _s(r.over_weakest), _n(r.better_after),
+            *(_s(value) for value in r.over.values()), _s(r.over_weakest), _n(r.better_after),
             _n(r.level_after), f"{r.cpu_s:.1f} s",
         )
         for r in rows
     ]  # fmt: skip
     return table(header, lines) + (
-        "\n\nSeconds per step, simulated; - in memory: does not fit; bound: no plan is faster; most: its"
+        f"\n\nSeconds per step, simulated, revision {revision()}; - in memory: does not fit."
+        "\nover DP: over exact data parallelism; over local: over that whose batch norm is each rank's own;"
+        "\nover tuned: over data parallelism with our sums, shares and devices, without a search; over best"
+        "\nby hand: over the fastest of exact, local, one device and one machine alone."
+        "\nbound: no plan is faster; most: its"
         "\nspeed-up over DP. The weakest: the slowest of even and proportional data parallelism by AllReduce"
         "\nor parameter servers. Calls of the estimate, the median over seeds, until it was 1 % faster than"
         "\nall that the search begins with, and until it was as good as what the uniform search ends with."
@@ -79,6 +87,11 @@ def summed_up(made: dict) -> str:
         return f"{where}: " + ", ".join(f"{name} {mean(value)}" for name, value in means.items())
 
     lines = []
+    for over in list(made["heterog_speedup_over"].values())[:1]:
+        lines.append(f"over {', '.join(over['all'])}:")
+    for name, groups in made["heterog_speedup_over"].items():
+        each = (f"{where} {', '.join(map(mean, over.values()))}" for where, over in groups.items())
+        lines.append(f"  {name}: " + "; ".join(each))
     for links, means in made["heterog_speedup"].items():
         lines.append(listed(f"links {links}", means))
         by_cluster = made["heterog_speedup_by_cluster"][links]
