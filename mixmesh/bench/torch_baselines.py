@@ -33,17 +33,22 @@ class Baseline:
     name: str
     setting: str
     proportional: bool
-    wrap: Callable[[nn.Module], nn.Module]
+    wrap: Callable[[nn.Module, Group], nn.Module]
 
     def __str__(self) -> str:
         return f"{self.name}, {self.setting}"
 
 
-def ddp(bucket_mb: int, model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+Group = dist.ProcessGroup | None  # None: all ranks
 
 
-def fsdp(reshard: bool, model: nn.Module) -> nn.Module:
+def ddp(bucket_mb: int, model: nn.Module, group: Group = None) -> nn.Module:
+    return DistributedDataParallel(
+        model, process_group=group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+    )
+
+
+def fsdp(reshard: bool, model: nn.Module, _: Group = None) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks(model):
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
@@ -66,18 +71,25 @@ BASELINES = tuple(
     Baseline("fsdp-even", setting, False, partial(fsdp, reshard))
     for setting, reshard in (("gathered twice", True), ("gathered once", False))
 )
+# DDP on one machine alone, in proportion to the speeds of its devices
+ON_ONE_MACHINE = tuple(
+    Baseline("machine", f"buckets of {size} MB", True, partial(ddp, size)) for size in (4, 25)
+)
 
 
-def parallel_step(job: Job, wrap: Callable[[nn.Module], nn.Module], counts: Sequence[int]) -> Step:
-    """Steps on ``counts`` samples per rank. Collective.
+def parallel_step(job: Job, wrap: Callable[[nn.Module, Group], nn.Module], counts: Sequence[int]) -> Step:
+    """Steps on ``counts`` samples per rank; ranks that have none take no part. Collective.
 
     Both DDP and FSDP average gradients over ranks; the loss of a rank is scaled by its share of the batch
     times the number of ranks, so that the average is the gradient of the whole batch.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+    rank, ranks = dist.get_rank(), [r for r, count in enumerate(counts) if count]
+    group = None if len(ranks) == dist.get_world_size() else dist.new_group(ranks)
+    if rank not in ranks:
+        return lambda: lambda: total(0.0)
     share = counts[rank] / sum(counts)
     first = sum(counts[:rank])
-    model = wrap(job.model)
+    model = wrap(job.model, group)
     optimizer = job.optimizer(model.parameters())
     fuse(optimizer)  # as in our plans
     batches = endless(job.data, job.batch)
@@ -85,7 +97,7 @@ def parallel_step(job: Job, wrap: Callable[[nn.Module], nn.Module], counts: Sequ
     def step() -> Loss:
         batch = cut(next(batches), first, counts[rank])
         loss = model(**batch)
-        (loss * (share * world_size)).backward()
+        (loss * (share * len(ranks))).backward()
         optimizer.step()
         optimizer.zero_grad()
         return lambda: total(loss.item() * share)
@@ -109,6 +121,18 @@ def single_step(job: Job, rank: int) -> Step:
         return lambda: total(loss.item())
 
     return step
+
+
+def counts_on_one_machine(
+    machines: Sequence[Sequence[int]], speeds: Sequence[float], batch: int
+) -> tuple[int, ...] | None:
+    """Samples per rank where the ``machines`` (ranks of each) but the fastest have none; None if that one has
+    a single device, which is a baseline of its own."""
+    fastest = max(machines, key=lambda ranks: sum(speeds[r] for r in ranks))
+    if len(fastest) < 2 or len(machines) < 2:
+        return None
+    alone = [speed if r in fastest else 0.0 for r, speed in enumerate(speeds)]
+    return whole_counts(make_ratio(alone), batch)
 
 
 def measured_speeds(job: Job) -> tuple[tuple[int, ...], tuple[float, ...]]:

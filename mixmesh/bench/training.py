@@ -147,7 +147,7 @@ def measure(
         plans[name] = dealt_evenly(plan, CostModel(cluster, profile)) if name.endswith(EVENLY) else plan
         plans[name].save(path)
     turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}
-    words = (json.dumps(saved), baselines_of, json.dumps(turns))
+    words = (json.dumps(saved), baselines_of, json.dumps(turns), str(cluster_path))
     printed, emulation = call(WORKER, cluster, "times", *words, say=say)
     found = json.loads(printed)
     say("the losses of a single device")

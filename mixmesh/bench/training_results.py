@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from .training_cases import AS_FAST, Race, Sweep
+from .revision import revision
+from .training_cases import ALL, AS_FAST, Race, Sweep
 
 OURS = "auto"
 TUNED = "auto, tuned"  # of the plans that ``mixmesh tune`` has tried
@@ -103,7 +104,12 @@ class RaceResult:
 
     @property
     def best(self) -> Timing:
-        """The baseline that counts."""
+        """The fastest baseline, a part of the cluster alone included."""
+        return min(self.better, key=lambda t: t.median_s)
+
+    @property
+    def asked(self) -> Timing:
+        """The fastest of the baselines that the target is over."""
         return min((t for t in self.better if t.name in self.case.against), key=lambda t: t.median_s)
 
     @property
@@ -116,7 +122,11 @@ class RaceResult:
 
     @property
     def targets(self) -> dict[str, bool]:
-        made = {f"{self.case.target:g}x the best baseline": self.speedup.median >= self.case.target}
+        over = (
+            "the best baseline" if self.case.against == ALL else f"the best of {', '.join(self.case.against)}"
+        )
+        fast_enough = Speedup.of(self.ours, self.asked).median >= self.case.target
+        made = {f"{self.case.target:g}x {over}": fast_enough}
         gain = self.speedup_over_without
         if gain is not None:
             made[f"{self.case.target:g}x without {self.case.without}"] = gain.median >= self.case.target
@@ -131,6 +141,8 @@ class RaceResult:
             "speedup": asdict(self.speedup),
             "speedup_untuned": asdict(Speedup.of(self.untuned, self.best)),
             "best": self.best.name,
+            "asked": self.asked.name,
+            "speedup_asked": asdict(Speedup.of(self.ours, self.asked)),
             "target": self.case.target,
             "targets": self.targets,
             "planner": self.planner,
@@ -230,6 +242,7 @@ def report(results: Sequence[Result], command: str) -> dict:
     targets = [met for r in results for met in r.targets.values()]
     return {
         "bench": "training",
+        "revision": revision(),
         "command": command,
         "emulation": sorted({r.measured.emulation for r in results}),
         "losses_agree": all(r.measured.losses_agree for r in results),

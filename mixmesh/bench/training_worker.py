@@ -24,8 +24,10 @@ from mixmesh.bench.measure import (
 )
 from mixmesh.bench.torch_baselines import (
     BASELINES,
+    ON_ONE_MACHINE,
     Step,
     batch_size,
+    counts_on_one_machine,
     measured_speeds,
     parallel_step,
     single_step,
@@ -42,13 +44,14 @@ from mixmesh.tuning import kind_text, tune
 WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
 
 
-def measure_times(plans: str, baselines_of: str, effort: str) -> None:
-    """``plans`` maps names to a job and the path of its plan; ``baselines_of`` is a job, or empty."""
+def measure_times(plans: str, baselines_of: str, effort: str, cluster: str) -> None:
+    """``plans`` maps names to a job and the path of its plan; ``baselines_of`` is a job, or empty;
+    ``cluster`` is the path of the cluster file."""
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), COLLECTIVE_TIMEOUT_S)
     steps: dict[str, Step] = {}
     about: dict[str, object] = {}
     if baselines_of:
-        found, about = baseline_steps(baselines_of)
+        found, about = baseline_steps(baselines_of, Cluster.load(cluster))
         steps.update(found)
     for name, (job, path) in json.loads(plans).items():
         steps[name] = plan_step(job, Plan.load(path))
@@ -66,16 +69,21 @@ def tuned(job: str, cluster: str, profile: str, out: str) -> None:
     print_from_rank_0([[kind_text(t.plan), t.plan.predicted_step_s, t.turns_s] for t in found.trials])
 
 
-def baseline_steps(job: str) -> tuple[dict[str, Step], dict[str, object]]:
+def baseline_steps(job: str, cluster: Cluster) -> tuple[dict[str, Step], dict[str, object]]:
     """The steps of every setting of every baseline; what they rest on, for the report."""
     enter_device()
     proportional, speeds = measured_speeds(jobs.make(job))
     leave_device()
-    even = whole_counts(even_ratio(dist.get_world_size()), batch_size(jobs.make(job)))
+    batch = batch_size(jobs.make(job))
+    even = whole_counts(even_ratio(dist.get_world_size()), batch)
     fastest = max(range(len(speeds)), key=speeds.__getitem__)
     steps = {"single, the fastest device": single_step(jobs.make(job), fastest)}
     for b in BASELINES:
         steps[str(b)] = parallel_step(jobs.make(job), b.wrap, proportional if b.proportional else even)
+    machines = [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+    alone = counts_on_one_machine(machines, speeds, batch)
+    for b in ON_ONE_MACHINE if alone else ():
+        steps[str(b)] = parallel_step(jobs.make(job), b.wrap, alone)
     return steps, {"samples_per_s": speeds, "proportional": proportional}
 
 

@@ -1,0 +1,208 @@
+"""Every mechanism wins somewhere: a case each in which the plan is slower, in simulation, without it.
+
+A mechanism is switched off at the place where the planner asks for it. Were it lost, plans with and without
+it would be alike, and its case would fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from small_graphs import graph
+
+from mixmesh.check import check_program
+from mixmesh.cluster import Cluster
+from mixmesh.ir import Graph, Program, owned_type
+from mixmesh.plan_file import Plan
+from mixmesh.planner import make_plan
+
+# --- models and clusters -------------------------------------------------------------------------------
+
+
+def layers(rows: int, widths: Sequence[int], inner: str = "") -> Graph:
+    """Linear layers of these widths, each with a relu; ``inner`` is a dim of each row, such as "2048, "."""
+    lines, last = [f'%x = input("x") : f[{rows}, {inner}{widths[0]}]'], "x"
+    for n, (before, after) in enumerate(zip(widths, widths[1:])):
+        shape = f"f[{rows}, {inner}{after}]"
+        lines += [
+            f'%w{n} = param("w{n}") : f[{after}, {before}]',
+            f"%h{n} = aten.linear(%{last}, %w{n}) : {shape}",
+            f"%r{n} = aten.relu(%h{n}) : {shape}",
+        ]
+        last = f"r{n}"
+    return graph("\n".join([*lines, f"%loss = aten.mean(%{last}) : f[]", "return %loss"]))
+
+
+def towers(rows: int, wide: int, deep: int, count: int) -> Graph:
+    """One wide layer first, whose gradient comes last in the model's own order, and ``count`` deep ones."""
+    shape = f"f[{rows}, {deep}]"
+    lines = [
+        f'%x = input("x") : f[{rows}, {wide}]',
+        f'%v = param("v") : f[{deep}, {wide}]',
+        f"%a = aten.linear(%x, %v) : {shape}",
+        f'%y = input("y") : {shape}',
+    ]
+    last = "y"
+    for n in range(count):
+        lines += [
+            f'%u{n} = param("u{n}") : f[{deep}, {deep}]',
+            f"%g{n} = aten.linear(%{last}, %u{n}) : {shape}",
+            f"%s{n} = aten.relu(%g{n}) : {shape}",
+        ]
+        last = f"s{n}"
+    end = [f"%q = aten.mul.Tensor(%a, %{last}) : {shape}", "%loss = aten.mean(%q) : f[]", "return %loss"]
+    return graph("\n".join(lines + end))
+
+
+def elementwise_then_products(rows: int, width: int, first: int, then: int) -> Graph:
+    """What memory bounds, and then what multiplying bounds."""
+    shape = f"f[{rows}, {width}]"
+    lines, last = [f'%x = input("x") : {shape}'], "x"
+    for n in range(first):
+        lines += [
+            f"%e{n} = aten.mul.Tensor(%{last}, %{last}) : {shape}",
+            f"%t{n} = aten.tanh(%e{n}) : {shape}",
+        ]
+        last = f"t{n}"
+    for n in range(then):
+        lines += [
+            f'%w{n} = param("w{n}") : f[{width}, {width}]',
+            f"%h{n} = aten.linear(%{last}, %w{n}) : {shape}",
+        ]
+        last = f"h{n}"
+    return graph("\n".join([*lines, f"%loss = aten.mean(%{last}) : f[]", "return %loss"]))
+
+
+Speeds = tuple[float, float]  # TFLOP/s and gigabytes of memory per second
+
+
+def gpus(gbit_per_s: float, *machines: Sequence[float | Speeds], link_gbit_per_s: float = 100) -> Cluster:
+    """Machines of GPUs by their TFLOP/s, with 500 GB/s of memory unless a second figure says otherwise."""
+    text = f"[network]\nbandwidth_gbit_per_s = {gbit_per_s}\nlatency_us = 20\n"
+    for number, devices in enumerate(machines):
+        rows = []
+        for device in devices:
+            tflop, gbyte = device if isinstance(device, tuple) else (device, 500)
+            rows.append(
+                f'{{ name = "d{tflop:g}-{gbyte:g}", tflop_per_s = {tflop}, memory_gib = 16, '
+                f"memory_gbyte_per_s = {gbyte} }}"
+            )
+        text += f'[[machine]]\nname = "m{number}"\nlink_gbit_per_s = {link_gbit_per_s}\n'
+        text += f"devices = [{', '.join(rows)}]\n"
+    return Cluster.parse(text, where="test")
+
+
+# --- mechanisms ----------------------------------------------------------------------------------------
+
+Off = dict[str, object]  # what stands in the place of a mechanism, by where the planner finds it
+
+
+def same(_, proposal, **__):
+    """The proposal as it is."""
+    return proposal
+
+
+def factors(program: Program) -> bool:
+    return bool(program.factored)
+
+
+def owners(program: Program) -> bool:
+    return any(owned_type(program, i) is not None for i in program.params)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Without the mechanism the plan takes ``gain`` times as long at least. ``shows`` says of a program that
+    it has the mechanism, where its text tells."""
+
+    graph: Callable[[], Graph]
+    cluster: Cluster
+    off: Off
+    gain: float
+    planner: str = "hap"
+    whole_parameters: bool = False
+    shows: Callable[[Program], bool] | None = None
+    options: dict = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        return make_plan(
+            self.graph(),
+            self.cluster,
+            planner=self.planner,
+            whole_parameters=self.whole_parameters,
+            **self.options,
+        )
+
+
+TWO_BY_TWO = gpus(5, [2, 2], [2, 2])
+ALONE = gpus(20, [4], [4], [2], [2])  # one in each machine
+CASES = {
+    # an optimizer of whole parameters: nothing can be cut, and sums are long
+    "gradients from gathered factors": Case(
+        lambda: layers(64, [4096] * 3), TWO_BY_TWO, {"hap.best_factors": lambda *_: None}, 5.0,
+        whole_parameters=True, shows=factors,
+    ),
+    "gradients from gathered factors, where parameters can be cut": Case(
+        lambda: layers(512, [1024] * 9), ALONE, {"hap.best_factors": lambda *_: None}, 1.03, shows=factors,
+    ),
+    "order of execution": Case(
+        lambda: towers(2048, 8192, 512, 6), ALONE, {"finished.ordered": same}, 1.1
+    ),
+    "sums within machines first": Case(
+        lambda: layers(4096, [512] * 13), TWO_BY_TWO, {"task.best_levels": lambda *_: None}, 1.15,
+        shows=lambda program: program.levels is not None,
+    ),
+    "owners of gradients": Case(
+        lambda: layers(4096, [512] * 13), TWO_BY_TWO,
+        {"synced.owned_runs": lambda *_, **__: [], "apart.owned_runs": lambda *_, **__: []}, 1.08,
+        shows=owners,
+    ),
+    "weight gradients apart": Case(
+        lambda: layers(64, [4096] * 3), ALONE, {"finished.apart": same}, 1.05,
+        shows=lambda program: bool(program.wgrads),
+    ),
+    "buckets of several sizes": Case(
+        lambda: layers(4096, [512] * 13), TWO_BY_TWO,
+        {"task.SMALLER_BYTES": (), "task.LARGER_BYTES": ()}, 1.01,
+        whole_parameters=True,
+    ),
+    "shares by linear programming": Case(
+        lambda: layers(64, [2048] * 5), gpus(40, [4], [1], [0.5]),
+        {"task.optimal_ratio": lambda program, *_, **__: program.ratio_of["r0"]}, 1.02,
+    ),
+    "single samples moved": Case(
+        lambda: layers(13, [1024] * 5, "2048, "), gpus(100, [3], [2], [1.2]), {"hap.polish": same}, 1.03,
+        whole_parameters=True,
+    ),
+    "some of the devices": Case(
+        lambda: layers(512, [1024] * 5), gpus(1, [4, 4], [0.3]),
+        {"hap.device_sets": lambda fastest, *_: [(True, tuple(sorted(fastest)))]}, 2.0, whole_parameters=True,
+    ),
+    "shares of their own for segments": Case(
+        lambda: elementwise_then_products(16384, 256, 12, 24),
+        gpus(100, [(10, 100)], [(2, 1000)]), {"segments.MAX_SEGMENTS": 1}, 1.08, planner="segments",
+        shows=lambda program: len(program.ratios) > 1,
+    ),
+    "pipelines": Case(
+        lambda: layers(4096, [4096] * 7), gpus(5, [4, 4], [4, 4], link_gbit_per_s=800),
+        {"make.QUICK": {"pipeline": lambda _: iter(())}}, 1.2, planner="auto",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_slower_without(name, monkeypatch):
+    case = CASES[name]
+    plan = case.plan()
+    check_program(plan.program)
+    assert Plan.parse(str(plan)) == plan
+    if case.shows is not None:
+        assert case.shows(plan.program)
+    for place, other in case.off.items():
+        monkeypatch.setattr(f"mixmesh.planner.{place}", other)
+    without = case.plan()
+    if case.shows is not None:
+        assert not case.shows(without.program)
+    assert without.predicted_step_s > case.gain * plan.predicted_step_s
