@@ -24,6 +24,7 @@ from mixmesh.ir import batch_norm_of, make_ratio, parse_program, samples_of
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner.task import BASELINES
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.trace import trace
@@ -64,33 +65,43 @@ def local(ratio=UNEVEN, **options):
     return traced, data_parallel(traced.graph, COSTS, ratio)
 
 
-OPTIONS = [{}, {"affine": False}, {"track_running_stats": False}, {"momentum": None}]
+CASES = {
+    "uneven": (UNEVEN, {}),
+    "rank 0 without samples": (make_ratio([0, 0.6, 0.4]), {}),
+    "without parameters": (UNEVEN, {"affine": False}),
+    "without running statistics": (UNEVEN, {"track_running_stats": False}),
+    "means over all batches": (UNEVEN, {"momentum": None}),
+}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("ratio", [UNEVEN, make_ratio([0, 0.6, 0.4]), make_ratio([1, 0, 0])], ids=str)
-def test_training_is_that_of_one_device_that_normalises_every_ranks_samples_apart(ratio, options):
+@pytest.mark.parametrize("name", CASES)
+def test_training_is_that_of_one_device_that_normalises_every_ranks_samples_apart(name):
+    ratio, options = CASES[name]
     traced, program = local(ratio, **options)
-    report = verify(net(**options), images(), program, traced=traced, steps=3)
+    report = verify(net(**options), images(), program, traced=traced, steps=2)
     assert report.ok and report.batch_norm == "local" and report.max_gradient_error_f64 < 1e-11
-    assert verify(net(**options), images(), program).ok  # traced as the program says
-    tensors = dict([*net(**options).named_parameters(), *net(**options).named_buffers()])
-    exact = data_parallel(trace(net(**options), images()).graph, COSTS, ratio)
-    losses = [interpret(p, tensors, images()).loss for p in (program, exact)]
-    alone = ratio[0] == 1
-    assert torch.allclose(*losses, rtol=1e-9) == alone  # of several ranks the numbers are others
 
 
-@pytest.mark.parametrize("wrong", [(20,), (8, 8, 4), (6, 10, 4)], ids=str)
-def test_statistics_of_other_samples_are_found_out(wrong, monkeypatch):
-    """Held against another cut of the batch the same program is different."""
-    traced, program = local()
-    assert verify(net(), images(), program, traced=traced).ok
+@pytest.mark.parametrize("ratio", [UNEVEN, make_ratio([1, 0, 0])], ids=str)
+def test_the_numbers_are_those_of_the_single_device_on_one_rank_only(ratio):
+    tensors = dict([*net().named_parameters(), *net().named_buffers()])
+    exact = data_parallel(trace(net(), images()).graph, COSTS, ratio)
+    losses = [interpret(p, tensors, images()).loss for p in (local(ratio)[1], exact)]
+    assert torch.allclose(*losses, rtol=1e-9) == (ratio[0] == 1)
+
+
+def test_statistics_of_other_samples_are_found_out(monkeypatch):
+    """Held against another cut of the batch the same program is different. Without a trace, the model is
+    traced as the program has it."""
+    program = local()[1]
+    assert verify(net(), images(), program).ok
     names = [i.results[0] for i in program.instructions if i.op == "mixmesh.local_batch_norm"]
-    monkeypatch.setattr(
-        "mixmesh.verification.own_statistics.own_samples", lambda _: dict.fromkeys(names, wrong)
-    )
-    assert not verify(net(), images(), program, traced=traced).ok
+    for wrong in ((8, 8, 4), (20,)):
+        monkeypatch.setattr(
+            "mixmesh.verification.own_statistics.own_samples",
+            lambda _, wrong=wrong: dict.fromkeys(names, wrong),
+        )
+        assert not verify(net(), images(), program).ok
 
 
 def test_no_sum_is_between_ranks_in_the_forward_pass():
@@ -113,12 +124,14 @@ def test_the_plan_says_so_and_reads_back():
     assert made.predicted_step_s < exact.predicted_step_s
 
 
-@pytest.mark.parametrize("planner", [p for p in PROPOSERS if p not in ("heterog", "tag")])
+@pytest.mark.parametrize(
+    "planner", ["auto", *(p for p in PROPOSERS if p not in (*BASELINES, "heterog", "tag"))]
+)
 def test_every_planner_keeps_the_definition_or_says_why_not(planner):
     """What it plans is verified; what cannot be planned is an error with a hint."""
     traced = trace(net(), images(), batch_norm="local")
     try:
-        plan = make_plan(traced, cluster(THREE), planner=planner, search_s=0.5)
+        plan = make_plan(traced, cluster(THREE), planner=planner, search_s=None if planner == "auto" else 0.5)
     except InputError as error:
         assert planner in ("two-level", "pipeline", "segments", "poplar") and error.hint
         return

@@ -26,7 +26,6 @@ from ..planner.task import Proposal, Task
 from ..simulator import Simulation
 from .contest import OURS, Contest, Programs
 from .measure import cluster_text
-from .training_cases import AS_FAST
 
 FIFO, DDP = "fifo", "ddp"
 DDP_BYTES = (2**20, 25 * 2**20)  # of the first bucket, and of the others
@@ -87,12 +86,12 @@ def _contest(name: str, job: str, *targets: tuple[str, float], programs: Program
 
 
 CASES = (
-    # a table of words whose gradient's sum takes as long as the other tower's backward pass: in data
-    # parallelism, as HAP's program for it has little left to order
-    _contest("two-towers", "towers", (FIFO, AS_FAST), (DDP, AS_FAST)),
+    # a table of words whose gradient takes as long to sum as the other tower to compute; 1.08 was asked on
+    # HAP's own program, and is asked of data parallelism besides
+    _contest("two-towers", "towers", (FIFO, TARGET), (DDP, 1.0)),
     _contest("two-towers-parallel", "towers", (FIFO, TARGET), (DDP, 1.0), programs=orders_in_parallel),
     # experts on both sides of a thin link, and beside them one that stays at home
     _contest("shared-expert", "shared", (FIFO, 1.0), (DDP, 1.0)),
     _contest("data-parallel", "bert", (FIFO, 1.0), (DDP, 1.0)),
 )
-QUICK = CASES[1:2]
+QUICK = CASES[:1]

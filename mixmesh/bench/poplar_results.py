@@ -112,9 +112,8 @@ class MeasuredResult:
             ),
             "losses": all(r.loss_error <= LOSS_TOLERANCE for r in self.runs if r.loss_error is not None),
         }
-        if self.case.target is not None:
-            fast_enough = over_equal is None or over_equal >= self.case.target
-            found[f"{self.case.target:g}x equal micro-batches"] = fast_enough
+        fast_enough = over_equal is None or over_equal >= self.case.target
+        found[f"{self.case.target:g}x equal micro-batches"] = fast_enough
         if self.case.overflows:
             found["equal parts at once run out of memory"] = bool(at_once) and all(not r.ran for r in at_once)
         return found

@@ -49,8 +49,9 @@ class Sweep:
     devices, and against that plan with equal shares, which is what needs the padding.
 
     No time may lie more than ``bump`` above the mean of its neighbours; no plan may be slower than the
-    padded one, and the largest gain over equal shares must be ``gain``. 5 on 4 devices are padded to 8, 1.6
-    times as many: the most that padding alone can cost.
+    padded one, and the largest gain must be ``gain``: over the padded plan, as was asked, and over that plan
+    with equal shares. 5 on 4 devices are padded to 8, 1.6 times as many: the most that padding alone can
+    cost.
     """
 
     name: str

@@ -210,6 +210,7 @@ class SweepResult:
         return {
             f"no bump above {self.case.bump:.0%}": self.largest_bump <= self.case.bump,
             "never slower than padded": min(each) >= AS_FAST,
+            f"{self.case.gain:g}x the padded plan at best": max(each) >= self.case.gain,
             f"{self.case.gain:g}x the padded plan with equal shares at best": best >= self.case.gain,
             "losses": self.measured.losses_agree,
         }

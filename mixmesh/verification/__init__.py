@@ -51,9 +51,9 @@ class VerifyReport:
     first step in the model's own precision, and ``max_rounding_error`` is one device's own there: its
     gradients as computed against float64. ``differs_in`` says which side of a difference is at fault:
     "trace" if the graph itself is not the module, "plan" if the program is not the graph, "optimizer" if
-    only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's samples by
-    themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops`` have no rule and run replicated, each with its place in the
-    user's file.
+    only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's samples
+    by themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops`` have no
+    rule and run replicated, each with its place in the user's file.
     """
 
     ok: bool
