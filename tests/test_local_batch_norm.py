@@ -78,7 +78,7 @@ CASES = {
 def test_training_is_that_of_one_device_that_normalises_every_ranks_samples_apart(name):
     ratio, options = CASES[name]
     traced, program = local(ratio, **options)
-    report = verify(net(**options), images(), program, traced=traced, steps=2)
+    report = verify(net(**options), images(), program, traced=traced, steps=2 if name == "uneven" else 1)
     assert report.ok and report.batch_norm == "local" and report.max_gradient_error_f64 < 1e-11
 
 

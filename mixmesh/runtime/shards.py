@@ -74,6 +74,8 @@ class Stored:
         held = self.counted
         if self.counting is not None:
             channel = comm.channel(comm.everyone, f"collecting {self.name}")
+            if comm.rank not in held.ranks:
+                mine = torch.empty(self.shape, dtype=self.dtype, device=comm.device)
             return broadcast(channel, mine.detach().clone(), src=self.counting)
         if not isinstance(held.placement, Shard) and len(held.ranks) == comm.world_size:
             return mine.detach()
