@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...bench.revision import revision
 from ...errors import InputError
 from ..output import Json, print_json, table
 from .common import Out, app, command_line, progress_bar, write_rows
@@ -45,6 +44,8 @@ def papers(
 
 
 def shown(rows: list[Row]) -> str:
+    from ...bench.revision import revision
+
     header = ("model", "gpus", "links", "DP-EV", "paper", "ratio", "DP-CP", "paper", "ratio",
               "single", "machine", "tuned", "ours", "HAP", "ratio", "over DP", "HAP's", "over best", "of",
               "over tuned", "bound", "most", "by", "plan")  # fmt: skip

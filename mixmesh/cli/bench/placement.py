@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...bench.revision import revision
 from ..output import Json, print_json, table
 from ..plan import Unmeasured
 from .common import Only, Out, app, command_line, progress_bar, write_rows
@@ -53,6 +52,8 @@ def placement(
 
 
 def shown(rows: list[Row]) -> str:
+    from ...bench.revision import revision
+
     header = (
         "model", "batch", "cluster", "links", "best DP", "baseline", "bound", "most", "by", "step",
         "over DP", "over local", "over tuned", "over best by hand", "over weakest", "better after",
