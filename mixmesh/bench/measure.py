@@ -178,6 +178,7 @@ def plan_step(job: str, plan: Plan) -> Callable[[], Callable[[], float]]:
         made.optimizer(made.model.parameters()),
         replace(plan, predicted_peak_memory_bytes=()),
         timeout_s=COLLECTIVE_TIMEOUT_S,
+        check_model=False,
     )
     batches = shard_batches(endless(made.data, made.batch), plan, dist.get_rank())
 

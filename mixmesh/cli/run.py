@@ -85,6 +85,7 @@ def run(
         loaded_plan,
         steps=steps,
         record=trace is not None,
+        check_model=plan is not None,
         on_start=enter_device,
         on_step=say,
     )

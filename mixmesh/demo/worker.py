@@ -84,7 +84,8 @@ def plan_steps(plan: Plan) -> Callable[[], float]:
     made = job()
     # several models share this process, so that its memory says nothing of this plan: none is promised
     free = replace(plan, predicted_peak_memory_bytes=())
-    model, optimizer = parallelize(made.model, made.optimizer(made.model.parameters()), free)
+    optimizer = made.optimizer(made.model.parameters())
+    model, optimizer = parallelize(made.model, optimizer, free, check_model=False)
     batches = shard_batches(made.data, plan, dist.get_rank())
 
     def step() -> float:

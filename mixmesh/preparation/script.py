@@ -61,5 +61,7 @@ def prepare(
         )
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
-        parallel, optimizer = parallelize(model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed)
+        parallel, optimizer = parallelize(
+            model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed, check_model=False
+        )  # it was traced just now
     return parallel, optimizer, own_loader(loader, prepared.plan)

@@ -9,6 +9,7 @@ optimizer's state are held as in training. It happens where running out of memor
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -224,16 +225,17 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
     dist.init_process_group("fake", rank=rank, world_size=plan.program.world_size)
     try:
         with written_tensors():
-            train(job, plan, rank, device, consume=in_child)
+            # parallelize takes a model over
+            train(job if in_child else replace(job, model=copy.deepcopy(job.model)), plan, rank, device)
     finally:
         dist.destroy_process_group()
     return peak_memory_bytes(device) - before
 
 
-def train(job: Any, plan: Plan, rank: int, device: torch.device, *, consume: bool) -> None:
+def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
     """A few steps as ``runtime.train`` makes them."""
     optimizer = (job.optimizer or default_optimizer)(job.model.parameters())
-    model, optimizer = parallelize(job.model, optimizer, plan, device=device, consume=consume)
+    model, optimizer = parallelize(job.model, optimizer, plan, device=device, check_model=False)
     batch = owned(next(shard_batches([job.batch], plan.program, rank)))
     for _ in range(STEPS):
         forward = model.forward_local

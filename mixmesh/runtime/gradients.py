@@ -170,6 +170,12 @@ class GradientReducer:
         finally:
             self._channels = before
 
+    @property
+    def summed_params(self) -> set[int]:
+        """Ids of the parameters of which a pass without sums over ranks knows only an addend."""
+        pieces = (id(o.piece) for group in self._groups.values() for o in group)
+        return {*map(id, self._members()), *pieces}
+
     @contextmanager
     def summing(self, sums: Sums):
         """Backward passes within it sum no more than that; the next one outside sums what has accumulated."""
@@ -193,6 +199,12 @@ class GradientReducer:
         for p, _ in taken.gradients:
             p.grad = None
         return taken
+
+    def drop(self) -> None:
+        """Lets go of what ``no_sync`` has left to be summed."""
+        for p in self._all:
+            p.grad = None
+        self._summed.clear()
 
     def put_back(self, taken: Taken) -> None:
         """The reverse, where nothing has accumulated since."""

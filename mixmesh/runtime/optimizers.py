@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor, optim
 from ..errors import InputError
 from ..job import ELEMENTWISE, can_be_fused, is_elementwise
 from .comm import Comm
+from .shard_numbers import Off
+from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
 
 
@@ -58,13 +62,14 @@ def lay_out(optimizer: optim.Optimizer) -> None:
     """Gives gradients and state the strides of their parameters, as they have on a single device: a fused
     kernel walks them all in the order of memory. Sums over ranks leave gradients contiguous, as checkpoints
     leave state, and a parameter in channels_last is not."""
-    for p in params_of(optimizer):
-        if p.grad is not None:
-            p.grad = _laid_out(p.grad, p)
-        state = optimizer.state.get(p)
-        for key, value in state.items() if state else ():
-            if isinstance(value, Tensor) and value.shape == p.shape:
-                state[key] = _laid_out(value, p)
+    with Off():
+        for p in params_of(optimizer):
+            if p.grad is not None:
+                p.grad = _laid_out(p.grad, p)
+            state = optimizer.state.get(p)
+            for key, value in state.items() if state else ():
+                if isinstance(value, Tensor) and value.shape == p.shape:
+                    state[key] = _laid_out(value, p)
 
 
 def _laid_out(t: Tensor, p: Tensor) -> Tensor:
@@ -96,6 +101,91 @@ def swap_params(
         new, stored = swapped[old]
         state = optimizer.state.pop(old)
         optimizer.state[new] = {k: _cut(v, stored, rank, new.device) for k, v in state.items()}
+
+
+def step_on_pieces(optimizer: optim.Optimizer) -> None:
+    """Has the steps of an elementwise optimizer of torch.optim run on plain pieces: the same result as on
+    shards, without the microseconds that asking each shard takes. Hooks and closures still see shards."""
+    kind = type(optimizer)
+    own = vars(optimizer).get("step")
+    tracked = hasattr(own, "_wrapped_by_lr_sched")
+    kernel = getattr(kind.step, "__wrapped__", None)
+    if not is_elementwise(optimizer) or (own is not None and not tracked) or kernel is None:
+        return
+
+    @wraps(kernel)
+    def on_pieces(self, closure=None, **kwargs):
+        self._opt_called = True  # what a learning rate scheduler looks for
+        with Off():
+            return kernel(self, _seeing_shards(closure), **kwargs)
+
+    step = optim.Optimizer.profile_hook_step(on_pieces)
+    if tracked:
+        step._wrapped_by_lr_sched = True
+    optimizer.step = MethodType(step, optimizer)
+
+
+def _seeing_shards(closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+    if closure is None:
+        return None
+
+    def called() -> Any:
+        with torch._C._EnableTorchFunction():
+            return closure()
+
+    return called
+
+
+def also_drop(optimizer: optim.Optimizer, drop: Callable[[], object]) -> None:
+    """Has ``zero_grad`` call ``drop`` too, for gradients that wait to be summed."""
+    kind = type(optimizer)
+
+    @wraps(kind.zero_grad)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        with Off():
+            kind.zero_grad(self, set_to_none)
+        drop()
+
+    optimizer.zero_grad = MethodType(zero_grad, optimizer)
+
+
+def show_shards(optimizer: optim.Optimizer) -> None:
+    """Has ``state_dict`` give the state of pieces as shards, ``load_state_dict`` take shards or wholes."""
+    optimizer.register_state_dict_post_hook(_with_shards)
+    optimizer.register_load_state_dict_pre_hook(_with_pieces)
+
+
+def _with_shards(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    state = dict(packed["state"])
+    for n, p in enumerate(params_of(optimizer)):
+        if isinstance(p, ShardTensor) and n in state:
+            state[n] = {key: _shown(value, p) for key, value in state[n].items()}
+    return {**packed, "state": state}
+
+
+def _shown(value: Any, p: ShardTensor) -> Any:
+    if isinstance(value, Tensor) and value.ndim and plain(value).shape == p.to_local().shape:
+        return shard(plain(value), replace(p.whole, written=None))
+    return value
+
+
+def _with_pieces(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+    params = params_of(optimizer)
+    state = {
+        n: {key: _piece(value, params[n]) for key, value in entries.items()}
+        if isinstance(n, int) and n < len(params)
+        else entries
+        for n, entries in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def _piece(value: Any, p: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.ndim and isinstance(p, ShardTensor):
+        value = plain(value)
+        if tuple(value.shape) == p.whole.stored.shape:
+            return p.whole.stored.piece(value, p.whole.comm.rank, value.device)
+    return value
 
 
 def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
@@ -133,14 +223,14 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
                 continue
             piece = optimizer.state.get(p, {}).get(key)
             if piece is None:
-                piece = torch.zeros(p.shape, dtype=what, device=comm.device)
+                piece = torch.zeros(plain(p).shape, dtype=what, device=comm.device)
             entry = replace(s, name=f"{key} of {s.name}", dtype=what)
-            state[n][key] = entry.whole(piece, comm).cpu().clone()
+            state[n][key] = entry.whole(plain(piece), comm).cpu().clone()
     return {"state": state, "param_groups": packed["param_groups"]}
 
 
 def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
-    if isinstance(value, Tensor) and value.ndim and value.shape == p.shape:
+    if isinstance(value, Tensor) and value.ndim and plain(value).shape == plain(p).shape:
         return True, value.dtype
     return False, value.cpu() if isinstance(value, Tensor) else value
 

@@ -104,6 +104,8 @@ class WholeParams:
 
     def changed(self) -> None:
         """Owners have changed their rows, or are about to: what others hold of them is out of date."""
+        if len(self._stale) == len(self._groups):
+            return  # that is known
         self.finish()
         self._stale.extend(range(len(self._groups)))
 

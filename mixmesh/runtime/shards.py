@@ -70,7 +70,9 @@ class Stored:
         return mine.to(device)
 
     def whole(self, mine: Tensor, comm: Comm) -> Tensor:
-        """The whole tensor, on all ranks. Collective."""
+        """The whole tensor, on all ranks, from this rank's piece (plain or as a shard). Collective."""
+        with torch._C.DisableTorchFunctionSubclass():
+            mine = mine.detach().as_subclass(Tensor)
         held = self.counted
         if self.counting is not None:
             channel = comm.channel(comm.everyone, f"collecting {self.name}")

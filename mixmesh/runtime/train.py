@@ -89,6 +89,7 @@ def train(
     timeout_s: float = 300.0,
     seed: int = 0,
     record: bool = False,
+    check_model: bool = False,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
 ) -> RunReport:
@@ -97,13 +98,15 @@ def train(
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
-    measured in detail; it takes a step more than the warm-up.
+    measured in detail; it takes a step more than the warm-up. With ``check_model`` rank 0 traces the model
+    before the first step, and one that is not the plan's is refused.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
     parallel, optimizer = parallelize(
-        model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed, consume=True
+        model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed, check_model=check_model
     )
+    parallel.check_planned(job.batch)
     comm = parallel.comm
     batches = own_batches(job, plan, comm.rank)
     del job, model  # what this rank does not need of them is let go of

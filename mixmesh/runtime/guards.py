@@ -1,0 +1,127 @@
+"""What must hold whenever a parallel model is called: asked before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError
+from .shard_numbers import Off
+
+AGAIN = "plan again with the model as it is now, and parallelize that"
+
+
+@dataclass(frozen=True)
+class Guards:
+    """``shown``: the parameters of the model in their order. ``inner``: what the program has of each, in the
+    same memory. ``trainable``: whether each was to be trained when the plan was made."""
+
+    names: tuple[str, ...]
+    shown: tuple[nn.Parameter, ...]
+    inner: tuple[nn.Parameter, ...]
+    trainable: tuple[bool, ...]
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...], inner: Mapping[nn.Parameter, nn.Parameter], device: torch.device
+    ) -> Guards:
+        """``inner`` by the shown parameter."""
+        trainable = tuple(p.requires_grad for p in inner.values())
+        return cls(names, tuple(inner), tuple(inner.values()), trainable, device)
+
+    def check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Raises InputError if the program would not compute what the caller means."""
+        _check_autocast(self.device)
+        if torch.is_grad_enabled():
+            _check_inputs(args, kwargs)
+        with Off():
+            now = tuple(model.parameters())
+            if len(now) != len(self.shown) or any(a is not b for a, b in zip(now, self.shown)):
+                raise self._replaced(model)
+            for name, p, mine, trainable in zip(self.names, self.shown, self.inner, self.trainable):
+                if p.requires_grad and not trainable:
+                    raise InputError(
+                        f"{name} was frozen when the plan was made: the program computes no gradient of it",
+                        expected=f"{name}.requires_grad = False",
+                        got=f"{name}.requires_grad = True",
+                        hint=(f"set requires_grad before planning: {AGAIN}",),
+                    )
+                if p.data_ptr() != mine.data_ptr():
+                    _follow(name, p, mine)
+
+    def check_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        for dtype in {p.dtype for p in self.inner}:
+            before = torch.empty(0, dtype=dtype, device=self.device)
+            after = fn(before)
+            if after.dtype != before.dtype or after.device != before.device:
+                raise InputError(
+                    "a parallel model keeps the device and the dtype that it was planned with",
+                    expected=f"{before.dtype} on {before.device}",
+                    got=f"{after.dtype} on {after.device}",
+                    hint="convert the model before planning, and pass device= to parallelize",
+                )
+
+    def _replaced(self, model: nn.Module) -> InputError:
+        now = dict(model.named_parameters())
+        known = dict(zip(self.names, self.shown))
+        changed = [n for n in {**known, **now} if now.get(n) is not known.get(n)]
+        return InputError(
+            "parameters of the parallel model were replaced, added or removed",
+            expected="the parameters that parallelize made",
+            got=", ".join(changed[:3]),
+            hint=(
+                "change values in place: p.data.copy_(values), or model.load_full_state_dict(state)",
+                AGAIN,
+            ),
+        )
+
+
+def _follow(name: str, p: nn.Parameter, mine: nn.Parameter) -> None:
+    """``p.data = values`` gave a parameter other memory: the program takes that."""
+    if p.shape != mine.shape or p.dtype != mine.dtype or p.device != mine.device:
+        raise InputError(
+            f"the data of {name} is of another kind than planned",
+            expected=f"{list(mine.shape)} {mine.dtype} on {mine.device}",
+            got=f"{list(p.shape)} {p.dtype} on {p.device}",
+            hint="p.data.copy_(values)",
+        )
+    mine.data = p.data
+
+
+def _check_inputs(args: tuple, kwargs: dict[str, Any]) -> None:
+    for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]:
+        if isinstance(x, Tensor) and x.requires_grad:
+            raise InputError(
+                "the gradient of an input is not part of the program",
+                expected="inputs without requires_grad",
+                got=f"an input with it: {pytree.keystr(path[1:])} of shape {list(x.shape)}",
+                hint="put what makes this input into the model; x.detach() if its gradient is not needed",
+            )
+
+
+def _check_autocast(device: torch.device) -> None:
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "the model runs under autocast, which the program knows nothing of",
+            expected="the casts within the model, where they are traced and planned",
+            got=f"torch.autocast({device.type!r}) around the call of the model",
+            hint=f"in the model's forward: with torch.autocast({device.type!r}, torch.bfloat16): ...",
+        )
+
+
+def wrapped_twice(wrapper: str) -> InputError:
+    return InputError(
+        "this model is parallel already: a wrapper would sum its gradients, or cut its batches, once more",
+        expected="the model that parallelize returned, used as it is",
+        got=f"{wrapper} around it",
+        hint=(
+            "leave the wrapper out: mixmesh sums the gradients and cuts the batches",
+            "in place of a Trainer or Accelerator: a loop (docs/guide/training-loop.md)",
+        ),
+    )

@@ -1,0 +1,114 @@
+"""Is the model still the one that was planned? Its forward pass is traced once more, at the first call.
+
+A plan holds the forward pass as a program. Code that was changed since (another activation, label smoothing,
+a dropout rate) would not be run. So rank 0 traces the model that was handed to ``parallelize``, at the
+planned sizes and without computing anything, compares the graph with the plan's, and tells the other ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..errors import MixmeshError, PlanError
+from ..ir import Graph, Node
+from ..ir.graph import map_refs
+from ..plan_file import Plan
+from ..trace import TORCH_DTYPE, trace
+from .batches import program_inputs
+from .calls import Calls, as_planned
+from .comm import Comm
+from .original import traceable
+
+HINT = (
+    "plan again with the model as it is: mixmesh plan JOB --cluster C.toml --out X.plan",
+    "parallelize(..., check_model=False) trains what was planned",
+)
+
+
+@dataclass
+class PlannedModel:
+    """The model that was handed to ``parallelize``, to be compared with its plan when a batch is there."""
+
+    original: nn.Module
+    plan: Plan
+
+    def check(self, args: tuple, kwargs: Mapping[str, Any], comm: Comm) -> None:
+        """Raises PlanError on all ranks if the model computes something else than planned. Collective."""
+        said: list[MixmeshError | None] = [None]
+        if comm.rank == 0:
+            try:
+                said = [self._difference(args, kwargs)]
+            except MixmeshError as error:  # all ranks stop, not this one alone
+                said = [error]
+        if comm.world_size > 1:
+            dist.broadcast_object_list(said, group=comm.groups["data", comm.everyone], group_src=0)
+        if said[0] is not None:
+            raise said[0]
+
+    def _difference(self, args: tuple, kwargs: Mapping[str, Any]) -> PlanError | None:
+        with traceable(self.original):
+            given = trace(self.original, self._batch(args, kwargs)).graph
+        if given.fingerprint == self.plan.graph_fingerprint or digest(given) == digest(
+            self.plan.program.graph
+        ):
+            return None
+        expected, got = first_difference(self.plan.program.graph, given)
+        return PlanError(
+            "the model is not the one that was planned: its forward pass computes something else",
+            expected=expected,
+            got=got,
+            hint=HINT,
+        )
+
+    def _batch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """The arguments of a call, passed as in planning, with tensors of the planned sizes."""
+        program = self.plan.program
+        inputs = {i.args[0]: i.type.value for i in program_inputs(program)}
+        calls = Calls.of(self.original, self.plan)
+        whole = {
+            id(t): torch.empty(inputs[name].shape, dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
+            for name, t in calls.tensors(args, kwargs).items()
+        }
+        bound = calls.signature.bind(args, kwargs)
+        planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)
+        return as_planned(self.original, planned, program)
+
+
+def digest(graph: Graph) -> tuple[str, frozenset[str]]:
+    """What decides the loss and the buffers' updates, whatever the order of the operators and the names of
+    their results: each value is known by its operator and by what that was applied to."""
+    known: dict[str, str] = {}
+    updates: set[str] = set()
+    for node in graph.nodes:
+        applied = map_refs((node.args, tuple(v for _, v in node.kwargs)), lambda ref: known[ref.name])
+        text = repr((node.op, applied, tuple(k for k, _ in node.kwargs), node.types))
+        if node.op == "update":
+            updates.add(text)
+        for n, result in enumerate(node.results):
+            if result is not None:
+                known[result] = hashlib.sha256(f"{n} {text}".encode()).hexdigest()
+    return known[graph.loss], frozenset(updates)
+
+
+def first_difference(planned: Graph, given: Graph) -> tuple[str, str]:
+    """What was planned and what is given, where they first differ."""
+    ours = [n for n in planned.nodes if not n.is_leaf]
+    theirs = [n for n in given.nodes if not n.is_leaf]
+    for mine, other in zip(ours, theirs):
+        if (mine.plain, mine.types) != (other.plain, other.types):
+            return _shown(mine), _shown(other)
+    return f"{len(ours)} operators", f"{len(theirs)} operators"
+
+
+def _shown(node: Node) -> str:
+    values = ", ".join(map(str, (*node.args, *(f"{k}={v}" for k, v in node.kwargs))))
+    types = ", ".join(map(str, node.types))
+    return f"{node.op}({values}) : {types}  {node.location}".rstrip()

@@ -1,0 +1,98 @@
+"""The model that was handed to ``parallelize``: taken over, and of no further use until it is loaded.
+
+Under some plans its tensors would be the trained ones, under others their initial values. One rule holds
+for all plans: the parameters and buffers of the original are empty, and whoever asks for their values is told
+where they are. ``original.load_state_dict(state)`` makes it an ordinary model again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .shard_numbers import Off
+
+_KNOWN = frozenset(
+    """shape dtype device layout is_meta is_cuda is_sparse is_leaf requires_grad ndim itemsize nbytes
+    _backward_hooks _post_accumulate_grad_hooks""".split()
+)
+_ASKED = frozenset(
+    "size dim numel nelement is_floating_point is_complex element_size __len__ data_ptr is_contiguous".split()
+)
+
+
+class TakenOver(torch.Tensor):
+    """A parameter or buffer of a model that ``parallelize`` took over: its shape, and no values."""
+
+    was: type
+    heir: weakref.ref  # of the tensor that the parallel model shows
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        name = func.__name__
+        attribute = func.__self__.__name__ if name == "__get__" else ""
+        with Off():
+            if attribute in _KNOWN or name in _ASKED:
+                return func(*args, **(kwargs or {}))
+            if name == "__repr__":
+                return f"TakenOver({list(args[0].shape)}, by mixmesh.parallelize)"
+            if name == "copy_" and isinstance(args[0], TakenOver):
+                give_back(args[0])
+                return func(*args, **(kwargs or {}))
+        raise InputError(
+            "this model was taken over by parallelize: its own parameters hold no values",
+            expected="the model that parallelize returned",
+            got=f"{attribute or name} of a parameter or buffer of the original",
+            hint=(
+                "model, optimizer = mixmesh.parallelize(model, optimizer, plan)",
+                "original.load_state_dict(model.full_state_dict()) makes the original whole again",
+            ),
+        )
+
+
+def take_over(x: Tensor, heir: Tensor) -> None:
+    """Empties ``x``, whose values are in ``heir`` from now on."""
+    with Off(), torch.no_grad():
+        was, device = type(x), x.device
+        shape, stride = x.shape, x.stride()
+        x.grad = None
+        x.data = x.new_empty(0)  # before memory is asked for again
+        x.data = _without_memory(shape, stride, x.dtype, device)
+        is_parameter = isinstance(x, nn.Parameter)
+        x.__class__ = TakenOver
+        x.was, x.heir = was, weakref.ref(heir)
+        if is_parameter:
+            x._is_param = True
+
+
+def give_back(x: TakenOver) -> None:
+    """Makes ``x`` an ordinary tensor again, of any values."""
+    with torch.no_grad():
+        shape, stride = x.shape, x.stride()
+        x.__class__ = x.was
+        x.__dict__.pop("_is_param", None)
+        x.data = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
+
+
+@contextmanager
+def traceable(model: nn.Module) -> Iterator[None]:
+    """Within it ``model`` can be traced on fake tensors, which need no values."""
+    taken = [x for x in (*model.parameters(), *model.buffers()) if isinstance(x, TakenOver)]
+    for x in taken:
+        x.__class__ = x.was
+    try:
+        yield
+    finally:
+        for x in taken:
+            x.__class__ = TakenOver
+
+
+def _without_memory(shape, stride, dtype: torch.dtype, device: torch.device) -> Tensor:
+    out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    out.untyped_storage().resize_(0)
+    return out

@@ -1,0 +1,417 @@
+"""What ``parallelize`` returns: a model that is called like the original and returns the global loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import MixmeshError, PlanError
+from ..ir import Program
+from ..timeline import bucket_name, parameters_name
+from ..trace.dtypes import TORCH_DTYPE
+from .allocator import trim_heap
+from .batches import local_inputs
+from .calls import Calls
+from .collectives import Handle, all_reduce, then
+from .comm import Comm
+from .executor import RankProgram, compile_program, local_piece
+from .gradients import GradientReducer, Sums
+from .guards import Guards, wrapped_twice
+from .hooks import HookWatch
+from .micro_steps import Earlier, MicroSteps, next_seed
+from .model_check import PlannedModel
+from .node import Inner
+from .owned import Awaited, Owned, WholeParams
+from .pipeline import stage_inputs
+from .random import RandomPolicy
+from .recording import RecordedComm, Recorder, recorded
+from .shard_numbers import Off
+from .shard_tensor import plain
+from .shards import Stored
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a model that returned an object with ``.loss`` returns now."""
+
+    loss: Tensor
+
+    def __getitem__(self, key: str | int) -> Tensor:
+        if key in ("loss", 0):
+            return self.loss
+        raise KeyError(key)
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
+    the tokens, the addend's value, and the gradients of earlier micro-steps."""
+
+    local: Tensor | None
+    tokens: list[Tensor]
+    value: Tensor
+    earlier: Earlier | None = None
+
+
+@dataclass
+class Runtime:
+    """Everything of a ParallelModel that is not a module: kept in one attribute, out of the way of the
+    model's own names."""
+
+    program: Program
+    comm: Comm
+    calls: Calls
+    random: RandomPolicy
+    stored: dict[str, Stored]  # by every name
+    by_param: dict[Tensor, Stored]  # by the shown parameter
+    compiled: dict[tuple, RankProgram]  # by training, and the samples of a micro-step
+    output_has_loss: bool
+    owned: dict[str, Owned]  # by every name
+    wholes: WholeParams
+    steps: MicroSteps | None  # None: one step
+    seed: Tensor  # of the loss's gradient: the last one
+    planned_bytes: int  # what this process may hold as planned; 0 where that is not known
+    kept_buffers: frozenset[str]  # updated in place while the backward pass may read their old values
+    params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
+    reducer: GradientReducer
+    node: Inner
+    guards: Guards
+    unchecked: PlannedModel | None  # until the first call
+    recorder: Recorder | None = None
+
+
+class ParallelModel(nn.Module):
+    """This rank's part of a model: its parameters under the model's own names, and how to run them.
+
+    Outside of it everything reads as on one device. Parameters that are cut are ``ShardTensor``s, which stand
+    for the whole: ``torch.nn.utils.clip_grad_norm_``, penalties on parameters, ``numel()`` and
+    ``torch.distributed.checkpoint`` are right, and what cannot be is refused.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+    ) -> None:
+        super().__init__()
+        self._runtime = runtime
+        transient = _transient_buffers(model)
+        for name, p in params.items():
+            _owner(self, name).register_parameter(name.rpartition(".")[2], p)
+        for name in buffers:
+            leaf = name.rpartition(".")[2]
+            _owner(self, name).register_buffer(leaf, buffers[name], persistent=name not in transient)
+        self.train(model.training)
+        self.register_load_state_dict_post_hook(lambda *_: runtime.wholes.changed())
+        self._hooks_seen = HookWatch(self)
+
+    @property
+    def program(self) -> Program:
+        return self._runtime.program
+
+    @property
+    def comm(self) -> Comm:
+        return self._runtime.comm
+
+    @property
+    def source(self) -> str:
+        """What this rank runs, as Python."""
+        return self._compiled().source
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
+        """The loss of the whole batch, on every rank. Inputs are whole batches or this rank's parts."""
+        done = self._run(args, kwargs)
+        loss = self._shown(self._rooted(self._total(done.value).wait(), done))
+        return Output(loss) if self._runtime.output_has_loss else loss
+
+    def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
+        """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
+        the global loss. Does not wait for other ranks."""
+        done = self._run(args, kwargs)
+        return self._shown(self._rooted(done.value.clone(), done)), self._total(done.value)
+
+    def _run(self, args, kwargs) -> _Forward:
+        run = self._runtime
+        run.guards.check(self, args, kwargs)
+        self._hooks_seen.check(self)
+        if run.planned_bytes and self.training:
+            run.planned_bytes = trim_heap(run.planned_bytes)
+        tensors = run.calls.tensors(args, kwargs)
+        self._check_planned(args, kwargs)
+        if run.steps is not None and run.steps.is_pipeline:
+            number = len(run.steps.sizes)
+            inputs = stage_inputs(run.program, run.steps.samples, tensors, run.comm, number)
+        else:
+            inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
+        params = run.params
+        buffers = {name: plain(b) for name, b in self.named_buffers(remove_duplicate=False)}
+        read = buffers
+        if torch.is_grad_enabled():
+            # the forward pass ends with new values in place, and autograd may have saved the old ones
+            read = buffers | {name: buffers[name].clone() for name in run.kept_buffers}
+        run.random.step += 1
+        run.wholes.start()
+        if run.steps is None:
+            local, updated, tokens = self._compiled().run(params, read, inputs)
+            done = _Forward(local, tokens, self._zero() if local is None else local.detach())
+        else:
+            done, updated = self._accumulate(run.steps, params, read, inputs)
+        run.wholes.finish()
+        with torch.no_grad():
+            for name, value in updated.items():
+                buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
+        return done
+
+    def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
+        """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
+        PlanError if the model was changed since it was planned."""
+        args, kwargs = ((), batch) if isinstance(batch, Mapping) else (tuple(batch), {})
+        self._check_planned(args, kwargs)
+
+    def _check_planned(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        run = self._runtime
+        if run.unchecked is not None:
+            run.unchecked.check(args, kwargs, run.comm)
+            run.unchecked = None
+
+    def _accumulate(self, steps: MicroSteps, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
+        """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
+        run = self._runtime
+        if steps.once is not None:
+            with torch.no_grad():
+                _, given, _ = self._compiled(once=True).run(params, buffers, inputs)
+            inputs = {**inputs, **given}
+        learns = torch.is_grad_enabled()
+        before = run.reducer.take() if learns else None
+        if steps.is_pipeline:
+            last = partial(run.reducer.early, before) if learns else nullcontext
+            value, updated = self._pipeline(steps, params, buffers, inputs, last)
+            earlier = None
+            if learns:
+                earlier = Earlier(run.reducer, run.seed)
+                run.reducer.put_back(before)
+            return _Forward(None, [], value, earlier), updated
+        value, start = self._zero(), 0
+        for number, size in enumerate(steps.sizes):
+            run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
+            part = steps.cut(inputs, start, size)
+            local, updated, tokens = self._compiled(size).run(params, buffers, part)
+            own = self._zero() if local is None else local.detach()
+            value = value + own
+            start += size
+            if learns and number + 1 < len(steps.sizes):
+                with run.reducer.summing(steps.sums):
+                    self._rooted(own, _Forward(local, tokens, own)).backward(run.seed)
+                del local, tokens  # what is left of its graph must not live beside the next one
+            del part
+        run.random.micro_step = 0
+        earlier = None
+        if learns:
+            earlier = Earlier(run.reducer, run.seed)
+            run.reducer.put_back(before)
+        return _Forward(local, tokens, value, earlier), updated
+
+    def _pipeline(
+        self, steps: MicroSteps, params, buffers, inputs, last: Callable[[], AbstractContextManager]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
+        the loss, and new values of buffers."""
+        run, size, count = self._runtime, steps.sizes[0], len(steps.sizes)
+        value, updated = self._zero(), {}
+        if steps.stage is None:
+            return value, updated
+
+        def forward(number: int, received: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+            nonlocal value, updated
+            run.random.micro_step = number
+            run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
+            part = {**steps.cut(inputs, number * size, size), **received}
+            handed: dict[str, Tensor] = {}
+            local, updated, _ = self._compiled(size).run(params, buffers, part, handed)
+            if local is not None:
+                value = value + local.detach()
+            return local, handed
+
+        leave = (lambda: None) if run.recorder is None else run.recorder.leave
+        seed = run.seed if torch.is_grad_enabled() else None
+        steps.stage.run(run.comm, forward, seed, last, leave)
+        run.random.micro_step = 0
+        return value, updated
+
+    def _compiled(self, size: int | None = None, *, once: bool = False) -> RankProgram:
+        run, steps = self._runtime, self._runtime.steps
+        if steps is not None and size is None and not once:
+            size = steps.sizes[0]
+        key = (self.training, size, once)
+        if key not in run.compiled:
+            updates = [i for i in run.program.instructions if i.op == "update"]
+            if not self.training and updates:
+                raise MixmeshError(
+                    "the program was planned for training and updates buffers: it cannot evaluate",
+                    got=f"an update of {updates[0].args[0]}, and model.training = False",
+                    hint="load model.full_state_dict() into the original model and evaluate that",
+                )
+            program = run.program if steps is None else steps.once if once else steps.program
+            run.compiled[key] = compile_program(
+                program,
+                run.comm.rank,
+                run.comm,
+                run.comm.device,
+                run.random,
+                training=self.training,
+                sink=run.reducer.sink,
+                receiver=run.reducer,
+                recorder=run.recorder,
+                window=None if size is None else Window(steps.samples, size, run.random),
+            )
+        return run.compiled[key]
+
+    def _zero(self) -> Tensor:
+        dtype = TORCH_DTYPE[self.program.types[self.program.loss].value.dtype]
+        return torch.zeros((), dtype=dtype, device=self.comm.device)
+
+    def _total(self, value: Tensor) -> Handle:
+        wide = value if value.dtype == torch.float64 else value.float()
+        channel = self.comm.channel(self.comm.everyone, "all_reduce of the loss")
+        handle = all_reduce(channel, wide, async_op=True)
+        return then(lambda total: total.to(value.dtype), handle)
+
+    def _rooted(self, value: Tensor, done: _Forward) -> Tensor:
+        if not torch.is_grad_enabled():
+            return value
+        anchor = torch.empty(0, device=self.comm.device, requires_grad=True)
+        return _Loss.apply(self._runtime, done.earlier, value, anchor, done.local, *done.tokens)
+
+    def _shown(self, loss: Tensor) -> Tensor:
+        return self._runtime.node.root(loss) if loss.requires_grad else loss
+
+    def no_sync(self):
+        """Within it, backward passes leave the gradients of replicated parameters unsummed, to be summed
+        with those of the next pass outside: for gradient accumulation. Until then ``p.grad`` does not show
+        them; ``zero_grad`` of the model or of the optimizer drops them."""
+        return self._runtime.reducer.summing(Sums.NONE)
+
+    @contextmanager
+    def recorded(self, recorder: Recorder) -> Iterator[None]:
+        """Within it, all that this rank computes and communicates is measured."""
+        run = self._runtime
+        before = run.comm, run.compiled, run.recorder
+        run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
+        for size in set(run.steps.sizes) if run.steps else (None,):
+            self._compiled(size)  # not in the first step that is measured
+
+        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # of copies the first
+
+        def channel_of(channel, bucket, size_bytes):
+            ranks = bucket.ranks if bucket.cells else ()
+            name = bucket_name([result_of[param] for param in bucket.names], ranks)
+            op = "all_reduce" if bucket.owned is None else "reduce_scatter"
+            return recorded(channel, recorder, name, op, size_bytes)
+
+        def gather_of(channel, group):
+            name = parameters_name([result_of[o.name] for o in group])
+            return recorded(channel, recorder, name, "all_gather", sum(o.whole.nbytes for o in group))
+
+        try:
+            with run.reducer.through(channel_of), run.wholes.through(gather_of):
+                yield
+        finally:
+            run.comm, run.compiled, run.recorder = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all parameters: gives the norm before. Collective."""
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    @torch.no_grad()
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        """The original model's ``state_dict``, on the CPU. Collective. With ``rank0_only`` the others get
+        an empty one."""
+        out: dict[str, Tensor] = {}
+        wholes: dict[int, Tensor] = {}
+        for name, mine in self.state_dict(keep_vars=True).items():
+            if id(mine) not in wholes:
+                whole = self._runtime.stored[name].whole(plain(mine), self.comm)
+                keep = self.comm.rank == 0 or not rank0_only
+                wholes[id(mine)] = whole.cpu().clone() if keep else whole.new_empty(0)
+            out[name] = wholes[id(mine)]
+        return {} if rank0_only and self.comm.rank else out
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads a ``state_dict`` of the original model; every rank passes it. Raises PlanError."""
+        own, stored = self.state_dict(keep_vars=True), self._runtime.stored
+        missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
+        wrong = [n for n in own.keys() & state.keys() if tuple(state[n].shape) != stored[n].shape]
+        if missing or extra or wrong:
+            raise PlanError(
+                "the state is not of this model",
+                expected=", ".join(sorted(missing)[:3]) or "no other names, and the model's shapes",
+                got=", ".join(sorted({*extra, *wrong})[:3]),
+            )
+        for name, mine in own.items():
+            plain(mine).copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))
+        self._runtime.wholes.changed()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of any module; also drops what ``no_sync`` has left to be summed."""
+        with Off():
+            super().zero_grad(set_to_none)
+        self._runtime.reducer.drop()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
+        """Of ``to``, ``half``, ``cuda`` and the like: nothing where all is as asked for, else refused."""
+        self._runtime.guards.check_conversion(fn)
+        return self
+
+    def _replicate_for_data_parallel(self):
+        raise wrapped_twice("torch.nn.DataParallel")
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self):
+        raise wrapped_twice("torch.nn.parallel.DistributedDataParallel")
+
+
+class _Loss(torch.autograd.Function):
+    """Forward: the value given. Backward: a gradient for this rank's addend, which for a sum is its own."""
+
+    @staticmethod
+    def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
+        ctx.runtime, ctx.earlier = runtime, earlier
+        ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        runtime = ctx.runtime
+        runtime.reducer.begin()
+        if ctx.earlier is not None:
+            ctx.earlier.deliver(gradient)
+            runtime.seed = next_seed(gradient, runtime.seed)
+        return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens
+
+
+def _owner(root: nn.Module, name: str) -> nn.Module:
+    """The submodule that holds ``name``, made if need be."""
+    *path, _ = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root._modules[part]
+    return root
+
+
+def _transient_buffers(model: nn.Module) -> set[str]:
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }

@@ -1,0 +1,31 @@
+"""Pieces of a tensor as ``torch.distributed.checkpoint`` writes and reads them, of any sizes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+Piece = tuple[tuple[int, ...], Tensor]  # where it begins in the whole, and its values
+
+
+def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
+    """The part of the whole that this rank holds: one box, or none."""
+    origin, values = piece
+    if not values.numel():
+        return []
+    return [ChunkStorageMetadata(offsets=torch.Size(origin), sizes=values.shape)]
+
+
+def write_items(name: str, shape: torch.Size, piece: Piece) -> list[WriteItem]:
+    """What this rank writes of the tensor ``name``, of the whole shape ``shape``."""
+    properties = TensorProperties.create_from_tensor(piece[1])
+    return [
+        WriteItem(
+            index=MetadataIndex(name, chunk.offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=shape),
+        )
+        for chunk in chunks(piece)
+    ]

@@ -1,0 +1,116 @@
+"""Numbers made of all ranks' pieces: a norm, a sum, the largest element.
+
+The number of a rank's own piece is known at once. Those of the others are fetched when the result is first
+used, for all numbers that are used together by one small all_gather: clipping a hundred gradients by their
+norm takes one message, not a hundred. Every rank must ask for the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from . import collectives
+from .comm import Comm
+
+Off = torch._C.DisableTorchFunctionSubclass
+
+# by kind: from the numbers of all ranks (dim 0) to that of the whole; the number of a rank without a piece
+COMBINE: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
+    "sum": (lambda x, _: x.sum(0), 0.0),
+    "norm": (lambda x, order: torch.linalg.vector_norm(x, order, dim=0), 0.0),
+    "max": (lambda x, _: x.amax(0), -math.inf),
+    "min": (lambda x, _: x.amin(0), math.inf),
+}
+# what is known of a number without asking the other ranks
+_OWN = frozenset(("to", "float", "double", "detach", "clone", "cpu", "cuda", "reshape", "view"))
+_GETTERS = frozenset(("device", "dtype", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout"))
+
+
+class ShardNumber(torch.Tensor):
+    """A number of this rank's piece that stands for that of the whole. ``row`` is the rank whose number a
+    gradient goes back to (its own, or the one that speaks for all replicas)."""
+
+    comm: Comm
+    kind: str
+    order: float
+    row: int
+    answer: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__" and func.__self__.__name__ in _GETTERS:
+            with Off():
+                return func(*args, **kwargs)
+        if name in _OWN and isinstance(args[0], ShardNumber) and args[0].answer is None:
+            with Off():
+                out = func(*args, **kwargs)
+            return _number(out, args[0].comm, args[0].kind, args[0].order, args[0].row)
+        args, kwargs = known((args, kwargs))
+        return func(*args, **kwargs)
+
+
+def number(
+    mine: Tensor | None, comm: Comm, kind: str, *, order: float = 2.0, row: int, dtype: torch.dtype
+) -> ShardNumber:
+    """A number of the whole, from that of this rank's piece (None where it counts for nothing)."""
+    if mine is None:
+        wide = dtype if dtype.is_floating_point else torch.float64  # integers have no infinity
+        mine = torch.full((), COMBINE[kind][1], dtype=wide, device=comm.device)
+    return _number(mine, comm, kind, order, row)
+
+
+def _number(x: Tensor, comm: Comm, kind: str, order: float, row: int) -> ShardNumber:
+    with Off():
+        x = x.view_as(x)  # an object of its own, whose class may change
+    x.__class__ = ShardNumber
+    x.comm, x.kind, x.order, x.row, x.answer = comm, kind, order, row, None
+    return x
+
+
+def known(tree: Any) -> Any:
+    """The arguments with the whole's numbers in the place of the pieces'. Collective if there are any."""
+    leaves, spec = pytree.tree_flatten(tree)
+    asked = list({id(x): x for x in leaves if isinstance(x, ShardNumber)}.values())
+    if not asked:
+        return tree
+    _ask([x for x in asked if x.answer is None])
+    return pytree.tree_unflatten([x.answer if isinstance(x, ShardNumber) else x for x in leaves], spec)
+
+
+def _ask(numbers: Sequence[ShardNumber]) -> None:
+    if not numbers:
+        return
+    comm = numbers[0].comm
+    with Off():
+        mine = torch.stack([x.as_subclass(Tensor).double().reshape(()) for x in numbers])
+        everyones = _Everyones.apply(mine, comm, tuple((x.row, COMBINE[x.kind][1]) for x in numbers))
+        for n, x in enumerate(numbers):
+            combine, _ = COMBINE[x.kind]
+            x.answer = combine(everyones[:, n], x.order).to(x.dtype).reshape(x.shape)
+
+
+class _Everyones(torch.autograd.Function):
+    """All ranks' numbers, one row each. A replica says nothing, and takes the gradient of the one that speaks
+    for it. Every rank goes back alone: what follows is the same on all."""
+
+    @staticmethod
+    def forward(ctx, mine: Tensor, comm: Comm, rows: tuple[tuple[int, float], ...]):
+        ctx.rows = [row for row, _ in rows]
+        said = mine.clone()
+        for n, (row, nothing) in enumerate(rows):
+            if row != comm.rank:
+                said[n] = nothing
+        channel = comm.channel(comm.everyone, "all_gather of numbers of shards")
+        return collectives.all_gather(channel, said.unsqueeze(0), [1] * comm.world_size)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return gradient[ctx.rows, range(len(ctx.rows))], None, None

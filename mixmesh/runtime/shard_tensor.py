@@ -1,0 +1,442 @@
+"""Parameters of which a rank holds a piece: tensors that stand for the whole.
+
+A ``ShardTensor`` is this rank's piece, in plain memory, with a note of the whole. PyTorch's kernels run on it
+as they are. What Python code asks of it is answered for the whole (shape, norm, sum), done piece by piece
+(arithmetic, clamping, copying) or refused (``shard_rules``). So clipping, penalties, optimizers that compute
+norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give what they give on one device.
+Nothing of this is in the way of the program's own kernels: they run on plain tensors of the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
+from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
+
+from ..errors import InputError
+from . import collectives
+from .comm import Comm
+from .shard_numbers import Off, ShardNumber, known, number
+from .shard_rules import REFUSED_GETTERS, Kind, Rule, rule_of
+from .shards import Stored
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The tensor that a shard is a piece of. ``written`` is called when a piece was changed in place."""
+
+    stored: Stored
+    comm: Comm
+    written: Callable[[], object] | None = None
+
+    def __deepcopy__(self, _memo):
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.stored.shape)
+
+    @property
+    def spokesman(self) -> int:
+        """The rank whose number stands for this rank's piece: the first of all replicas."""
+        held = self.stored.counted
+        return self.comm.rank if held.sizes or not held.ranks else held.ranks[0]
+
+    def is_like(self, other: Whole) -> bool:
+        return self.stored.held == other.stored.held and self.stored.shape == other.stored.shape
+
+    @property
+    def text(self) -> str:
+        stored, rank = self.stored, self.comm.rank
+        if stored.held.sizes:
+            start, size = stored.held.piece(rank)
+            where = f"{start} to {start + size} of dim {stored.held.dim}"
+        else:
+            where = "whole" if rank in stored.held.ranks else "nothing"
+        return f"{stored.name} {list(stored.shape)}, rank {rank} holds {where}"
+
+
+class ShardTensor(torch.Tensor):
+    """This rank's piece of a parameter, of its gradient or of its optimizer state.
+
+    ``shape``, ``numel()`` and ``size()`` are the whole's. ``to_local()`` is the piece, ``full_tensor()`` the
+    whole (collective). Raises InputError for a function that needs elements of other ranks.
+    """
+
+    whole: Whole
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if ShardNumber in types:
+            args, kwargs = known((args, kwargs))
+        with Off():
+            return _call(func, args, kwargs)
+
+    def to_local(self) -> Tensor:
+        """This rank's piece as a plain tensor of the same memory, without autograd."""
+        with Off():
+            return self.detach().as_subclass(Tensor)
+
+    def full_tensor(self) -> Tensor:
+        """The whole tensor, on every rank. Collective."""
+        with Off():
+            stored = replace(self.whole.stored, dtype=self.dtype)
+        return stored.whole(self.to_local(), self.whole.comm)
+
+    # how torch.distributed.checkpoint asks for pieces; only who uses it waits for its import
+
+    def __create_write_items__(self, name: str, _tensor: Any) -> list:
+        from . import shard_files
+
+        counts = self.whole.stored.counts(self.whole.comm.rank)
+        return shard_files.write_items(name, self.whole.shape, self._piece()) if counts else []
+
+    def __create_chunk_list__(self) -> list:
+        from . import shard_files
+
+        _written(self)  # what is asked for by chunks will be loaded
+        return shard_files.chunks(self._piece())
+
+    def __get_tensor_shard__(self, _index: Any) -> Tensor:
+        return self.to_local()
+
+    def _piece(self) -> tuple[tuple[int, ...], Tensor]:
+        """Where the piece begins in the whole, and the piece."""
+        stored, piece = self.whole.stored, self.to_local()
+        return (stored.origin(self.whole.comm.rank) if piece.ndim == len(stored.shape) else ()), piece
+
+
+def shard(piece: Tensor, whole: Whole, *, is_parameter: bool = False, requires_grad: bool = False) -> Tensor:
+    """A plain tensor as the shard that it is: another object, the same memory."""
+    out = torch.Tensor._make_subclass(ShardTensor, piece.detach(), requires_grad)
+    out.whole = whole
+    if is_parameter:
+        out._is_param = True
+    return out
+
+
+def plain(x: Tensor) -> Tensor:
+    """What a rank holds of a tensor, shard or not, as a plain tensor."""
+    return x.to_local() if isinstance(x, ShardTensor) else x
+
+
+def _as_shard(x: Any, whole: Whole, local: torch.Size) -> Any:
+    if type(x) is Tensor and x.shape == local:
+        x.__class__ = ShardTensor
+        x.whole = whole
+    return x
+
+
+# --- calls, all with __torch_function__ off: shapes are those of pieces ---------------------------------
+
+
+def _call(func: Callable, args: tuple, kwargs: dict) -> Any:
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        attribute = func.__self__.__name__
+        return _get(func, attribute, *args) if name == "__get__" else _set(func, attribute, *args)
+    rule = rule_of(name)
+    if rule.kind is Kind.PLAIN:
+        return func(*args, **kwargs)
+    return _CALLS[rule.kind](func, rule, args, kwargs)
+
+
+def _get(func: Callable, attribute: str, x: ShardTensor, *_) -> Any:
+    if attribute in REFUSED_GETTERS:
+        raise _refusal(attribute, x.whole)
+    if attribute in ("shape", "nbytes", "ndim"):
+        return _sizes(func, Rule(Kind.SIZE, attribute), (x,), {})
+    value = func(x)
+    if attribute == "grad":
+        return _as_shard(value, replace(x.whole, written=None), x.shape)
+    if attribute == "data":
+        return _as_shard(value, x.whole, x.shape)
+    return value
+
+
+def _set(func: Callable, attribute: str, x: ShardTensor, *values: Any) -> None:
+    if attribute == "grad" and values and isinstance(values[0], Tensor):
+        value = _piece_of(x, values[0], "grad")
+        return func(x, _as_shard(value, replace(x.whole, written=None), x.shape))
+    if attribute == "data":
+        if x.whole.written is not None:
+            raise InputError(
+                f"other ranks work with copies of {x.whole.stored.name}, which a new .data would not reach",
+                expected="values written in place",
+                got=f"{x.whole.text}.data = ...",
+                hint="p.data.copy_(values)",
+            )
+        value = _piece_of(x, values[0], "data")
+        return func(x, value.as_subclass(Tensor))
+    return func(x, *values)
+
+
+def _sizes(_func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    shape = args[0].whole.shape
+    if rule.name in ("numel", "nelement"):
+        return shape.numel()
+    if rule.name == "nbytes":
+        return shape.numel() * args[0].element_size()
+    if rule.name == "__len__":
+        return shape[0]
+    if rule.name in ("dim", "ndim", "ndimension"):
+        return len(shape)
+    if rule.name == "shape":
+        return shape
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    return shape if dim is None else shape[dim]
+
+
+def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    if rule.is_list:
+        return _elementwise_lists(func, rule, args, kwargs)
+    tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    first = next(x for x in tensors if isinstance(x, ShardTensor))
+    _check_alike(rule, first, tensors)
+    out = func(*args, **kwargs)
+    if rule.in_place:
+        _written(args[0])
+        return out
+    return _as_shard(out, first.whole, first.shape)
+
+
+def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, tuple | list)]
+    lists = [a for a in lists if a and isinstance(a[0], Tensor)]
+    firsts: list[ShardTensor | None] = []
+    for row in zip(*(a for a in lists if len(a) == len(lists[0]))):
+        first = next((x for x in row if isinstance(x, ShardTensor)), None)
+        firsts.append(first)
+        if first is not None:
+            _check_alike(rule, first, row)
+    out = func(*args, **kwargs)
+    if rule.in_place:
+        for x in lists[0]:
+            _written(x)
+        return out
+    pairs = zip(out, firsts)
+    return type(out)(x if of is None else _as_shard(x, of.whole, of.shape) for x, of in pairs)
+
+
+def _check_alike(rule: Rule, first: ShardTensor, tensors) -> None:
+    for x in tensors:
+        if isinstance(x, ShardTensor):
+            if x.whole is not first.whole and not x.whole.is_like(first.whole):
+                raise _refusal(rule.name, first.whole, f"beside {x.whole.text}, which is cut otherwise")
+        elif x.ndim and x.shape != first.shape:
+            raise _refusal(rule.name, first.whole, f"beside a plain tensor of shape {list(x.shape)}")
+
+
+def _written(x: Any) -> None:
+    if isinstance(x, ShardTensor) and x.whole.written is not None:
+        x.whole.written()
+
+
+def _reduce(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    if rule.is_list:
+        order = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
+        norm = partial(torch.linalg.vector_norm, ord=order)
+        return [
+            _number("norm", norm, x, order, x.dtype) if isinstance(x, ShardTensor) else norm(x)
+            for x in args[0]
+        ]
+    name, x, rest = rule.name, args[0], args[1:]
+    if name in ("equal", "allclose"):
+        return _all_alike(func, rule, args, kwargs)
+    if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
+        return _elementwise(func, rule, args, kwargs)
+    order = 2.0
+    if name in ("norm", "linalg_vector_norm"):
+        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
+        order = 2.0 if order in (None, "fro") else float(order)
+        rest = rest[1:]
+    dims = kwargs.get("dim", rest[0] if rest else None)
+    if dims not in (None, (), []) or not isinstance(x, ShardTensor):
+        raise _refusal(f"{name} along a dim", x.whole if isinstance(x, ShardTensor) else args[1].whole)
+    dtype = kwargs.get("dtype")
+    if name in ("any", "all"):
+        kind = "max" if name == "any" else "min"
+        mine = lambda piece: func(piece).double()  # noqa: E731
+        return known(_number(kind, mine, x, order, torch.float64)) > 0
+    if name == "count_nonzero":
+        return known(_number("sum", lambda piece: func(piece).double(), x, order, torch.float64)).long()
+    if name == "mean":
+        count = x.whole.shape.numel()
+        return _number("sum", lambda piece: piece.sum(dtype=dtype) / count, x, order, dtype or x.dtype)
+    if name == "sum":
+        return _number("sum", lambda piece: piece.sum(dtype=dtype), x, order, dtype or x.dtype)
+    if name in ("norm", "linalg_vector_norm"):
+        mine = lambda piece: torch.linalg.vector_norm(piece, order, dtype=dtype)  # noqa: E731
+        return _number("norm", mine, x, order, dtype or x.dtype)
+    kind = name.removeprefix("a")
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise _refusal(f"{name} with a gradient", x.whole)
+    return _number(kind, func, x, order, x.dtype)
+
+
+def _number(
+    kind: str, mine: Callable[[Tensor], Tensor], x: ShardTensor, order: float, dtype: torch.dtype
+) -> ShardNumber:
+    whole, stored = x.whole, x.whole.stored
+    if stored.copies and torch.is_grad_enabled() and x.requires_grad:
+        raise _refusal(f"{kind} with a gradient", whole, "of which ranks hold copies that overlap")
+    holds = x.numel() > 0 and whole.comm.rank in stored.held.ranks
+    value = mine(x.as_subclass(Tensor)) if holds else None
+    if value is not None and not stored.counts(whole.comm.rank) and stored.copies:
+        value = None
+    return number(value, whole.comm, kind, order=order, row=whole.spokesman, dtype=dtype)
+
+
+def _all_alike(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> bool:
+    first = next(x for x in args if isinstance(x, ShardTensor))
+    _check_alike(rule, first, [x for x in args if isinstance(x, Tensor)])
+    alike = torch.tensor(float(func(*args, **kwargs)), dtype=torch.float64, device=first.whole.comm.device)
+    whole = first.whole
+    asked = number(alike, whole.comm, "min", row=whole.spokesman, dtype=torch.float64)
+    return bool(known(asked) > 0)
+
+
+def _special(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    return _SPECIAL[rule.name](func, args, kwargs)
+
+
+def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    target, source = args[0], args[1]
+    if not isinstance(target, ShardTensor):
+        if target.ndim and target.shape != source.shape:
+            raise _refusal("copy_ to a plain tensor", source.whole, f"of shape {list(target.shape)}")
+        return func(*args, **kwargs)
+    func(target, _piece_of(target, source, "copy_"), *args[2:], **kwargs)
+    _written(target)
+    return target
+
+
+def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
+    """What belongs into ``x`` of another shard, of a whole tensor or of a piece."""
+    whole = x.whole
+    if isinstance(value, ShardTensor):
+        _check_alike(Rule(Kind.SPECIAL, what), x, [value])
+        return value
+    if tuple(value.shape) == whole.stored.shape:
+        return whole.stored.piece(value, whole.comm.rank, x.device)
+    if value.ndim and value.shape != x.shape:
+        raise _refusal(what, whole, f"from a tensor of shape {list(value.shape)}")
+    return value
+
+
+def _show(_func: Callable, args: tuple, _kwargs: dict) -> str:
+    x = args[0]
+    values = repr(x.detach().as_subclass(Tensor))
+    return f"ShardTensor({x.whole.text}: {values})"
+
+
+def _refuse_pickling(_func: Callable, args: tuple, _kwargs: dict) -> Any:
+    raise InputError(
+        f"a file of {args[0].whole.stored.name} would hold one rank's piece of it",
+        expected="a file of whole tensors, or one that all ranks write together",
+        got=args[0].whole.text,
+        hint=(
+            "state = model.full_state_dict()  # on every rank; then torch.save(state, path) on rank 0",
+            "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)  # on every rank",
+        ),
+    )
+
+
+def _deepcopy(_func: Callable, args: tuple, _kwargs: dict) -> Tensor:
+    x, memo = args[0], args[1] if len(args) > 1 else {}
+    is_parameter = getattr(x, "_is_param", False)
+    out = shard(
+        x.detach().as_subclass(Tensor).clone(),
+        replace(x.whole, written=None),
+        is_parameter=is_parameter,
+        requires_grad=x.requires_grad,
+    )
+    memo[id(x)] = out
+    return out
+
+
+def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """An empty tensor of the whole's shape is a shard; what stages a checkpoint expects the values in it."""
+    x = args[0]
+    size = kwargs.get("size", args[1] if len(args) > 1 else None)
+    if isinstance(size, torch.Size | tuple | list) and tuple(size) == x.whole.stored.shape:
+        device = kwargs.get("device", x.device)
+        copy = x.detach().as_subclass(Tensor).clone().to(device)
+        return shard(copy, replace(x.whole, written=None))
+    return func(x.as_subclass(Tensor), *args[1:], **kwargs)
+
+
+def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Gradients unscaled, and the same word on all ranks whether one of them is not finite."""
+    out = func(*args, **kwargs)
+    found, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
+    channel = comm.channel(comm.everyone, "all_reduce of whether gradients are finite")
+    found.copy_(
+        collectives.all_reduce(channel, found.detach().clone().reshape(1), "max").reshape(found.shape)
+    )
+    return out
+
+
+def _grad(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """``torch.autograd.grad``, by the edges of the graph that shards stand at. Hooks still see shards."""
+
+    def edge(x: Any) -> Any:
+        return torch.autograd.graph.get_gradient_edge(x) if isinstance(x, ShardTensor) else x
+
+    outputs, inputs, *rest = [*args, kwargs.pop("inputs")] if "inputs" in kwargs else args
+    inputs = tuple(map(edge, inputs)) if isinstance(inputs, tuple | list) else edge(inputs)
+    with torch._C._EnableTorchFunction():
+        return func(outputs, inputs, *rest, **kwargs)
+
+
+def _refuse(_func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    raise _refusal(rule.name, _first(args, kwargs).whole)
+
+
+def _first(*trees: Any) -> ShardTensor:
+    leaves = torch.utils._pytree.tree_leaves(trees)
+    return next(x for x in leaves if isinstance(x, ShardTensor))
+
+
+def _refusal(name: str, whole: Whole, beside: str = "") -> InputError:
+    return InputError(
+        f"{name} of {whole.stored.name} needs elements that other ranks hold",
+        expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",
+        got=f"{name} of {whole.text} {beside}".rstrip(),
+        hint=(
+            "p.full_tensor() is the whole, p.to_local() this rank's piece",
+            "a plan that keeps parameters whole, such as mixmesh plan --planner ddp-proportional",
+        ),
+    )
+
+
+_CALLS: dict[Kind, Callable] = {
+    Kind.ELEMENTWISE: _elementwise,
+    Kind.REDUCTION: _reduce,
+    Kind.SIZE: _sizes,
+    Kind.SPECIAL: _special,
+    Kind.REFUSED: _refuse,
+}
+_SPECIAL: dict[str, Callable] = {
+    "grad": _grad,
+    "copy_": _copy_,
+    "__repr__": _show,
+    "__format__": _show,
+    "__reduce_ex__": _refuse_pickling,
+    "__deepcopy__": _deepcopy,
+    "data_ptr": lambda func, args, kwargs: 0,  # as of a DTensor: the memory is not that of the whole
+    "new_empty": _new_empty,
+    "_amp_foreach_non_finite_check_and_unscale_": _unscale,
+}
+
+# as DTensor does: optimizers and clipping take their faster way, over lists of tensors
+for _types in (_optimizers_types, _clipping_types):
+    if ShardTensor not in _types:
+        _types.append(ShardTensor)

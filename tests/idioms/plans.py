@@ -1,0 +1,64 @@
+"""The uneven plans that every idiom is tried under: data parallelism, shards of several kinds, owners."""
+
+from __future__ import annotations
+
+import torch
+from test_gloo import Mlp, batch, build, close, program
+
+from mixmesh.baselines import data_parallel
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.plan_file import Plan
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
+from mixmesh.zero import with_stage
+
+__all__ = [
+    "CUT", "PLANS", "Mlp", "batch", "build", "close", "named", "parallel", "plan_of", "program",
+    "same_weights",
+]  # fmt: skip
+
+THREE = """
+name = "three"
+[[machine]]
+devices = [{ cpu_share = 0.6 }, { cpu_share = 0.3, count = 2 }]
+"""
+UNEVEN = (0.5, 0.333333, 0.166667)  # of 12 samples 6, 4 and 2
+OWNERS = (0.2, 0.0, 0.8)
+
+CUT = (
+    "fsdp",
+    "tensor_parallel",
+    "levels_to_owners",
+    "one_stage_each",
+)  # plans under which parameters are cut
+PLANS = ("data_parallel", *CUT)
+
+
+def named(*functions) -> dict:
+    """Checks by the name that a test asks for."""
+    return {f.__name__.removeprefix("check_"): f for f in functions}
+
+
+def parallel(name: str):
+    """The same model on a single device and in parallel, without optimizers."""
+    single = Mlp(0)
+    model, _ = parallelize(Mlp(0), None, program(name), device="cpu", timeout_s=20)
+    return single, model
+
+
+def same_weights(single: torch.nn.Module, model) -> None:
+    for key, value in model.full_state_dict().items():
+        if key != "count":
+            close(value, single.state_dict()[key], key)
+    for key, value in model.state_dict().items():
+        if type(value) is torch.Tensor and key != "count":  # whole on every rank: no rank may drift
+            close(value, single.state_dict()[key], f"{key} on this rank")
+
+
+def plan_of(model: torch.nn.Module, inputs: dict, stage: int) -> Plan:
+    """Data parallelism over three uneven ranks, parameters held as of a stage of ZeRO (0: whole)."""
+    traced = trace(model, inputs)
+    plain = data_parallel(traced.graph, CostModel(Cluster.parse(THREE)), UNEVEN)
+    cut = with_stage(plain, stage, OWNERS) if stage else plain
+    return Plan(cut, "test", 0.0, (), "", graph_fingerprint=traced.graph.fingerprint)

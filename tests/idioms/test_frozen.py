@@ -1,0 +1,88 @@
+"""S8: parameters frozen, unfrozen, replaced or converted after planning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo_world import assert_passed
+from plans import PLANS, Mlp, batch, build, close, named, program, same_weights
+
+from mixmesh.errors import InputError
+from mixmesh.ir import parse_program
+from mixmesh.runtime.parallel import parallelize
+
+
+def check_freezing_is_exact(_) -> None:
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        for step in range(4):
+            for m, o in ((single, optimizer), (model, sharded)):
+                for p in (m.get_parameter("fc1.weight"), m.get_parameter("fc2.bias")):
+                    p.requires_grad_(step not in (1, 2))
+                o.zero_grad()
+                m(**batch(step)).backward()
+                assert (m.get_parameter("fc1.weight").grad is None) == (step in (1, 2))
+                o.step()
+        same_weights(single, model)
+
+
+def check_unfreezing_is_refused(_) -> None:
+    """A program that was planned with a frozen parameter computes no gradient of it."""
+    for name in ("data_parallel", "fsdp"):
+        text = str(program(name)).replace('param("fc1.weight")', 'param("fc1.weight", trainable=false)')
+        frozen = Mlp(0)
+        frozen.fc1.weight.requires_grad_(False)
+        model, _ = parallelize(frozen, None, parse_program(text), device="cpu", timeout_s=20)
+        model(**batch(0)).backward()
+        assert model.get_parameter("fc1.weight").grad is None
+        model.get_parameter("fc1.weight").requires_grad_(True)
+        with pytest.raises(InputError, match="was frozen when the plan was made") as caught:
+            model(**batch(0))
+        assert "plan again" in str(caught.value)
+
+
+def check_replaced_parameters_are_refused(_) -> None:
+    for name in PLANS:
+        model = build(name)[2]
+        model.fc2.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        with pytest.raises(InputError, match="replaced, added or removed") as caught:
+            model(**batch(0))
+        assert "fc2.bias" in str(caught.value)
+
+
+def check_new_memory_is_followed(_) -> None:
+    """``p.data = values``, as averages of weights are swapped in and out."""
+    for name in ("data_parallel", "fsdp", "tensor_parallel"):
+        single, _, model, _ = build(name)
+        before = [p.data for p in model.parameters()]
+        for m in (single, model):
+            for p in m.parameters():
+                p.data = p.data * 0.5
+        with torch.no_grad():
+            close(model(**batch(0)), single(**batch(0)))
+        for p, data in zip(model.parameters(), before):
+            p.data = data
+        with torch.no_grad():
+            close(model(**batch(0)), Mlp(0)(**batch(0)))
+
+
+def check_conversions(_) -> None:
+    model = build("fsdp")[2]
+    assert model.to("cpu") is model and model.to(memory_format=torch.channels_last) is model
+    for convert in (model.half, model.float, lambda: model.to("meta")):
+        with pytest.raises(InputError, match="keeps the device and the dtype"):
+            convert()
+
+
+IDIOMS = named(
+    check_freezing_is_exact,
+    check_unfreezing_is_refused,
+    check_replaced_parameters_are_refused,
+    check_new_memory_is_followed,
+    check_conversions,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_frozen(outcomes, name):
+    assert_passed(outcomes[name])

@@ -1,0 +1,144 @@
+"""S9, S10: terms added to the loss outside of the model, gradients asked for, second gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gloo_world import assert_passed
+from plans import CUT, PLANS, batch, build, close, named, same_weights
+from test_gloo import same_gradients
+
+from mixmesh.errors import InputError, MixmeshError
+
+PENALTIES = {
+    "norms": lambda ps: 0.01 * sum(p.norm() for p in ps),
+    "squares": lambda ps: 0.01 * sum((p**2).sum() for p in ps),
+    "absolute values": lambda ps: 0.01 * sum(p.abs().sum() for p in ps),
+    "means": lambda ps: sum(p.square().mean() for p in ps),
+}
+
+
+def check_penalties(_) -> None:
+    for name in PLANS:
+        for penalty in PENALTIES.values():
+            single, optimizer, model, sharded = build(name)
+            for step in range(2):
+                for m, o in ((single, optimizer), (model, sharded)):
+                    o.zero_grad()
+                    (m(**batch(step)) + penalty(list(m.parameters()))).backward()
+                    o.step()
+            same_weights(single, model)
+
+
+def check_a_penalty_while_gradients_accumulate(_) -> None:
+    for name in PLANS:
+        single, _, model, _ = build(name)
+        for step in range(3):
+            (single(**batch(step)) + PENALTIES["squares"](list(single.parameters()))).backward()
+        with model.no_sync():
+            for step in range(2):
+                (model(**batch(step)) + PENALTIES["squares"](list(model.parameters()))).backward()
+        (model(**batch(2)) + PENALTIES["squares"](list(model.parameters()))).backward()
+        same_gradients(single, model)
+
+
+def check_dropped_gradients_do_not_come_back(_) -> None:
+    """After no_sync, zero_grad of the model and of the optimizer drop what was left to be summed."""
+    for name in PLANS:
+        single, _, model, sharded = build(name)
+        for drop in (sharded.zero_grad, model.zero_grad):
+            with model.no_sync():
+                model(**batch(0)).backward()
+            drop()
+            single.zero_grad()
+            single(**batch(1)).backward()
+            model(**batch(1)).backward()
+            same_gradients(single, model)
+
+
+def check_gradients_asked_for(_) -> None:
+    """torch.autograd.grad with respect to parameters gives finished gradients."""
+    for name in PLANS:
+        single, _, model, _ = build(name)
+        names = [n for n, _ in single.named_parameters() if n != "unused"]
+        expected = torch.autograd.grad(single(**batch(0)), [single.get_parameter(n) for n in names])
+        got = torch.autograd.grad(model(**batch(0)), [model.get_parameter(n) for n in names])
+        for n, e, g in zip(names, expected, got):
+            close(g.norm(), e.norm(), n)
+            close(g.full_tensor() if hasattr(g, "full_tensor") else g, e, n)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def check_second_gradients_are_refused(_) -> None:
+    for name in PLANS:
+        model = build(name)[2]
+        with pytest.raises(MixmeshError, match="has no gradient itself") as caught:
+            torch.autograd.grad(model(**batch(0)), [model.get_parameter("fc1.weight")], create_graph=True)
+        assert "create_graph" in str(caught.value)
+
+
+def check_a_second_backward_pass(_) -> None:
+    for name in PLANS:
+        single, _, model, _ = build(name)
+        for m in (single, model):
+            loss = m(**batch(0))
+            loss.backward(retain_graph=True)
+            loss.backward()
+        same_gradients(single, model)
+        with pytest.raises(MixmeshError, match="went backward before"):
+            loss.backward()
+
+
+def check_gradients_of_inputs_are_refused(_) -> None:
+    for name in PLANS:
+        model = build(name)[2]
+        inputs = batch(0)
+        inputs["x"].requires_grad_()
+        with pytest.raises(InputError, match="gradient of an input") as caught:
+            model(**inputs)
+        assert "['x'] of shape [12, 6]" in str(caught.value)
+        with torch.no_grad():
+            model(**inputs)
+
+
+def check_weights_clamped_in_place(_) -> None:
+    """As a Wasserstein critic's are: the copies of shard owners' rows follow."""
+    for name in PLANS:
+        single, optimizer, model, sharded = build(name)
+        for step in range(2):
+            for m, o in ((single, optimizer), (model, sharded)):
+                o.zero_grad()
+                m(**batch(step)).backward()
+                o.step()
+                for p in m.parameters():
+                    p.data.clamp_(-0.2, 0.2)
+        same_weights(single, model)
+
+
+def check_functions_across_pieces_are_refused(_) -> None:
+    for name in CUT:
+        p = next(p for p in build(name)[2].parameters() if hasattr(p, "full_tensor") and p.ndim == 2)
+        for use in (lambda p=p: p @ p.T, lambda p=p: p.mean(dim=0), lambda p=p: p.sort(), lambda p=p: p[0]):
+            with pytest.raises(InputError, match="needs elements that other ranks hold") as caught:
+                use()
+            assert "full_tensor()" in str(caught.value)
+        with pytest.raises(InputError, match="plain tensor of shape"):
+            p.data.mul_(torch.ones(5, 5))
+
+
+IDIOMS = named(
+    check_penalties,
+    check_a_penalty_while_gradients_accumulate,
+    check_dropped_gradients_do_not_come_back,
+    check_gradients_asked_for,
+    check_second_gradients_are_refused,
+    check_a_second_backward_pass,
+    check_gradients_of_inputs_are_refused,
+    check_weights_clamped_in_place,
+    check_functions_across_pieces_are_refused,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_outside_terms(outcomes, name):
+    assert_passed(outcomes[name])

@@ -1,0 +1,167 @@
+"""S5: state dicts, torch.save, torch.distributed.checkpoint, sizes and printing, on uneven shards."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from gloo_world import assert_passed
+from plans import CUT, PLANS, Mlp, batch, build, close, named, same_weights
+
+from mixmesh.errors import InputError
+
+
+def trained(name: str):
+    single, optimizer, model, sharded = build(name)
+    single(**batch(0)).backward()
+    model(**batch(0)).backward()
+    optimizer.step()
+    sharded.step()
+    return single, optimizer, model, sharded
+
+
+def shared_folder() -> str:
+    """One folder that all ranks know."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return names[0]
+
+
+def check_sizes_and_printing_are_the_wholes(_) -> None:
+    for name in PLANS:
+        single, _, model, _ = build(name)
+        assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in single.parameters())
+        for (key, ours), (_, theirs) in zip(model.named_parameters(), single.named_parameters()):
+            assert ours.shape == theirs.shape and ours.size(0) == len(theirs) and ours.ndim == theirs.ndim, (
+                key
+            )
+        assert {k: v.shape for k, v in model.state_dict().items()} == {
+            k: v.shape for k, v in single.state_dict().items()
+        }
+    weight = build("fsdp")[2].get_parameter("fc1.weight")
+    rows = ["0 to 4", "4 to 7", "7 to 8"][dist.get_rank()]
+    assert f"fc1.weight [8, 6], rank {dist.get_rank()} holds {rows} of dim 0" in repr(weight)
+
+
+def check_torch_save(_) -> None:
+    for name in CUT:
+        model, optimizer = trained(name)[2:]
+        for state in (model.state_dict(), optimizer.state_dict()):
+            with pytest.raises(InputError, match="one rank's piece") as caught:
+                torch.save(state, io.BytesIO())
+            assert "full_state_dict()" in str(caught.value) and "checkpoint.save" in str(caught.value)
+    single, optimizer, model, sharded = trained("data_parallel")
+    for ours, theirs in ((model, single), (sharded, optimizer)):
+        file = io.BytesIO()
+        torch.save(ours.state_dict(), file)
+        file.seek(0)
+        torch.testing.assert_close(
+            torch.load(file)["fc1.weight"] if ours is model else torch.load(file)["state"][1]["exp_avg"],
+            single.state_dict()["fc1.weight"]
+            if ours is model
+            else theirs.state_dict()["state"][1]["exp_avg"],
+        )
+
+
+def check_files_of_safetensors_are_refused(_) -> None:
+    model = build("fsdp")[2]
+    for read in (lambda t: t.numpy(), lambda t: t.untyped_storage(), lambda t: t.tolist()):
+        with pytest.raises(InputError, match="needs elements that other ranks hold"):
+            read(model.state_dict()["fc1.weight"])
+
+
+def check_a_single_devices_state_is_cut(_) -> None:
+    for name in PLANS:
+        single, optimizer, _, _ = trained("data_parallel")
+        _, _, model, sharded = build(name)
+        model.load_state_dict(single.state_dict())
+        sharded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for step in (1, 2):
+            for m, o in ((single, optimizer), (model, sharded)):
+                o.zero_grad()
+                m(**batch(step)).backward()
+                o.step()
+        same_weights(single, model)
+
+
+def check_distributed_checkpoint(_) -> None:
+    """Saved under one plan and loaded under another, model and optimizer, by what PyTorch brings."""
+    for saves, loads in (
+        ("fsdp", "tensor_parallel"),
+        ("levels_to_owners", "fsdp"),
+        ("one_stage_each", "data_parallel"),
+    ):
+        single, optimizer, model, sharded = trained(saves)
+        path = os.path.join(shared_folder(), "checkpoint")
+        dcp.save({"model": model.state_dict(), "optimizer": sharded.state_dict()}, checkpoint_id=path)
+        _, _, other, resumed = trained(loads)
+        for p in other.parameters():
+            p.data.zero_()
+        state = {"model": other.state_dict(), "optimizer": resumed.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        other.load_state_dict(state["model"])
+        resumed.load_state_dict(state["optimizer"])
+        same_weights(single, other)
+        for m, o in ((single, optimizer), (other, resumed)):
+            o.zero_grad()
+            m(**batch(1)).backward()
+            o.step()
+        same_weights(single, other)
+
+
+def check_a_checkpoint_loaded_in_place_reaches_all_copies(_) -> None:
+    """Shard owners load their rows; what others compute with is gathered again."""
+    single, _, model, _ = trained("levels_to_owners")
+    path = os.path.join(shared_folder(), "checkpoint")
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    _, _, other, _ = build("levels_to_owners")
+    with torch.no_grad():
+        other(**batch(0))
+    dcp.load(other.state_dict(), checkpoint_id=path)
+    with torch.no_grad():
+        close(other(**batch(1)), single(**batch(1)))
+
+
+def check_asynchronous_checkpoint(_) -> None:
+    single, _, model, _ = trained("fsdp")
+    path = os.path.join(shared_folder(), "checkpoint")
+    saving = dcp.async_save(model.state_dict(), checkpoint_id=path)
+    saving.result()
+    _, _, other, _ = build("tensor_parallel")
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=path)
+    same_weights(single, other)
+
+
+def check_a_checkpoint_is_whole_for_one_device(_) -> None:
+    single, _, model, _ = trained("fsdp")
+    path = os.path.join(shared_folder(), "checkpoint")
+    dcp.save(model.state_dict(), checkpoint_id=path)
+    plain = Mlp(5)
+    dcp.load(plain.state_dict(), checkpoint_id=path)
+    for key, value in plain.state_dict().items():
+        if key != "count":
+            close(value, single.state_dict()[key], key)
+
+
+IDIOMS = named(
+    check_sizes_and_printing_are_the_wholes,
+    check_torch_save,
+    check_files_of_safetensors_are_refused,
+    check_a_single_devices_state_is_cut,
+    check_distributed_checkpoint,
+    check_a_checkpoint_loaded_in_place_reaches_all_copies,
+    check_asynchronous_checkpoint,
+    check_a_checkpoint_is_whole_for_one_device,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_saving(outcomes, name):
+    assert_passed(outcomes[name])
