@@ -23,7 +23,7 @@ from ..ir.graph import map_refs
 from ..plan_file import Plan
 from ..trace import TORCH_DTYPE, trace
 from .batches import program_inputs
-from .calls import Calls, as_planned
+from .calls import Calls
 from .comm import Comm
 from .original import traceable
 
@@ -79,7 +79,10 @@ class PlannedModel:
         }
         bound = calls.signature.bind(args, kwargs)
         planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)
-        return as_planned(self.original, planned, program)
+        if not any(name.partition(".")[0].isdigit() for name in inputs):
+            return planned
+        places = {name: n for n, name in enumerate(calls.signature.positions)}
+        return tuple(planned[name] for name in sorted(planned, key=lambda name: int(places.get(name, name))))
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:
