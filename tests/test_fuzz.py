@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 from fuzz import models, programs
-from fuzz.cases import Worlds, make_case, quietly, read_plan, try_plan
+from fuzz.cases import Case, Worlds, make_case, quietly, read_plan, try_plan
 from fuzz.report import Report
 
-FOUND = sorted(Path(__file__).with_name("corpus").glob("programs/*.py"))
+CORPUS = Path(__file__).with_name("corpus")
+FOUND, PLANNED = (sorted(CORPUS.glob(f"{kind}/*.py")) for kind in ("programs", "models"))
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +31,31 @@ def test_random_programs(case_seed):
     assert not report.failures, "\n".join(f.what for f in report.failures)
 
 
-@pytest.mark.parametrize("path", FOUND, ids=lambda p: p.stem)
-def test_what_was_found(path, worlds):
+def case_of(path: Path, report: Report) -> tuple[Case, dict]:
     text = path.read_text()
     known: dict = {}
     exec(compile(text, str(path), "exec"), known)
+    case = make_case("corpus", 0, text, known["OPTIMIZER"], report)
+    assert case is not None, report.outcomes
+    return case, known
+
+
+@pytest.mark.parametrize("path", FOUND, ids=lambda p: p.stem)
+def test_programs_that_were_found(path, worlds):
     report = Report("corpus")
     with quietly():
-        case = make_case("corpus", 0, text, known["OPTIMIZER"], report)
+        case, known = case_of(path, report)
         try_plan(case, read_plan(known["PLAN"]), path.stem, worlds, report)
     assert not report.failures, report.failures[0].what
     assert report.outcomes == {"right, over gloo too": 1}
+
+
+@pytest.mark.parametrize("path", PLANNED, ids=lambda p: p.stem)
+def test_models_that_were_found(path):
+    report = Report("corpus")
+    with quietly():
+        case, known = case_of(path, report)
+        for planner in known["PLANNERS"]:
+            models.try_planner(case, report, planner, 0, None)
+    assert not report.failures, report.failures[0].what
+    assert report.outcomes["right"]

@@ -179,6 +179,11 @@ class _Lowering:
                 placement = self.source.types[name].placement
                 key = key_of(placement, placed.ratio)
                 needs.setdefault(self.value_of[name], {})[key] = (placement, placed)
+        for i in computations:
+            value = self.value_of[i.inputs[0]] if i.op == "update" else ""
+            if value in self.leaves and value not in needs:
+                # nothing else reads it: an input, for instance, that is kept in a buffer
+                needs[value] = {key_of(REPLICATE, self.common): (REPLICATE, Placed(self.common))}
         return needs
 
     def need(self, name: str, ratio: Ratio) -> str:

@@ -47,7 +47,7 @@ def broadcast(d: Draft) -> str | None:
 def dropout(d: Draft) -> str | None:
     if (x := d.floats()) is None:
         return None
-    return f"F.dropout({x}, 0.0, self.training)"
+    return f"F.dropout({x}, {d.rng.choice((0.0, 0.3, 0.5))}, self.training)"
 
 
 def flattened(d: Draft) -> str | None:

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mixmesh.runtime.random import RandomPolicy
 
 TOLERANCE = 1e-9  # relative to the largest element of what is compared
 FLOOR = 1e-4  # of the largest of its kind: what is smaller is compared on that scale
@@ -39,14 +42,44 @@ def in_float64():
         torch.set_default_dtype(before)
 
 
+class Draws(TorchFunctionMode):
+    """Within it, dropout draws the numbers that are defined for the single device: those of ``RandomPolicy``
+    for the n-th draw of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.policy, self.count = RandomPolicy(), 0
+
+    def next_step(self) -> None:
+        self.policy.step += 1
+        self.count = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is not torch.nn.functional.dropout:
+            return func(*args, **(kwargs or {}))
+        x, (p, training) = args[0], drop_options(*args[1:], **(kwargs or {}))
+        if not (p and training):
+            return x
+        generator = self.policy.generator(self.count, 0, x.device)
+        self.count += 1
+        return x * torch.empty(x.shape).bernoulli_(1 - p, generator=generator) / (1 - p)
+
+
+def drop_options(p: float = 0.5, training: bool = True, inplace: bool = False) -> tuple[float, bool]:
+    return p, training
+
+
 def single_device(
     model: nn.Module, batch: Mapping[str, Tensor], optimizer_of: OptimizerOf, num_steps: int
 ) -> Steps:
     """Trains ``model`` itself, which is changed, with nothing but PyTorch."""
     optimizer = optimizer_of(list(model.parameters()))
     losses, parameters, buffers, gradients = [], [], [], []
+    draws = Draws()
     for _ in range(num_steps):
-        loss = model(**batch)
+        draws.next_step()
+        with draws:
+            loss = model(**batch)
         loss.backward()
         losses.append(loss.item())
         gradients.append({n: copy_of(p.grad, p) for n, p in model.named_parameters()})
