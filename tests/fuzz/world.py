@@ -126,7 +126,7 @@ def serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     while True:
         try:
             job = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         answer: Steps | str
         try:
