@@ -87,10 +87,15 @@ def device_seconds(
     return tuple(by_class[c] for c in costs.class_of)
 
 
-def proportional_ratio(graph: Graph, costs: CostModel, choices: Choices | None = None) -> Ratio:
-    """Shares in proportion to the speed at which each device runs an equal share of this very model."""
-    seconds = device_seconds(graph, costs, 1 / costs.cluster.world_size, choices)
-    return make_ratio([1 / max(s, 1e-12) for s in seconds])
+def proportional_ratio(
+    graph: Graph, costs: CostModel, choices: Choices | None = None, ranks: Collection[int] | None = None
+) -> Ratio:
+    """Shares of all devices, or of ``ranks``, in proportion to the speed at which each runs an equal share of
+    this very model."""
+    world_size = costs.cluster.world_size
+    ranks = range(world_size) if ranks is None else ranks
+    seconds = device_seconds(graph, costs, 1 / len(ranks), choices)
+    return make_ratio([1 / max(s, 1e-12) if r in ranks else 0.0 for r, s in enumerate(seconds)])
 
 
 def only(rank: int, world_size: int) -> Ratio:

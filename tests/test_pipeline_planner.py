@@ -349,7 +349,7 @@ def test_leaving_out_hopeless_orders_changes_nothing(traced, micro_steps):
     grouping = make_grouping(task.graph, task.costs, GROUPS)
     space = Space(task.data_parallel(task.proportional), task.costs, grouping)
     estimate = _Estimate(task, space, 1.0)
-    for kind in kinds_of_stages(space):
+    for kind in kinds_of_stages(space, task.ranks):
         every = list(arrangements(space, kind))
         chains = [c for units in every if (c := estimate.best(units, micro_steps)) is not None]
         found = estimate.fastest(every, micro_steps, float("inf"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..cluster import Cluster
 from ..ir import Levels
 from .model import CostModel
@@ -11,11 +13,11 @@ SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
 MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
 
 
-def best_levels(costs: CostModel) -> Levels | None:
-    """By the machines of the cluster, from the least size on from which sums between all ranks are faster so;
-    None if even large ones are not."""
+def best_levels(costs: CostModel, ranks: Sequence[int] | None = None) -> Levels | None:
+    """By the machines of the cluster, from the least size on from which sums between all ranks, or these, are
+    faster so; None if even large ones are not."""
     cluster = costs.cluster
-    everyone = tuple(range(cluster.world_size))
+    everyone = tuple(range(cluster.world_size) if ranks is None else ranks)
     levels = Levels(machine_sizes(cluster))
     if not levels.parts(everyone, 0):
         return None

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cost.placed import supports
+from ..ir import Program
 from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
 from .synced import HOPEFUL, flat, synced, without_needless_directness
 from .task import Proposal, Task
 
+FEW, QUICK_FEW = 8, 2  # proposals that are finished
+QUICK_INSTRUCTIONS = 3000  # of all programs together that there is time to finish
+# times the step of the fastest so far: programs of several machines that were joined line by line gain more
+JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
     DDP_TUNED,
     "hap",
@@ -18,24 +24,32 @@ SUMMED_AT_ONCE = (
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> list[Proposal]:
-    """The best proposals of some planners, finished, that may become the fastest: the first, and those near
-    it whose devices compute for less time than its step takes."""
-    first, *others = sorted(proposals, key=lambda p: p.key)
+    """Those proposals, finished, that may become the fastest: the first, and some near it whose devices
+    compute for less time than its step takes. Each program is looked at once on each set of devices."""
+    first = min(proposals, key=lambda p: p.key)
+    unlike: dict[tuple, Proposal] = {}
+    for proposal in sorted(proposals, key=lambda p: p.key):
+        key = id(proposal.program.instructions), supports(proposal.program), proposal.micro_batches
+        near = JOINED_HOPEFUL if proposal.planner == "two-level" else HOPEFUL
+        if proposal.timeline.step_s <= near * first.timeline.step_s and proposal.feasible:
+            unlike.setdefault(key, proposal)
     made = [finished(task, first, quick=quick)]
-    seen = {id(first.program.instructions)}
-    for proposal in others:
+    for proposal in [p for p in unlike.values() if p is not first]:
         step_s = min(p.timeline.step_s for p in made)
-        near = proposal.feasible and proposal.timeline.step_s <= HOPEFUL * first.timeline.step_s
-        hopeful = max(proposal.timeline.compute_s) < step_s * (1 - GAIN)
-        if near and hopeful and id(proposal.program.instructions) not in seen:
-            seen.add(id(proposal.program.instructions))
+        in_time = len(made) < most_finished(first.program, quick=quick)
+        if in_time and max(proposal.timeline.compute_s) < step_s * (1 - GAIN):
             made.append(finished(task, proposal, quick=quick))
     return made
 
 
+def most_finished(program: Program, *, quick: bool) -> int:
+    """How many proposals there is time to finish."""
+    return max(QUICK_FEW, QUICK_INSTRUCTIONS // len(program.instructions)) if quick else FEW
+
+
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     """The proposal, or a faster form of it."""
-    if proposal.micro_batches is None and proposal.planner not in SUMMED_AT_ONCE:
+    if proposal.micro_batches is None and id(proposal.program) not in task.summed:
         proposal = synced(task, proposal, quick=quick)
     return arranged(task, proposal, quick=quick)
 

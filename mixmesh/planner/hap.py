@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..synthesis import Found, NoProgram, Prices, Problem, search
 from ..synthesis.choices import code_of
+from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .polish import polish
 from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
@@ -22,6 +24,8 @@ from .tried import Tried
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
+DATA_PARALLEL_ONLY = (None,)
+LEAST_SETS, SEARCHED_NODES = 2, 3000  # of devices, and of their programs in all, that a quick search looks at
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
@@ -43,7 +47,7 @@ def synthesised(task: Task) -> Iterator[Proposal]:
 
 def tuned(task: Task) -> Iterator[Proposal]:
     """Data parallelism in the best shares of several sets of devices: the bar for a search."""
-    return Synthesis(task, DDP_TUNED).proposals((None,))
+    return Synthesis(task, DDP_TUNED).proposals(DATA_PARALLEL_ONLY)
 
 
 def most_states(problem: Problem) -> int:
@@ -64,23 +68,43 @@ class Synthesis:
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Program and ratio in turn, for several prices and sets of devices; first the set that data
         parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
-        task = self.task
-        fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
-        sets = list(device_sets(fastest_first, task.costs.class_of))
-        hopeful = [(self.least_s(ranks), -len(ranks), ranks) for needed, ranks in sets if needed]
-        in_need = [ranks for needed, ranks in sets if not needed]
-        known = task.proposed.get(DDP_TUNED)
+        task, known = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if known is None else (known.key, support(known.program.ratio_of["r0"]))
-        for ranks in (*[ranks for _, _, ranks in sorted(hopeful)], *in_need):
-            fits = task.best_s < float("inf")
-            if best is not None and (task.least_seconds(ranks) >= task.best_s or (fits and ranks in in_need)):
-                continue  # even with free communication these devices are too slow together
+        in_time = self.most_sets(prices)
+        for ranks in self.sets():
+            if best is not None and (in_time <= 0 or self.least_s(ranks, prices) >= task.best_s):
+                continue
+            in_time -= 1
             for proposal in self.on(ranks, prices, judged=best is None):
                 if best is None or proposal.key < best[0]:
                     best = proposal.key, ranks
                 yield proposal
+        for ranks in sets_in_need(task):
+            if task.best_s == float("inf"):
+                yield from self.on(ranks, prices, judged=best is None)
         if best is not None:
             yield from self.with_whole_classes(best[1])
+
+    def sets(self) -> list[tuple[int, ...]]:
+        """Sets of devices, first those that data parallelism leaves most to hope for."""
+        tried = self.task.tried
+
+        def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
+            least_s = tried[ranks].least_s if ranks in tried else ()
+            return min(least_s, default=least_parallel_s(self.task, ranks)), -len(ranks)
+
+        return sorted(device_sets(self.task), key=hope)
+
+    def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
+        """About what no program on these devices is faster than."""
+        parallel = prices == DATA_PARALLEL_ONLY
+        return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
+
+    def most_sets(self, prices: Sequence[float | None]) -> int:
+        """On how many of them there is time to search."""
+        if not self.task.quick or prices == DATA_PARALLEL_ONLY:
+            return sys.maxsize
+        return max(LEAST_SETS, SEARCHED_NODES // len(self.task.graph.nodes))
 
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
         """Those of a set of devices. The first is ``judged`` however slow it is."""
@@ -114,11 +138,6 @@ class Synthesis:
         """The sums over classes, as codes of the search: of whole rows, cut between samples."""
         choices = self.task.choices
         return {choices.ids[n.result]: code_of(Shard(0)) for n in choices.steps if n.op == SUM_EXP}
-
-    def least_s(self, ranks: tuple[int, ...]) -> float:
-        """The least step of data parallelism on these devices."""
-        program = self.task.data_parallel(self.task.shares(ranks))
-        return self.bounds(self.task.packed(program), ranks)[2]
 
     def known(self, price: float) -> list[Found]:
         """Paths that may be the cheapest at a price: what was on other devices or with other shares, and data
@@ -312,16 +331,3 @@ def shape_of(program: Program) -> int:
 
 def cuts_classes(program: Program) -> bool:
     return any(i.op == SUM_EXP and i.type.placement == PARTIAL for i in program.instructions)
-
-
-def device_sets(
-    fastest_first: list[int], class_of: tuple[int, ...]
-) -> Iterator[tuple[bool, tuple[int, ...]]]:
-    """All devices, then without the slowest class, without the two slowest, …: dropping is always legal.
-    Last, and only to be tried where nothing else fits, without any other one class: its memory may be the
-    one that is too small. With each set, whether it is to be tried in any case."""
-    order = list(dict.fromkeys(class_of[r] for r in fastest_first))
-    kept = [(True, order[:count]) for count in range(len(order), 0, -1)]
-    kept += [(False, order[:n] + order[n + 1 :]) for n in range(len(order) - 1)]
-    for needed, keep in kept:
-        yield needed, tuple(sorted(r for r in fastest_first if class_of[r] in keep))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import gc
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
@@ -22,6 +22,7 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
 from .checkpointed import checkpointed
+from .device_sets import least_parallel_s, machine_sets
 from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
 from .hap import DDP_TUNED, synthesised, tuned
@@ -57,7 +58,10 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 }
 # what ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, DDP_TUNED, "hap", "two-level", "pipeline")
-QUICK = {"pipeline": hopeful}  # what it asks where no search is allowed, and what follows a search
+# what it asks where no search is allowed, and what follows a search
+QUICK = {"two-level": promising, "pipeline": hopeful}
+# what it asks for sets of machines too, with the nodes of graphs, one for each set, that there is time for
+ON_MACHINE_SETS = {"two-level": 6000, "pipeline": 1500}
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 # as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
 SEARCHING = ("placed", "heterog", "tag")
@@ -202,27 +206,11 @@ def _make_plans(
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_batch(graph, cluster)
     check_memory(task)
+    task.quick = quick
     if count > 1:
         task.kinds = {}
-    best, to_sum = task.proposed, []
-    for name in (*names, *last):
-        # what fits only with activations that are computed again may be far from the best that fits
-        if name in last and any(p.feasible and not regions(p.program) for p in best.values()):
-            continue
-        if name == "two-level" and quick and not promising(task):
-            continue
-        task.progress(f"planning: {name}")
-        after_search = planner in SEARCHING and name != planner
-        shortly = quick or (after_search and task.best_s < float("inf"))
-        propose = QUICK.get(name, PROPOSERS[name]) if shortly else PROPOSERS[name]
-        proposals = list(propose(task))
-        if proposals:
-            best[name] = min(proposals, key=lambda p: p.key)
-        if name in SUMMED_AT_ONCE:
-            to_sum += proposals
-            # a search is not held against sums that its own programs have not been given yet
-            if to_sum and not (name == DDP_TUNED and "hap" in names):
-                best |= best_synced(task, to_sum, quick=quick)
+    every = proposals_of(task, names, last, planner)
+    best = task.proposed
     if not best:
         raise InputError(
             f"the planner {planner} has no plan for this job on this cluster",
@@ -230,21 +218,13 @@ def _make_plans(
             got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
             hint="--planner auto",
         )
-    fitting = [p for p in best.values() if p.feasible]
-    if not fitting:
+    if not any(p.feasible for p in best.values()):
         raise infeasible(task, list(best.values()))
-    chosen = min(fitting, key=lambda p: p.key)
+    chosen = min(best.values(), key=lambda p: p.key)
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
     if planner not in BASELINES:
-        # a last resort has its micro-steps, to which little can be done; the others may gain more
-        usual = [p for p in fitting if p.planner not in (*BASELINES, *LAST_RESORT)]
-        usual = usual if chosen in usual or (quick and chosen.planner in LAST_RESORT) else []
-        near = finished_near(task, usual, quick=quick) if usual else []
-        if chosen not in usual:
-            near.append(finished(task, chosen, quick=quick))
-        best |= {p.planner: p for p in near}
-        chosen = min(near, key=lambda p: p.key)
+        chosen = finish(task, chosen, every)
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
@@ -259,6 +239,62 @@ def _make_plans(
     for made in offer((chosen, *others), instead, made_of):
         plans.setdefault((made.program, made.micro_batches), made)
     return tuple(plans.values())
+
+
+def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner: str) -> list[Proposal]:
+    """What the planners of these ``names`` propose, and if nothing of it fits those named ``last``. The best
+    of each is in ``task.proposed``. ``planner`` is the one that was asked for."""
+    best, every, to_sum = task.proposed, [], []
+    for name in (*names, *last):
+        # what fits only with activations that are computed again may be far from the best that fits
+        if name in last and any(p.feasible and not regions(p.program) for p in best.values()):
+            continue
+        task.progress(f"planning: {name}")
+        after_search = planner in SEARCHING and name != planner
+        shortly = task.quick or (after_search and task.best_s < float("inf"))
+        propose = QUICK.get(name, PROPOSERS[name]) if shortly else PROPOSERS[name]
+        on_sets = planner == "auto" and name in ON_MACHINE_SETS
+        proposals = list(on_machine_sets(task, propose, ON_MACHINE_SETS[name]) if on_sets else propose(task))
+        every += proposals
+        if proposals:
+            best[name] = min(proposals, key=lambda p: p.key)
+        if name in SUMMED_AT_ONCE:
+            to_sum += proposals
+            # a search is not held against sums that its own programs have not been given yet
+            if to_sum and not (name == DDP_TUNED and "hap" in names):
+                summed = best_synced(task, to_sum, quick=task.quick)
+                every += summed.values()
+                best |= summed
+    return every
+
+
+def on_machine_sets(
+    task: Task, propose: Callable[[Task], Iterator[Proposal]], most_nodes: int
+) -> Iterator[Proposal]:
+    """What a planner proposes for all machines, and for sets of them that may be faster; where there is
+    little time for no more of these than have so many nodes to plan."""
+    sets = sorted(machine_sets(task), key=lambda ranks: (ranks != task.ranks, least_parallel_s(task, ranks)))
+    most = max(1, most_nodes // len(task.graph.nodes)) if task.quick else len(sets)
+    for ranks in sets:
+        if most and (ranks == task.ranks or task.least_seconds(ranks) < task.best_s):
+            most -= 1
+            yield from propose(task.on(ranks))
+
+
+def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
+    """The fastest in the end, where ``chosen`` is so far. A last resort has its micro-steps, to which little
+    can be done; the others may gain more."""
+    usual = [p for p in every if p.feasible and p.planner not in (*BASELINES, *LAST_RESORT)]
+    is_usual = chosen.planner not in (*BASELINES, *LAST_RESORT)
+    near = []
+    if usual and (is_usual or (task.quick and chosen.planner in LAST_RESORT)):
+        near = finished_near(task, [chosen, *usual] if is_usual else usual, quick=task.quick)
+    if not is_usual:
+        near.append(finished(task, chosen, quick=task.quick))
+    for proposal in near:
+        known = task.proposed.get(proposal.planner, proposal)
+        task.proposed[proposal.planner] = min(proposal, known, key=lambda p: p.key)
+    return min(near, key=lambda p: p.key)
 
 
 def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: float) -> Plan:

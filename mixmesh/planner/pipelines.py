@@ -33,10 +33,12 @@ ORDERS = 40  # of machines
 MOST_STAGES = 16
 JUDGED = 4  # of each kind of stages, by the simulator
 HOPEFUL = 2  # of all kinds, by the simulator, where there is little time; of a large graph one
+SMALL_NODES, SMALL_HOPEFUL = 300, 8  # of a graph of which so many can be simulated
 MOST_NODES = 1000  # of a graph for which there is
 MOST_DEVICES = 16
 WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
-LIKELY = 0.9  # times the best step: the estimate is about a tenth too low
+# times the best step: the estimate is about a tenth too low, and at times more than it should be
+LIKELY, SMALL_LIKELY = 0.9, 1.2
 APART = 1.3  # by at least so much their numbers of micro-steps differ
 FILLED = (1.0, 0.85, 0.7)  # of a device's memory that the estimate may fill; less where the simulator refuses
 
@@ -86,7 +88,7 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
 def hopeful(task: Task) -> Iterator[Proposal]:
     """The chains that are faster than the best plan so far by more than the estimate is off, if there is
     something to gain and not too much to plan."""
-    small = len(task.graph.nodes) <= MOST_NODES and task.world_size <= MOST_DEVICES
+    small = len(task.graph.nodes) <= MOST_NODES and len(task.ranks) <= MOST_DEVICES
     if not small or not WORTH * task.bound_s < task.best_s < float("inf"):
         return
     try:
@@ -96,8 +98,11 @@ def hopeful(task: Task) -> Iterator[Proposal]:
         return  # no micro-steps
     space = space_of(task, count=GROUPS)
     with task.timed("pipelines"):
-        chains = sorted(proposed(task, space, below_s=LIKELY * task.best_s), key=lambda chain: chain.step_s)
-    for chain in spaced(chains)[: HOPEFUL if 2 * len(task.graph.nodes) <= MOST_NODES else 1]:
+        small = len(task.graph.nodes) <= SMALL_NODES
+        below_s = (SMALL_LIKELY if small else LIKELY) * task.best_s
+        chains = sorted(proposed(task, space, below_s=below_s), key=lambda chain: chain.step_s)
+    few = HOPEFUL if 2 * len(task.graph.nodes) <= MOST_NODES else 1
+    for chain in chains[:SMALL_HOPEFUL] if small else spaced(chains)[:few]:
         try:
             yield judged(task, space, chain)
         except PlanError:
@@ -118,7 +123,7 @@ def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") ->
 def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float("inf")) -> Iterator[Chain]:
     """Of every kind of stages some chains with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
-    for kind in kinds_of_stages(space):
+    for kind in kinds_of_stages(space, task.ranks):
         found = []
         every = list(arrangements(space, kind))
         for micro_steps in range(2, MOST_MICRO_STEPS + 1):
@@ -142,14 +147,16 @@ def spaced(chains: Sequence[Chain]) -> list[Chain]:
     return out
 
 
-def kinds_of_stages(space: Space) -> list[tuple[Ranks, ...]]:
-    """Machines, equal devices of a machine, single devices: where there are several."""
+def kinds_of_stages(space: Space, ranks: Ranks) -> list[tuple[Ranks, ...]]:
+    """Machines, equal devices of a machine, single devices, as far as they are of ``ranks``: where there are
+    several."""
     by_machine: dict[int, list[int]] = {}
-    for rank in range(space.program.world_size):
+    for rank in ranks:
         by_machine.setdefault(space.costs.cluster.machine_index_of(rank), []).append(rank)
     machines = tuple(map(tuple, by_machine.values()))
-    single = tuple((rank,) for rank in range(space.program.world_size))
-    return [kind for kind in dict.fromkeys((machines, space.device_groups, single)) if len(kind) > 1]
+    equal = tuple(group for group in space.device_groups if set(group) <= set(ranks))
+    single = tuple((rank,) for rank in ranks)
+    return [kind for kind in dict.fromkeys((machines, equal, single)) if len(kind) > 1]
 
 
 def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, ...]]:

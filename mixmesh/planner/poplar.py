@@ -30,7 +30,7 @@ from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..simulator import Simulation
 from ..zero import Allocation, allocate, with_stage
-from .hap import device_sets
+from .device_sets import device_sets, sets_in_need
 from .recomputed import fewest
 from .room import Room
 from .task import Proposal, Task
@@ -47,11 +47,11 @@ GROWTH = 1.2  # from one micro-batch of a curve to the next
 
 def poplar(task: Task) -> Iterator[Proposal]:
     """The best allocation of every stage, on all devices and on the faster ones alone."""
-    fastest_first = sorted(range(task.world_size), key=lambda r: -task.proportional[r])
     best_s, found = float("inf"), False
-    for needed, ranks in device_sets(fastest_first, task.costs.class_of):
-        if best_s < float("inf") and (not needed or task.least_seconds(ranks) >= best_s):
-            return  # nor will fewer devices help
+    sets = sorted(device_sets(task), key=lambda ranks: (task.least_seconds(ranks), -len(ranks)))
+    for ranks in (*sets, *sets_in_need(task)):
+        if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
+            return  # nor will slower ones help
         short = []  # of memory: stages in which not everyone takes its share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -93,6 +94,22 @@ class Proposal:
         return known or self.simulation.peak_memory_bytes(self.program, self.micro_batches)
 
 
+def ranks_of(program: Program) -> tuple[int, ...]:
+    """All that have a share of something, or everyone where there are no shares."""
+    sets = supports(program)
+    if len(sets) < 2:
+        return sets[0] if sets else tuple(range(program.world_size))
+    return tuple(sorted({rank for ranks in sets for rank in ranks}))
+
+
+@dataclass
+class Progress:
+    """What the views of a task on some of its ranks have in common and changes."""
+
+    best_s: float = float("inf")
+    states_expanded: int = 0
+
+
 class Task:
     """A graph on a cluster: programs made once, simulated once, and judged by one measure."""
 
@@ -111,8 +128,11 @@ class Task:
         self.timings_s: dict[str, float] = {}
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
-        self.states_expanded = 0
-        self.best_s = float("inf")  # of all that fits so far
+        self.ranks = tuple(range(self.world_size))  # that may take part
+        self.quick = False  # whether there is a second or so for all of it
+        self._progress = Progress()
+        self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
+        self._levels: dict[tuple[int, ...], Levels | None] = {}  # by ranks
         self.proposed: dict[str, Proposal] = {}  # by planner that was asked, its best
         self.kinds: dict[tuple, Proposal] | None = (
             None  # where finalists are asked for: the best of each kind
@@ -121,6 +141,7 @@ class Task:
         self.dtypes = half_dtypes(graph, able)
         self._agreeing: dict[tuple[int, tuple], tuple[Program, bool]] = {}
         self.tried: dict[tuple[int, ...], Tried] = {}  # by devices
+        self.summed: dict[int, Proposal] = {}  # by the identity of programs: their sums are in their best way
         self.refused = ""  # why a planner has nothing to propose
         # by whether one rank is alone: the path and its program
         self._data_parallel: dict[bool, tuple[Found, Program]] = {}
@@ -147,6 +168,35 @@ class Task:
             if self._inner_s:
                 self._inner_s[-1] += spent
 
+    def on(self, ranks: tuple[int, ...]) -> Task:
+        """The same task for some of its ranks: what is found is remembered for both."""
+        if ranks == self.ranks:
+            return self
+        self.choices  # noqa: B018 - the copy has them too
+        made = copy(self)
+        for name in ("proportional", "bound_s"):
+            made.__dict__.pop(name, None)
+        made.ranks, made.proposed, made.tried = ranks, {}, {}
+        return made
+
+    @property
+    def best_s(self) -> float:
+        """Seconds of the fastest step so far that fits."""
+        return self._progress.best_s
+
+    @best_s.setter
+    def best_s(self, seconds: float) -> None:
+        self._progress.best_s = seconds
+
+    @property
+    def states_expanded(self) -> int:
+        """By all searches so far."""
+        return self._progress.states_expanded
+
+    @states_expanded.setter
+    def states_expanded(self, count: int) -> None:
+        self._progress.states_expanded = count
+
     @cached_property
     def choices(self) -> Choices:
         with self.timed("search"):
@@ -158,17 +208,30 @@ class Task:
 
     @cached_property
     def proportional(self) -> Ratio:
-        return proportional_ratio(self.graph, self.costs, self.choices)
+        return proportional_ratio(self.graph, self.costs, self.choices, self.ranks)
 
     @cached_property
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than."""
-        return ideal_s(self.choices)
+        return ideal_s(self.choices, self.ranks)
 
-    @cached_property
+    @property
     def levels(self) -> Levels | None:
         """By which gradients are summed, where that is faster than flat."""
-        return best_levels(self.costs)
+        return self.levels_on(self.ranks)
+
+    @levels.setter
+    def levels(self, levels: Levels | None) -> None:
+        """Has all programs summed so, whatever their ranks."""
+        self._all_levels = (levels,)
+
+    def levels_on(self, ranks: tuple[int, ...]) -> Levels | None:
+        """Those between some ranks."""
+        if self._all_levels:
+            return self._all_levels[0]
+        if ranks not in self._levels:
+            self._levels[ranks] = best_levels(self.costs, ranks)
+        return self._levels[ranks]
 
     @cached_property
     def direct_bytes(self) -> int:
@@ -179,7 +242,7 @@ class Task:
         """The program with its gradients summed by levels, and small values by one message between each two
         ranks; baselines are what others do, and leave all sums to the library."""
         usual = planner in BASELINES
-        levels, most = (None, 0) if usual else (self.levels, self.direct_bytes)
+        levels, most = (None, 0) if usual else (self.levels_on(ranks_of(program)), self.direct_bytes)
         if (program.levels, program.direct_bytes) == (levels, most):
             return program
         return program.changed(levels=levels, direct_bytes=most)
@@ -194,6 +257,13 @@ class Task:
         """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
         return max(sizes, default=1000)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """All gradients of a replicated model."""
+        graph = self.choices.fold.whole
+        params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
+        return sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
 
     @cached_property
     def usable_bytes(self) -> tuple[float, ...]:

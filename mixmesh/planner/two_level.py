@@ -11,11 +11,12 @@ again or store parameters in shards, whatever is fastest; a machine that is slow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..baselines import TENSOR_PARALLEL, fully_sharded, only
 from ..buckets import with_buckets
+from ..cost.placed import Exchange
 from ..ir import Program, make_ratio, regions, support
 from ..placement.join import Set, join
 from ..placement.part import NotDivisible, Part, part_of
@@ -23,6 +24,7 @@ from ..placement.split import split
 from ..ratios import usable_bytes, with_ratio
 from ..recomputation import recomputed
 from ..simulator import Timeline
+from .device_sets import busiest_link_s
 from .hap import LOST, SPARE, Synthesis
 from .polish import whole_counts
 from .recomputed import fewest
@@ -33,6 +35,7 @@ from .task import HEADROOM, Proposal, Task
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
 ROUNDS = 2  # of dealing out samples
 WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
+MUCH_WORTH = 1.3  # the same, if there is more to plan than
 MOST_NODES = 1000  # of the graph, times kinds of machines: about a second
 HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
 MOST_MACHINES = 8
@@ -55,23 +58,32 @@ def two_level(task: Task) -> Iterator[Proposal]:
 def machines_of(task: Task) -> list[tuple[int, ...]]:
     """Ranks by machine."""
     cluster = task.costs.cluster
-    return [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+    ranks = [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+    mine = [tuple(r for r in machine if r in task.ranks) for machine in ranks]
+    return [machine for machine in mine if machine]
 
 
 def has_levels(machines: list[tuple[int, ...]]) -> bool:
     return len(machines) > 1 and max(map(len, machines)) > 1
 
 
-def promising(task: Task) -> bool:
-    """Whether two levels are worth the time outside of a search: the best plan so far spends some on
-    communication, and there is not too much to plan."""
+def promising(task: Task) -> Iterator[Proposal]:
+    """Nothing too where two levels are not worth the time outside of a search: where the best plan so far is
+    near the least that they could take, the more so the more there is to plan."""
     machines = machines_of(task)
-    if not has_levels(machines):
-        return False
+    if not has_levels(machines) or len(machines) > MOST_MACHINES:
+        return
     kinds = {tuple(task.costs.class_of[r] for r in ranks) for ranks in machines}
-    if len(task.graph.nodes) * len(kinds) > MOST_NODES or len(machines) > MOST_MACHINES:
-        return False
-    return task.best_s > WORTH * task.least_seconds(tuple(range(task.world_size)))
+    worth = WORTH if len(task.graph.nodes) * len(kinds) <= MOST_NODES else MUCH_WORTH
+    if task.best_s > worth * max(task.least_seconds(task.ranks), between_machines_s(task, machines)):
+        yield from two_level(task)
+
+
+def between_machines_s(task: Task, machines: Sequence[tuple[int, ...]]) -> float:
+    """Seconds for which the busiest link between machines carries gradients: all of them, however they are
+    cut within machines."""
+    one_of_each = tuple(ranks[0] for ranks in machines)
+    return busiest_link_s(task, Exchange("all_reduce", task.gradient_bytes, one_of_each))
 
 
 class TwoLevel:

@@ -11,6 +11,7 @@ from . import (
     planning,
     poplar,
     sfb,
+    subsets,
     sync,
     training,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "planning",
     "poplar",
     "sfb",
+    "subsets",
     "sync",
     "training",
 ]

@@ -1,0 +1,114 @@
+"""Sets of devices that may be faster than all of them: a plan in which some have nothing to do is a plan too.
+
+Machines of equal devices and links are alike, so of a set it matters only how many it has of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+
+from ..cost.placed import Exchange
+from .task import Task
+
+Ranks = tuple[int, ...]
+
+MOST_SETS = 16  # of machines, of which every set is looked at; else the first of them, in numbers that double
+
+
+def machine_sets(task: Task) -> list[Ranks]:
+    """Sets of whole machines, one of those that are alike: all sets if these are few; else those of the
+    fastest, of those with the fastest links, and of each kind."""
+    cluster = task.costs.cluster
+    mine = set(task.ranks)
+    numbers = range(len(cluster.machines))
+    machines = [tuple(r for r in cluster.ranks_of(m) if r in mine) for m in numbers]
+    kinds: dict[tuple, list[Ranks]] = {}
+    for machine, ranks in zip(cluster.machines, machines):
+        if ranks:
+            links = machine.link_bytes_per_s, machine.link_latency_s, machine.nic_bytes_per_s
+            kinds.setdefault((tuple(task.costs.class_of[r] for r in ranks), *links), []).append(ranks)
+    alike = list(kinds.values())
+    if prod(len(some) + 1 for some in alike) <= MOST_SETS:
+        counts = product(*[range(len(some), -1, -1) for some in alike])
+        chosen = [[ranks for some, n in zip(alike, count) for ranks in some[:n]] for count in counts]
+    else:
+        chosen = [first for order in _orders(task, kinds) for first in _firsts(order)]
+    sets = (tuple(sorted(r for ranks in some for r in ranks)) for some in chosen)
+    return [ranks for ranks in dict.fromkeys(sets) if ranks]
+
+
+def _orders(task: Task, kinds: dict[tuple, list[Ranks]]) -> Iterator[list[Ranks]]:
+    """Machines from the fastest, from the one with the fastest link between machines, and those of a kind."""
+    every = [(kind, ranks) for kind, some in kinds.items() for ranks in some]
+    speed: Callable[[Ranks], float] = lambda ranks: -sum(task.proportional[r] for r in ranks)  # noqa: E731
+    yield [ranks for _, ranks in sorted(every, key=lambda pair: speed(pair[1]))]
+    yield [ranks for _, ranks in sorted(every, key=lambda pair: (-pair[0][-1], speed(pair[1])))]
+    yield from kinds.values()
+
+
+def _firsts(order: Sequence[Ranks]) -> Iterator[Sequence[Ranks]]:
+    """The first machine, the first two, four, …, all."""
+    count = 1
+    while count < len(order):
+        yield order[:count]
+        count *= 2
+    yield order
+
+
+def device_sets(task: Task) -> list[Ranks]:
+    """All devices, sets of machines, and these without the slowest class of devices, without the two slowest,
+    …: dropping is always legal."""
+    class_of, shares = task.costs.class_of, task.proportional
+    sets: dict[Ranks, None] = {}
+    for ranks in (task.ranks, *machine_sets(task)):
+        fastest_first = sorted(ranks, key=lambda r: -shares[r])
+        order = list(dict.fromkeys(class_of[r] for r in fastest_first))
+        for count in range(len(order), 0, -1):
+            sets[tuple(r for r in ranks if class_of[r] in order[:count])] = None
+    alone: dict[int, Ranks] = {}
+    for r in task.ranks:
+        alone.setdefault(class_of[r], (r,))
+    return _unlike(task, [*sets, *alone.values()])
+
+
+def sets_in_need(task: Task) -> list[Ranks]:
+    """All devices without those of any one class: its memory may be the one that is too small."""
+    class_of = task.costs.class_of
+    classes = dict.fromkeys(class_of[r] for r in task.ranks)
+    return [tuple(r for r in task.ranks if class_of[r] != c) for c in classes if len(classes) > 1]
+
+
+def _unlike(task: Task, sets: Sequence[Ranks]) -> list[Ranks]:
+    """One of those sets that have as many devices of each class in machines with equal links."""
+    cluster, class_of = task.costs.cluster, task.costs.class_of
+    unlike: dict[tuple, Ranks] = {}
+    for ranks in sets:
+        held: dict[int, list[int]] = {}
+        for r in ranks:
+            held.setdefault(cluster.machine_index_of(r), []).append(class_of[r])
+        parts = []
+        for m, classes in held.items():
+            machine = cluster.machines[m]
+            links = machine.link_bytes_per_s, machine.link_latency_s, machine.nic_bytes_per_s
+            parts.append((tuple(classes), *(links if len(held) > 1 or len(classes) > 1 else ())))
+        unlike.setdefault(tuple(sorted(parts)), ranks)
+    return list(unlike.values())
+
+
+def least_parallel_s(task: Task, ranks: Ranks) -> float:
+    """About what no step of data parallelism on these devices is shorter than: that of computing, and the
+    seconds of the busiest link for the sums of all gradients, by levels or flat."""
+    computing_s = task.least_seconds(ranks)
+    if len(ranks) == 1:
+        return computing_s
+    levels = task.levels_on(ranks)
+    ways = (False, True) if levels and levels.parts(ranks, task.gradient_bytes) else (False,)
+    exchanges = [Exchange("all_reduce", task.gradient_bytes, ranks, levelled=way) for way in ways]
+    return max(computing_s, min(busiest_link_s(task, exchange) for exchange in exchanges))
+
+
+def busiest_link_s(task: Task, exchange: Exchange) -> float:
+    """Seconds for which the link that carries most of it is busy."""
+    return max(exchange.link_s_per_byte(task.costs.cluster).values()) * exchange.size_bytes

@@ -1,0 +1,99 @@
+"""``auto`` is never slower, in simulation, than on a part of its machines, or than a planner asked alone.
+
+A few small pairs by default; ``MIXMESH_PAIRS=60`` draws as many as ``mixmesh bench subsets``.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from small_graphs import GRAPHS, graph
+
+from mixmesh.bench.subsets import TOLERANCE, draw_pairs, graph_of, parts, report, run
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.optimizer_states import ADAM
+from mixmesh.planner import make_plan
+from mixmesh.planner.device_sets import device_sets, least_parallel_s, machine_sets
+from mixmesh.planner.task import Task
+
+PAIRS = int(os.environ.get("MIXMESH_PAIRS", "3"))
+SLOW_OUTSIDE = """
+name = "slow outside"
+[network]
+bandwidth_gbit_per_s = 0.5
+latency_us = 30
+[[machine]]
+devices = [{ device = "V100-16GB", count = 4 }]
+link_gbit_per_s = 400
+[[machine]]
+devices = [{ device = "V100-16GB", count = 4 }]
+link_gbit_per_s = 400
+[[machine]]
+devices = [{ device = "V100-16GB", count = 1 }, { device = "T4-16GB", count = 2 }]
+link_gbit_per_s = 400
+"""
+
+
+def task_of(cluster: Cluster) -> Task:
+    return Task(graph(GRAPHS["attention"], 64), CostModel(cluster), ADAM, lambda _: None)
+
+
+@pytest.mark.parametrize("pair", draw_pairs(PAIRS, small=PAIRS < 10), ids=lambda pair: pair.cluster.name)
+def test_auto_is_not_slower_than_a_part_or_a_planner(pair):
+    (row,) = run([pair])
+    assert row.others_s and row.met, row
+    assert report([row], "test")["rows"][0]["met"]
+
+
+def test_a_fast_machine_behind_a_slow_network_works_alone():
+    """One of two equal machines: what it does is what it would do without the others."""
+    model, cluster = graph(GRAPHS["attention"], 128), Cluster.parse(SLOW_OUTSIDE)
+    plan = make_plan(model, cluster)
+    alone_s = min(make_plan(model, part).predicted_step_s for part in parts(cluster))
+    assert plan.predicted_step_s <= alone_s * (1 + TOLERANCE)
+    assert any("take no part" in warning for warning in plan.warnings)
+
+
+def test_sets_of_machines():
+    """Two equal machines and another: five sets. And the fast part of the mixed one, and devices alone."""
+    task = task_of(Cluster.parse(SLOW_OUTSIDE))
+    first, second, mixed = (0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10)
+    assert set(machine_sets(task)) == {
+        first + second + mixed, first + second, first + mixed, first, mixed,
+    }  # fmt: skip
+    found = set(device_sets(task))
+    assert found >= {*machine_sets(task), first + second + (8,), first + (8,), (9,)}
+    assert second not in found and first + second in found
+
+
+def test_many_machines_have_few_sets():
+    machine = '[[machine]]\ndevices = [{{ device = "{}", count = 2 }}]\n'
+    names = ("V100-16GB", "T4-16GB", "P100-16GB")
+    text = 'name = "many"\n[network]\nbandwidth_gbit_per_s = 10\nlatency_us = 10\n'
+    cluster = Cluster.parse(text + "".join(machine.format(name) for name in names * 20))
+    sets = machine_sets(task_of(cluster))
+    assert tuple(range(120)) in sets and len(sets) < 40
+    assert {len(ranks) for ranks in sets} >= {2, 4, 8, 16, 32, 40}
+
+
+def test_the_bound_of_data_parallelism_is_one():
+    """No plan of data parallelism goes below it."""
+    task = task_of(Cluster.parse(SLOW_OUTSIDE))
+    for ranks in device_sets(task):
+        program = task.data_parallel(task.shares(ranks))
+        assert task.best_buckets("ddp-tuned", program).timeline.step_s >= 0.98 * least_parallel_s(task, ranks)
+
+
+def test_a_part_is_a_cluster_of_fewer_machines():
+    found = parts(Cluster.parse(SLOW_OUTSIDE))
+    assert sorted(part.world_size for part in found) == [1, 1, 3, 4, 7, 8]
+
+
+def test_jobs_by_name():
+    from mixmesh.errors import InputError
+
+    assert graph_of("random/1").nodes
+    with pytest.raises(InputError, match="there is no job"):
+        graph_of("else/1")
