@@ -197,10 +197,13 @@ def test_a_model_that_cannot_be_traced(case, run, tmp_path, two):
     assert not list(tmp_path.glob("x.plan*"))
 
 
-def test_a_batch_smaller_than_the_cluster(run, tmp_path, two):
+def test_a_batch_too_small_for_a_planner(run, tmp_path, two):
+    """One sample is planned; a planner that deals samples out between machines says that it cannot."""
     job = write_job(tmp_path, returning("mixmesh.Job(MLP(), batch(1))"))
-    status, _, err = run("plan", job, "--cluster", two)
-    assert status == 2 and "the batch is smaller than the number of devices" in err
+    status, _, _ = run("plan", job, "--cluster", two)
+    assert status == 0
+    status, _, err = run("plan", job, "--cluster", two, "--planner", "two-level")
+    assert status == 2 and "a batch to be dealt out" in err
 
 
 SMALL = {"0.6": "cpu_share = 0.6, memory_gib = 0.01", "0.3": "cpu_share = 0.3, memory_gib = 0.01"}

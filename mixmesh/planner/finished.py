@@ -10,7 +10,7 @@ from ..ir import Program
 from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
-from .synced import HOPEFUL, flat, synced, without_needless_directness
+from .synced import HOPEFUL, SMALL_INSTRUCTIONS, flat, synced, without_needless_directness
 from .task import Proposal, Task
 
 FEW, QUICK_FEW = 8, 2  # proposals that are finished
@@ -48,7 +48,8 @@ def most_finished(program: Program, *, quick: bool) -> int:
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, or a faster form of it."""
+    """The proposal, or a faster form of it. There is always time for a small program."""
+    quick = quick and len(proposal.program.instructions) > SMALL_INSTRUCTIONS
     if proposal.micro_batches is None and id(proposal.program) not in task.summed:
         proposal = synced(task, proposal, quick=quick)
     return arranged(task, proposal, quick=quick)

@@ -119,8 +119,8 @@ def make_plan(
     ``exact_s`` is how long HiGHS may prove how far from the cheapest the chosen program is.
     ``unmeasured`` names mechanisms of GPUs to count on that were never measured (``cost.UNMEASURED``).
 
-    Raises InputError for an unknown planner or a batch smaller than the number of devices, Infeasible
-    if nothing fits.
+    With fewer samples than devices data parallelism leaves some out; tensor parallelism needs none.
+    Raises InputError for an unknown planner, Infeasible if nothing fits.
     """
     (plan,) = make_plans(
         traced,
@@ -204,7 +204,6 @@ def _make_plans(
     each_s = SEARCH_S if search_s is None else search_s
     states, whole_parameters = optimizer
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
-    check_batch(graph, cluster)
     check_memory(task)
     task.quick = quick
     if count > 1:
@@ -330,14 +329,3 @@ def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: f
         micro_batches=proposal.micro_batches,
         notes=notes_of(program, sheet),
     )
-
-
-def check_batch(graph: Graph, cluster: Cluster) -> None:
-    sizes = {i.types[0].shape[0] for i in graph.batch_inputs if i.types[0].shape}
-    if sizes and max(sizes) < cluster.world_size:
-        raise InputError(
-            "the batch is smaller than the number of devices",
-            expected=f"at least {cluster.world_size} samples, one for each device of {cluster.name!r}",
-            got=f"{max(sizes)} samples in dim 0 of the batch",
-            hint="a larger global batch in the job, or a cluster file with fewer devices",
-        )

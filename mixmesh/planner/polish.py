@@ -14,9 +14,13 @@ FAR = 1.05  # times the best step: single samples save less
 
 def polish(task: Task, proposal: Proposal) -> Proposal:
     """Moves single samples between ranks while that shortens the simulated step; not where the best would
-    stay far off."""
+    stay far off, or there are fewer samples than ranks."""
     ranks = support(proposal.program.ratio_of["r0"])
-    if len(ranks) < 2 or not proposal.feasible or proposal.timeline.step_s > FAR * task.best_s:
+    if (
+        not 1 < len(ranks) <= task.batch
+        or not proposal.feasible
+        or proposal.timeline.step_s > FAR * task.best_s
+    ):
         return proposal
     simulation = proposal.simulation
 

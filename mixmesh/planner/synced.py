@@ -51,7 +51,8 @@ def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> di
         planner = known[key].planner
         if tried[planner] < (QUICK_FEW if quick else FEW) and floor_s[key] < fastest.timeline.step_s:
             tried[planner] += 1
-            made = synced(task, known[key], quick=quick)
+            small = len(known[key].program.instructions) <= SMALL_INSTRUCTIONS
+            made = synced(task, known[key], quick=quick and not small)
             task.summed |= {id(p.program): p for p in (known[key], made)}
             best[planner], fastest = (min(a, made, key=lambda p: p.key) for a in (best[planner], fastest))
     return best
