@@ -253,7 +253,9 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
         shortly = task.quick or (after_search and task.best_s < float("inf"))
         propose = QUICK.get(name, PROPOSERS[name]) if shortly else PROPOSERS[name]
         on_sets = planner == "auto" and name in ON_MACHINE_SETS
-        proposals = list(on_machine_sets(task, propose, ON_MACHINE_SETS[name]) if on_sets else propose(task))
+        proposals = list(propose(task))
+        if on_sets:
+            proposals += on_machine_sets(task, name)
         every += proposals
         if proposals:
             best[name] = min(proposals, key=lambda p: p.key)
@@ -267,17 +269,14 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
     return every
 
 
-def on_machine_sets(
-    task: Task, propose: Callable[[Task], Iterator[Proposal]], most_nodes: int
-) -> Iterator[Proposal]:
-    """What a planner proposes for all machines, and for sets of them that may be faster; where there is
-    little time for no more of these than have so many nodes to plan."""
-    sets = sorted(machine_sets(task), key=lambda ranks: (ranks != task.ranks, least_parallel_s(task, ranks)))
-    most = max(1, most_nodes // len(task.graph.nodes)) if task.quick else len(sets)
+def on_machine_sets(task: Task, name: str) -> Iterator[Proposal]:
+    """What a planner proposes in little time for sets of machines that may be faster than all of them."""
+    sets = sorted(machine_sets(task), key=lambda ranks: least_parallel_s(task, ranks))
+    most = ON_MACHINE_SETS[name] // len(task.graph.nodes) - 1
     for ranks in sets:
-        if most and (ranks == task.ranks or task.least_seconds(ranks) < task.best_s):
+        if most > 0 and ranks != task.ranks and task.least_seconds(ranks) < task.best_s:
             most -= 1
-            yield from propose(task.on(ranks))
+            yield from QUICK[name](task.on(ranks))
 
 
 def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
