@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -46,6 +47,12 @@ class Answer:
     refused: bool = False
 
 
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
 class World:
     """So many processes. A failure ends them, and the next case starts new ones."""
 
@@ -55,8 +62,6 @@ class World:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
-        from gloo_world import free_port
-
         context = multiprocessing.get_context("spawn")
         port = free_port()
         for rank in range(self.world_size):
