@@ -73,6 +73,7 @@ def check_placements(program: Program, where: str = "") -> None:
         fail = partial(invalid, program, i, where)
         check_region(i, stale, fail)
         check_wgrad(i, n in able, fail)
+        check_factors(program, i, fail)
         if i.is_leaf:
             _check_leaf(i, fail)
             _check_owners(program, i, fail)
@@ -86,7 +87,6 @@ def check_placements(program: Program, where: str = "") -> None:
             if call not in allowed:
                 _check_operator(program, i, fail)
                 allowed.add(call)
-            check_factors(program, i, fail)
     _check_loss(program, where)
     _check_local_norms(program, where)
 

@@ -114,6 +114,17 @@ class _Converter:
                 got=f"a tensor of shape {list(tensor.shape)}",
                 hint="register it as a buffer of the module: self.register_buffer(name, tensor)",
             )
+        if tensor.is_meta:
+            name = target.removeprefix(WRAPPED)
+            raise TraceError(
+                f"the model's constant {name} has no values, as the model was made on the device meta",
+                expected="a buffer, which needs no values to be planned, or a model with values",
+                got=f"a tensor of shape {list(tensor.shape)} that is neither parameter nor buffer",
+                hint=(
+                    "in __init__: self.register_buffer(name, tensor, persistent=False)",
+                    "or make the model without torch.device('meta')",
+                ),
+            )
         if tensor.is_complex():
             raise TraceError("complex constants cannot stand in program text", got=target)
         return tuple(tensor.detach().cpu().flatten().tolist())
