@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +17,14 @@ import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Instruction, Program, print_instruction
+from .agreement import Facts, batch_disagreement
 from .layout import meetings
+from .processes import open_sockets
+from .watch import Watch
 from .works import begin_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
+LEAST_S = 60.0  # that ranks wait for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -35,6 +40,7 @@ class Comm:
     device: torch.device
     timeout_s: float
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = field(repr=False)
+    watch: Watch | None = field(default=None, repr=False)
 
     @classmethod
     def create(
@@ -44,6 +50,7 @@ class Comm:
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 300.0,
+        watch: Watch | None = None,
     ) -> Comm:
         """The groups of a program, and others by purpose. Collective: every rank calls it, in the same order
         as the others.
@@ -52,7 +59,7 @@ class Comm:
         without a launcher's variables, PlanError if the number of processes is not the program's.
         """
         sets = (*meetings(program), *beside)
-        return cls.of_sets(program.world_size, sets, device=device, timeout_s=timeout_s)
+        return cls.of_sets(program.world_size, sets, device=device, timeout_s=timeout_s, watch=watch)
 
     @classmethod
     def of_sets(
@@ -62,6 +69,7 @@ class Comm:
         *,
         device: torch.device | str | None = None,
         timeout_s: float = 300.0,
+        watch: Watch | None = None,
     ) -> Comm:
         where = torch.device(device) if device is not None else default_device()
         initialise(world_size, where, timeout_s)
@@ -75,6 +83,7 @@ class Comm:
         timeout = datetime.timedelta(seconds=timeout_s)
         everyone = tuple(range(world_size))
         groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        others = open_sockets()
         for purpose, ranks in (("data", everyone), *sets):
             if (purpose, ranks) not in groups and len(ranks) > 1:
                 # a group of our own even for all ranks: the default one may have another timeout
@@ -82,7 +91,26 @@ class Comm:
                 groups[purpose, ranks] = group if dist.get_rank() in ranks else None
         if dist.get_backend() == "gloo":
             begin_threads()
-        return cls(dist.get_rank(), world_size, where, timeout_s, groups)
+        if watch is not None:
+            watch.sockets |= {n: name for n, name in open_sockets().items() if others.get(n) != name}
+        return cls(dist.get_rank(), world_size, where, timeout_s, groups, watch)
+
+    def call(self, kind: str) -> AbstractContextManager:
+        """A call in which ranks meet, as the watch knows it."""
+        return nullcontext() if self.watch is None else self.watch.call(kind)
+
+    def begin_backward(self) -> None:
+        """Called inside a backward pass: it is a call until the pass is over, unless it is a part of one."""
+        if self.watch is not None and not self.watch.doing:
+            self.watch.begin("backward")
+            torch.autograd.Variable._execution_engine.queue_callback(self.watch.end)
+
+    def compare(self, facts: Callable[[], Facts]) -> None:
+        """Raises InputError on all ranks if the call under way was not given the same on all. Collective."""
+        if self.watch is not None:
+            told = self.watch.exchange(facts(), self.watch.doing, self.timeout_s)
+            if (error := batch_disagreement(told)) is not None:
+                raise error
 
     def close(self) -> None:
         """Ends the groups, with their threads. Collective; nothing of this program may be under way."""
@@ -149,12 +177,21 @@ class Channel:
     def finish(self, work: dist.Work | None) -> None:
         if work is None:
             return
+        watch = self.comm.watch
+        if watch is not None:
+            watch.waiting = (self.what, time.monotonic())
         try:
             work.wait()
         except RuntimeError as error:
             raise self.failed(error) from error
+        finally:
+            if watch is not None:
+                watch.waiting = None
 
     def failed(self, error: RuntimeError) -> CollectiveError:
+        known = None if self.comm.watch is None else self.comm.watch.explain()
+        if known is not None:
+            return known
         text = str(error)
         ranks = ", ".join(map(str, self.ranks))
         if "imed out" in text or "imeout" in text:
@@ -190,7 +227,8 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
-    timeout = datetime.timedelta(seconds=timeout_s)
+    # ranks find each other in more than a short time-out of collectives: they import PyTorch before
+    timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
     backend = "nccl" if own_gpu else "gloo"

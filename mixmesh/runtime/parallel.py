@@ -36,6 +36,7 @@ from .pipeline import groups
 from .random import RandomPolicy
 from .shard_tensor import ShardTensor, Whole, plain, shard
 from .shards import Stored, agree, stored_tensors
+from .start import check_values, start_together
 
 __all__ = [
     "Output", "ParallelModel", "full_optimizer_state_dict", "load_full_optimizer_state_dict", "parallelize",
@@ -57,6 +58,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    heartbeat_s: float = 30.0,
     seed: int = 0,
     random_exact: bool = False,
     check_model: bool = True,
@@ -75,13 +77,17 @@ def parallelize(
         raise wrapped_twice("parallelize")
     program = plan if isinstance(plan, Program) else plan.program
     output_has_loss = False if isinstance(plan, Program) else getattr(plan, "output_has_loss", False)
+    check_values(model)
+    watch = start_together(
+        model, plan, seed=seed, device=device, timeout_s=timeout_s, heartbeat_s=heartbeat_s
+    )
     check_gradient_hooks(model)
     stored = stored_tensors(program, model)
     if optimizer is not None:
         optimizers.check_optimizer(optimizer, _of_params(stored, model))
     samples = None if isinstance(plan, Program) else accumulation(plan)
     beside = () if samples is None else groups(program, samples)
-    comm = Comm.create(program, beside, device=device, timeout_s=timeout_s)
+    comm = Comm.create(program, beside, device=device, timeout_s=timeout_s, watch=watch)
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()

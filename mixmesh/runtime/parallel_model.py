@@ -15,6 +15,7 @@ from ..errors import MixmeshError, PlanError
 from ..ir import Program
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
+from .agreement import COMPARED_STEPS, facts_of_batch
 from .allocator import trim_heap
 from .batches import local_inputs
 from .calls import Calls
@@ -34,6 +35,7 @@ from .recording import RecordedComm, Recorder, recorded
 from .shard_numbers import Off
 from .shard_tensor import plain
 from .shards import Stored
+from .start import meets
 from .window import Window
 
 
@@ -140,12 +142,18 @@ class ParallelModel(nn.Module):
         return self._shown(self._rooted(done.value.clone(), done)), self._total(done.value)
 
     def _run(self, args, kwargs) -> _Forward:
+        with self.comm.call("train forward" if self.training else "evaluation forward"):
+            return self._pass(args, kwargs)
+
+    def _pass(self, args, kwargs) -> _Forward:
         run = self._runtime
         run.guards.check(self, args, kwargs)
         self._hooks_seen.check(self)
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = run.calls.tensors(args, kwargs)
+        if run.random.step < COMPARED_STEPS:
+            run.comm.compare(lambda: facts_of_batch(run.program, tensors))
         self._check_planned(args, kwargs)
         if run.steps is not None and run.steps.is_pipeline:
             number = len(run.steps.sizes)
@@ -327,10 +335,16 @@ class ParallelModel(nn.Module):
         finally:
             run.comm, run.compiled, run.recorder = before
 
+    @meets("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all parameters: gives the norm before. Collective."""
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
+    def _is_whole_everywhere(self) -> bool:
+        """Whether every rank holds all of the model, and has to ask nobody for it."""
+        return all(s.is_everywhere(self.comm.world_size) for s in self._runtime.stored.values())
+
+    @meets("full_state_dict", unless=lambda model: model._is_whole_everywhere())
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """The original model's ``state_dict``, on the CPU. Collective. With ``rank0_only`` the others get
@@ -393,6 +407,7 @@ class _Loss(torch.autograd.Function):
     def backward(ctx, gradient):
         runtime = ctx.runtime
         runtime.reducer.begin()
+        runtime.comm.begin_backward()
         if ctx.earlier is not None:
             ctx.earlier.deliver(gradient)
             runtime.seed = next_seed(gradient, runtime.seed)

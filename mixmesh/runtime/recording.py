@@ -197,7 +197,7 @@ class RecordedComm(Comm):
 
     @classmethod
     def of(cls, comm: Comm, recorder: Recorder) -> RecordedComm:
-        return cls(comm.rank, comm.world_size, comm.device, comm.timeout_s, comm.groups, recorder)
+        return cls(comm.rank, comm.world_size, comm.device, comm.timeout_s, comm.groups, comm.watch, recorder)
 
     def channel(self, ranks, instruction, purpose="data", part="") -> RecordedChannel:
         plain = super().channel(ranks, instruction, purpose, part)

@@ -54,6 +54,13 @@ class Stored:
         held = self.counted
         return rank in held.ranks and (bool(held.sizes) or rank == held.ranks[0])
 
+    def is_everywhere(self, world_size: int) -> bool:
+        """Whether all ranks hold the whole tensor."""
+        held = self.counted
+        return (
+            self.counting is None and not isinstance(held.placement, Shard) and len(held.ranks) == world_size
+        )
+
     @property
     def num_pieces(self) -> int:
         """Ranks with a piece that is less than the whole (0 if none is)."""
@@ -79,7 +86,7 @@ class Stored:
             if comm.rank not in held.ranks:
                 mine = torch.empty(self.shape, dtype=self.dtype, device=comm.device)
             return broadcast(channel, mine.detach().clone(), src=self.counting)
-        if not isinstance(held.placement, Shard) and len(held.ranks) == comm.world_size:
+        if self.is_everywhere(comm.world_size):
             return mine.detach()
         what = f"collecting {self.name}"
         if isinstance(held.placement, Shard):

@@ -7,6 +7,7 @@ import resource
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -17,14 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
+from .comm import Comm
 from .data import shard_batches
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
 
 WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
+HERE = Path(__file__).parent.parent
 RECORDED_STEPS = 3  # after the warm-up
 Span = Callable[[str], AbstractContextManager]
 
@@ -53,6 +57,38 @@ def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
     if iter(batches) is batches:
         return iter(batches)  # an iterator runs once
     return itertools.chain.from_iterable(itertools.repeat(batches))
+
+
+def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
+    """The next batch, None at the end. Raises JobError, on all ranks, if the job's data raises."""
+    try:
+        return next(batches, None)
+    except MixmeshError as error:
+        if comm.watch is not None:
+            comm.watch.leave(error)
+        raise
+    except Exception as error:
+        found = JobError(
+            f"rank {comm.rank}: the job's data raised {type(error).__name__}: {first_line(error)}",
+            where=place_of(error),
+            expected="batches like the job's",
+            hint="mixmesh --debug run ... shows the traceback",
+        )
+        if comm.watch is not None:
+            comm.watch.leave(found)
+        raise found from error
+
+
+def place_of(error: Exception) -> str:
+    """The file and line that raised an error, the last outside of libraries if there is one."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(str(HERE))]
+    at = (own or frames)[-1]
+    return f"{at.filename}:{at.lineno}, {at.line}"
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def own_batches(job: Any, plan: Plan | Program, rank: int) -> Iterator[Any]:
@@ -87,6 +123,7 @@ def train(
     steps: int,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    heartbeat_s: float = 30.0,
     seed: int = 0,
     record: bool = False,
     check_model: bool = False,
@@ -104,7 +141,14 @@ def train(
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
     parallel, optimizer = parallelize(
-        model, optimizer, plan, device=device, timeout_s=timeout_s, seed=seed, check_model=check_model
+        model,
+        optimizer,
+        plan,
+        device=device,
+        timeout_s=timeout_s,
+        heartbeat_s=heartbeat_s,
+        seed=seed,
+        check_model=check_model,
     )
     parallel.check_planned(job.batch)
     comm = parallel.comm
@@ -119,7 +163,7 @@ def train(
     for number in range(steps):
         started = time.perf_counter()
         with span("batch"):
-            batch = next(batches, None)
+            batch = next_batch(batches, comm)
         if batch is None:
             break
         call = parallel.forward_local
@@ -136,7 +180,8 @@ def train(
         losses.append(float(total.wait()))
         step_s.append(time.perf_counter() - started)
         on_step(number, losses[-1], step_s[-1])
-    peaks = everyones(peak_memory_bytes(comm.device))
+    with comm.call("the end of training"):
+        peaks = everyones(peak_memory_bytes(comm.device))
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
     return RunReport(slowest(step_s), tuple(losses), peaks, timelines)

@@ -1,0 +1,189 @@
+"""What all ranks must have been given alike, in short: their plan, model, code, seed and versions, and the
+values of the first batches. Ranks that differ train something that nobody asked for, or wait for each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import sys
+import time
+import types
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..errors import CollectiveError, InputError, PlanError
+from ..ir import Program, Shard, print_program
+
+Facts = dict[str, str]  # by what it is of, a value short enough to be shown
+
+COMPARED_STEPS = 3  # training steps whose batches are compared
+POLL_S = (0.005, 0.2)  # at first and at last
+NOTICE_S = 10.0
+HASHED_BYTES = 64 * 2**20  # of one tensor
+HINTS = {
+    "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
+    "seed": "parallelize(..., seed=...) with one number on all ranks",
+    "versions": "install the same versions on all machines",
+    "model": "make the same model on all ranks",
+    "model code": "copy the same source files to all machines",
+}
+
+
+def facts_of_start(model: nn.Module, program: Program, micro_batches: Any, seed: int) -> Facts:
+    """What is compared before anything is exchanged."""
+    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    return {
+        "plan": f"{program.name} for {program.world_size} ranks, digest "
+        + _digest(print_program(program) + repr(micro_batches)),
+        "model": f"{type(model).__name__}, digest {_digest(repr(tensors) + repr(model))}",
+        "model code": _digest(*_code_of(model)),
+        "seed": str(seed),
+        "versions": f"torch {torch.__version__}, Python {'.'.join(platform.python_version_tuple()[:2])}",
+    }
+
+
+def exchange(
+    facts: Facts,
+    store: dist.Store,
+    key: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    check: Callable[[], None],
+    what: str,
+) -> list[Facts]:
+    """The facts of all ranks, by rank. Collective; raises CollectiveError if a rank does not come within
+    ``timeout_s``. ``check`` may raise meanwhile."""
+    store.set(f"{key}/{rank}", json.dumps(facts))
+    names = {r: f"{key}/{r}" for r in range(world_size)}
+    started, noticed, pause_s = time.monotonic(), False, POLL_S[0]
+    while missing := [r for r, name in names.items() if not store.check([name])]:
+        waited_s = time.monotonic() - started
+        check()
+        if waited_s > timeout_s:
+            raise CollectiveError(
+                f"rank {rank}: not all ranks have come to {what} within {timeout_s:g} s",
+                expected=f"{world_size} ranks",
+                got=f"nothing from {ranks_text(missing)}",
+                hint="a rank of these is slow, stuck or has ended: look at the output of each",
+            )
+        if waited_s > NOTICE_S and not noticed and rank == min(set(names) - set(missing)):
+            noticed = True
+            text = f"mixmesh: nothing from {ranks_text(missing)} in {what} yet"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.5, POLL_S[1])
+    return [json.loads(store.get(name)) for name in names.values()]
+
+
+def disagreement(told: list[Facts]) -> PlanError | None:
+    """The first fact in which ranks differ; None if they agree."""
+    for what in told[0]:
+        values = [facts.get(what, "nothing") for facts in told]
+        groups = by_value(dict(enumerate(values)))
+        if len(groups) > 1:
+            (one, first), (other, second), *_ = groups.items()
+            return PlanError(
+                f"the ranks were not given the same {what}",
+                expected=f"one {what} on all ranks",
+                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                hint=HINTS.get(what, ""),
+            )
+    return None
+
+
+def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:
+    """Ranks by what they said, the value of the lowest rank first."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(values):
+        groups.setdefault(values[rank], []).append(rank)
+    return groups
+
+
+def ranks_text(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
+    """The values of inputs that a rank has whole: ``= NAME`` where all ranks need the same ones, ``| NAME``
+    where each takes its own samples of them."""
+    facts = {}
+    for i in (i for i in program.instructions if i.op == "input"):
+        tensor = tensors.get(i.args[0])
+        if tensor is not None and tuple(tensor.shape) == i.type.value.shape and tensor.device.type != "meta":
+            mark = "|" if isinstance(i.type.placement, Shard) else "="
+            facts[f"{mark} {i.args[0]}"] = _values(tensor)
+    return facts
+
+
+def batch_disagreement(told: list[Facts]) -> InputError | None:
+    """An input that is not the same on two ranks and must be; None if there is none.
+
+    Samples that a model sees through random changes may differ between ranks, as each takes its own of them.
+    Where nothing at all of two batches is equal, they are batches of different samples.
+    """
+    for rank, other in enumerate(told[1:], 1):
+        for first, mine in enumerate(told[:rank]):
+            if (name := _conflict(mine, other)) is not None:
+                return InputError(
+                    f"the ranks were not given the same batch: {name[2:]} differs",
+                    expected="one global batch, or each rank's own rows of it",
+                    got=f"rank {first}: {mine[name]}; rank {rank}: {other[name]}",
+                    hint="seed the order of the data alike on all ranks, or deal it out: shard_batches",
+                )
+    return None
+
+
+def _conflict(mine: Facts, other: Facts) -> str | None:
+    both = [name for name in mine if name in other]
+    for name in both:
+        if name[0] == "=" and mine[name] != other[name]:
+            return name
+    cut = [name for name in both if name[0] == "|"]
+    return cut[0] if cut and all(mine[name] != other[name] for name in cut) else None
+
+
+def _values(tensor: Tensor) -> str:
+    flat = tensor.detach().flatten()
+    flat = flat[: HASHED_BYTES // max(flat.element_size(), 1)].cpu().contiguous()
+    head = ", ".join(f"{x:.4g}" if isinstance(x, float) else str(x) for x in flat[:3].tolist())
+    return f"[{head}, ...] crc {zlib.crc32(flat.view(torch.uint8).numpy()):08x}"
+
+
+def _digest(*parts: str | bytes) -> str:
+    made = hashlib.sha256()
+    for part in parts:
+        made.update(part if isinstance(part, bytes) else part.encode())
+    return made.hexdigest()[:12]
+
+
+def _code_of(model: nn.Module) -> Iterator[bytes]:
+    """The byte code of the methods of all classes of modules but PyTorch's own, whose version is compared."""
+    classes = {c for m in model.modules() for c in type(m).__mro__}
+    for c in sorted(classes, key=lambda c: (c.__module__, c.__qualname__)):
+        if c.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for name, member in sorted(vars(c).items()):
+            function = getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType):
+                yield name.encode()
+                yield from _byte_code(function.__code__)
+
+
+def _byte_code(code: types.CodeType) -> Iterator[bytes]:
+    yield code.co_code
+    yield repr(code.co_names).encode()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _byte_code(constant)
+        elif isinstance(constant, frozenset):
+            yield repr(sorted(map(repr, constant))).encode()
+        else:
+            yield repr(constant).encode()

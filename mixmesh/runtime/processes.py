@@ -1,0 +1,59 @@
+"""What Linux tells of this process and of others on this machine; elsewhere nothing is known."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def process_place() -> str:
+    """The same for two processes that know each other by their ids; empty where that cannot be told."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def process_state(pid: int) -> str:
+    """The letter that /proc gives: R, S, D, T (stopped), t (traced), Z (zombie); empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
+def is_gone(pid: int) -> bool:
+    return process_state(pid) in ("", "Z", "X")
+
+
+def is_stopped(pid: int) -> bool:
+    return process_state(pid) in ("T", "t")
+
+
+def open_sockets() -> dict[int, str]:
+    """This process's sockets by file descriptor, each with its name in the kernel."""
+    found = {}
+    with suppress(OSError):
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{name}")
+                if target.startswith("socket:"):
+                    found[int(name)] = target
+    return found
+
+
+def shut(sockets: dict[int, str]) -> None:
+    """Ends the connections of those that are still the same: whoever waits for one is told so. A socket that
+    listens stays, as gloo ends the process where accepting fails."""
+    now = open_sockets()
+    for number, name in sockets.items():
+        if now.get(number) != name:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            one.getpeername()
+            one.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,356 @@
+"""A side channel beside the collectives: what every rank is doing, and whether it is still there.
+
+A thread of every rank writes once a second into the store of ``torch.distributed`` which call of mixmesh the
+rank is in, and reads what the others wrote. A rank that waits in a collective for long then learns why:
+
+- the others are in another call (one evaluates or saves alone), or had other input: an error on all ranks;
+- a rank has failed or ended: an error, with its reason;
+- a rank has been silent for ``heartbeat_s`` and its process is stopped or gone: an error. A process on this
+  machine that runs is not taken for lost, as its thread may wait for the interpreter's lock;
+- a rank is between two calls (it writes a file): a notice, and the wait goes on up to the time-out.
+
+A thread that is blocked in gloo is woken by shutting the sockets of this program's groups.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import CollectiveError, MixmeshError
+from .agreement import Facts, by_value, exchange, ranks_text
+from .processes import is_gone, is_stopped, process_place, shut
+
+BEAT_S = 1.0
+STUCK_S = 5.0  # in one collective, from when on others are looked at
+NOTICE_S = 10.0
+TOLD_S = 10.0  # for the computing thread to raise what the watch has found, before the process is ended
+KEPT_CALLS = 16  # that are compared
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank wrote last. ``calls`` holds its last calls, by number."""
+
+    beat: int
+    place: str
+    pid: int
+    number: int
+    doing: str
+    for_s: float
+    waiting: str
+    calls: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    ended: str = ""
+    verdict: dict[str, str] | None = None
+
+
+class Watch:
+    """The watch of one process; ``call`` and ``waiting`` are used by the thread that computes."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
+        self.rank, self.world_size, self.heartbeat_s = rank, world_size, heartbeat_s
+        # connections of their own: a thread that waits for an answer holds its one
+        self.store, self.own_store = store.clone(), store.clone()
+        self.store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
+        self.sockets: dict[int, str] = {}
+        self.number, self.doing, self.since = 0, "", time.monotonic()
+        self.waiting: tuple[str, float] | None = None
+        self._calls: dict[int, str] = {}
+        self._failed = self._ended = ""
+        self._verdict: CollectiveError | None = None
+        self._decided_at = 0.0
+        self._told = self._noticed = self._store_lost = self._asked = False
+        self._beat = 0
+        self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
+        self._over = threading.Event()
+        self._write()  # before anything is exchanged: whoever was met can be looked at
+        self._asked_at: float | None = None  # of the store, which has not answered yet
+        self._gone: set[int] = set()
+        self._threads = [
+            threading.Thread(target=run, name=f"mixmesh {name}", daemon=True)
+            for name, run in (("tells", self._tell), ("watches", self._watch))
+        ]
+        for thread in self._threads:
+            thread.start()
+        atexit.register(self.close)
+
+    # --- the computing thread -------------------------------------------------------------------------
+
+    @contextmanager
+    def call(self, kind: str) -> Iterator[None]:
+        """A call in which ranks meet; a call within another one is a part of it."""
+        if self.doing and self.doing != "backward":
+            yield
+            return
+        self.begin(kind)
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+            raise
+        finally:
+            self.end()
+
+    def begin(self, kind: str) -> None:
+        """Raises what the watch has found since the last call."""
+        self.raise_verdict()
+        self._failed = ""
+        self.number += 1
+        self._calls[self.number] = kind
+        self._calls.pop(self.number - KEPT_CALLS, None)
+        self.doing, self.since = kind, time.monotonic()
+
+    def end(self) -> None:
+        self.doing, self.since = "", time.monotonic()
+
+    def fail(self, error: Exception) -> None:
+        """Tells the others why this rank does not go on."""
+        if error is not self._verdict:
+            self._failed = _one_line(error)
+
+    def leave(self, error: Exception) -> None:
+        """Tells the others that this rank will not come again."""
+        self._ended = _one_line(error)
+
+    def exchange(self, facts: Facts, what: str, timeout_s: float) -> list[Facts]:
+        """The facts of all ranks on the call that is under way, by rank. Collective."""
+        key = f"mixmesh/facts/{self.number}"
+        self.waiting = (what, time.monotonic())
+        try:
+            return exchange(
+                facts, self.own_store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
+            )
+        finally:
+            self.waiting = None
+
+    def raise_verdict(self) -> None:
+        if self._verdict is not None:
+            self._told = True
+            raise self._verdict
+
+    def explain(self) -> CollectiveError | None:
+        """Why a collective has failed, if a rank knows; waits a little for one that may."""
+        self._asked = True
+        deadline = time.monotonic() + 5 * BEAT_S
+        while self._verdict is None and time.monotonic() < deadline and not self._over.is_set():
+            time.sleep(0.05)
+        self._told = self._verdict is not None
+        return self._verdict
+
+    def close(self) -> None:
+        """Tells the others that this process ends, and why if it failed."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        last = getattr(sys, "last_value", None)
+        self._ended = self._ended or (f"after {_one_line(last)}" if last else "its script is over")
+        for thread in self._threads:
+            thread.join(2 * BEAT_S)
+        if not self._store_lost and not any(thread.is_alive() for thread in self._threads):
+            self._write()
+        atexit.unregister(self.close)
+
+    # --- the watching thread --------------------------------------------------------------------------
+
+    @property
+    def _pause_s(self) -> float:
+        return min(BEAT_S, self.heartbeat_s / 4) * max(1.0, self.world_size / 64)
+
+    def _tell(self) -> None:
+        """Writes and reads; a store whose process is stopped does not answer."""
+        while not self._store_lost:
+            self._asked_at = time.monotonic()
+            self._write()
+            self._read()
+            self._asked_at = None
+            if self._over.wait(self._pause_s):
+                return
+
+    def _watch(self) -> None:
+        while not self._over.wait(self._pause_s):
+            asked_at = self._asked_at
+            if asked_at is not None and time.monotonic() - asked_at > self.heartbeat_s:
+                self._store_lost = True
+            if self._verdict is None:
+                self._judge()
+            elif not self._told and time.monotonic() - self._decided_at > TOLD_S:
+                self._end_process()
+
+    def _end_process(self) -> None:
+        """The last resort, where the computing thread could not be woken."""
+        waiting = self.waiting
+        if waiting is not None and time.monotonic() - waiting[1] > TOLD_S:
+            print(f"{type(self._verdict).__name__}: {self._verdict}", file=sys.stderr, flush=True)
+            os._exit(self._verdict.exit_status)
+
+    def _write(self) -> None:
+        self._beat += 1
+        now, waiting = time.monotonic(), self.waiting
+        calls = {str(n): call for n, call in list(self._calls.items())}
+        verdict = None if self._verdict is None else _fields(self._verdict)
+        seen = Seen(
+            self._beat, process_place(), os.getpid(), self.number, self.doing, now - self.since,
+            waiting[0] if waiting else "", calls, self._failed, self._ended, verdict,
+        )  # fmt: skip
+        try:
+            self.store.set(self._key(self.rank), json.dumps(vars(seen)))
+        except RuntimeError:
+            self._store_lost = True
+
+    def _read(self) -> None:
+        try:
+            there = [r for r in self._others() if r in self._seen or self.store.check([self._key(r)])]
+            texts = self.store.multi_get([self._key(r) for r in there]) if there else []
+        except RuntimeError:
+            self._store_lost = True
+            return
+        for rank, text in zip(there, texts):
+            seen = Seen(**json.loads(text))
+            if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
+                self._seen[rank] = (seen, time.monotonic())
+
+    def _key(self, rank: int) -> str:
+        return f"mixmesh/watch/{rank}"
+
+    def _others(self) -> list[int]:
+        return [r for r in range(self.world_size) if r != self.rank]
+
+    def _judge(self) -> None:
+        """Concludes what can be concluded from what was read."""
+        states = {rank: seen for rank, (seen, _) in self._seen.items()}
+        for seen in states.values():
+            if seen.verdict is not None:
+                return self._conclude(CollectiveError(**seen.verdict))
+        waiting = self.waiting
+        if waiting is None:
+            self._noticed = False
+            return None
+        what, since = waiting
+        waited_s = time.monotonic() - since
+        for rank, seen in states.items():
+            if seen.failed and seen.number == self.number and not seen.doing:
+                return self._conclude(self._error(f"rank {rank} has failed", seen.failed, what))
+            if seen.ended:
+                return self._conclude(self._error(f"rank {rank} has ended", seen.ended, what))
+        if waited_s < STUCK_S and not self._asked:
+            return None
+        for rank in states:
+            if lost := self._lost(rank):
+                return self._conclude(self._error(f"rank {rank} {lost}", "no sign of life", what))
+        if (error := self._other_call(states, what)) is not None:
+            return self._conclude(error)
+        return self._notice(states, what, waited_s)
+
+    def _other_call(self, states: dict[int, Seen], what: str) -> CollectiveError | None:
+        """The first call that is of different kinds on different ranks, if one is."""
+        for number, kind in sorted(self._calls.items()):
+            kinds = {self.rank: kind}
+            kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}
+            groups = by_value(kinds)
+            if len(groups) > 1:
+                (one, first), *others = groups.items()
+                rest = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in others)
+                return CollectiveError(
+                    f"{ranks_text(first)} in {one}, {rest}: call {number} must be the same on all ranks",
+                    where=what,
+                    expected="every rank to make the same calls in the same order",
+                    got=f"{ranks_text(first)}: {one}; "
+                    + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
+                    hint="take the call out of `if rank == 0:`, for all ranks to make it",
+                )
+        return None
+
+    def _lost(self, rank: int) -> str:
+        """How a rank was lost; empty if it may still come."""
+        seen, heard_at = self._seen[rank]
+        is_here = seen.place == process_place() != ""
+        if is_here and is_gone(seen.pid):
+            if rank not in self._gone:  # its last word may come with the next beat
+                self._gone.add(rank)
+                return ""
+            return "has ended without a word: it was killed, for instance as it took too much memory"
+        silent_s = time.monotonic() - heard_at
+        if silent_s < self.heartbeat_s:
+            return ""
+        if is_here:
+            return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
+        if self._store_lost and rank:
+            return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
+        return f"has not been heard of for {silent_s:.0f} s"
+
+    def _notice(self, states: dict[int, Seen], what: str, waited_s: float) -> None:
+        late = {r: s for r, s in states.items() if not s.doing and s.number < self.number}
+        waits_first = not any(s.waiting and r < self.rank for r, s in states.items())
+        if waited_s < NOTICE_S or self._noticed or not late or not waits_first:
+            return
+        self._noticed = True
+        for rank, seen in late.items():
+            print(
+                f"mixmesh: rank {self.rank} has waited for {waited_s:.0f} s in {what}: rank {rank} has been "
+                f"outside of mixmesh for {seen.for_s:.0f} s, after call {seen.number}; waiting on",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _error(self, message: str, got: str, what: str) -> CollectiveError:
+        return CollectiveError(
+            f"{message}, and the others wait for it in {what}",
+            where=what,
+            expected=f"{self.world_size} ranks to take part",
+            got=got,
+            hint="its own output says more",
+        )
+
+    def _conclude(self, error: CollectiveError) -> None:
+        self._verdict, self._decided_at = error, time.monotonic()
+        if self.waiting is not None:
+            shut(self.sockets)
+
+
+def _one_line(error: BaseException) -> str:
+    text = " ".join(str(getattr(error, "message", "") or error).split())[:300]
+    return f"{type(error).__name__}: {text}"
+
+
+def _fields(error: MixmeshError) -> dict:
+    return {
+        "message": error.message,
+        "expected": error.expected,
+        "got": error.got,
+        "where": error.where,
+        "hint": list(error.hint),
+    }
+
+
+_of_process: list[tuple[object, Watch]] = []  # of one default group; empty before the first
+
+
+def watch_of_process(heartbeat_s: float) -> Watch | None:
+    """The watch of this process's default group, begun at the first call; None for a single process, and
+    where the store of the group has one connection only."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    group = dist.group.WORLD
+    if _of_process and _of_process[0][0] is group:
+        _of_process[0][1].heartbeat_s = heartbeat_s
+        return _of_process[0][1]
+    if _of_process:
+        _of_process.pop()[1].close()
+    store = dist.distributed_c10d._get_default_store()
+    try:
+        watch = Watch(store, dist.get_rank(), dist.get_world_size(), heartbeat_s)
+    except (RuntimeError, NotImplementedError):
+        return None
+    _of_process.append((group, watch))
+    return watch

@@ -1,0 +1,91 @@
+"""Ranks that do not agree, or are not there any more: an error on all ranks within seconds, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+WORKER = Path(__file__).parent / "watch_worker.py"
+SECONDS = 60.0  # from the trouble to the end of all ranks, side by side with all others on a busy machine
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: its output, its exit status (None if it did not end), and how many seconds after the
+    trouble began."""
+
+    text: str
+    status: int | None
+    after_s: float
+
+
+# scenario: what the message says, on which ranks (of two, the last one being the odd one)
+AGREED = {
+    "plan": "the ranks were not given the same plan",
+    "code": "the ranks were not given the same model code",
+    "data": "the ranks were not given the same batch",
+    "evaluates": "in evaluation forward",
+    "saves": "in full_state_dict",
+}
+FIRST_ONLY = {
+    "shape": "x is neither a whole batch nor rank 1's part of one",
+    "no input": "rank 1 has ended",
+    "killed": "rank 1 has ended without a word",
+    "stopped": "rank 1 is stopped",
+}
+LAST_ONLY = {"stopped first": "rank 0 is stopped"}
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory) -> dict[str, list[Ended]]:
+    """All scenarios side by side: they wait most of the time."""
+    scenarios = [*AGREED, *FIRST_ONLY, *LAST_ONLY, "slow"]
+    folder = tmp_path_factory.mktemp("ranks")
+    paths = os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    subprocess.run([sys.executable, str(WORKER), str(folder), *scenarios], env=env, check=True)
+    found = {
+        (s, rank): (status, at) for s, rank, status, at in json.loads((folder / "ends.json").read_text())
+    }
+    return {
+        s: [
+            Ended((folder / f"{s}-{rank}.txt").read_text(), *found.get((s, rank), (None, 0.0)))
+            for rank in range(2)
+        ]
+        for s in scenarios
+    }
+
+
+@pytest.mark.parametrize("scenario", AGREED)
+def test_all_ranks_are_told(ends, scenario):
+    for rank, ended in enumerate(ends[scenario]):
+        assert ended.status == 3 and AGREED[scenario] in ended.text, f"rank {rank}: {ended.text}"
+        assert "rank 0" in ended.text and "rank 1" in ended.text
+        assert ended.after_s < SECONDS
+
+
+@pytest.mark.parametrize("scenario", FIRST_ONLY)
+def test_who_waits_is_told(ends, scenario):
+    first, last = ends[scenario]
+    assert first.status == 3 and FIRST_ONLY[scenario] in first.text, first.text + last.text
+    assert "rank 1" in first.text
+    assert first.after_s < SECONDS
+
+
+@pytest.mark.parametrize("scenario", LAST_ONLY)
+def test_the_rank_that_holds_the_store_is_stopped(ends, scenario):
+    _, last = ends[scenario]
+    assert last.status in (1, 3) and LAST_ONLY[scenario] in last.text, last.text
+    assert last.after_s < SECONDS
+
+
+def test_a_rank_that_is_busy_between_two_calls_is_waited_for(ends):
+    for ended in ends["slow"]:
+        assert ended.status == 0 and "DONE" in ended.text, ended.text
+    assert "rank 1 has been outside of mixmesh" in ends["slow"][0].text

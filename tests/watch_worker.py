@@ -1,0 +1,169 @@
+"""Worlds in which something is wrong: ``python watch_worker.py FOLDER SCENARIO ...`` runs all side by side.
+
+Every rank is forked from this process, which has imported everything once. The output of a rank goes to
+FOLDER/SCENARIO-RANK.txt; how each ended, and how many seconds after the trouble, to FOLDER/ends.json."""
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from gloo_world import free_port
+from torch import nn
+
+from mixmesh.errors import MixmeshError
+from mixmesh.ir import parse_program
+from mixmesh.runtime.agreement import COMPARED_STEPS
+from mixmesh.runtime.parallel import parallelize
+
+WORLD = 2
+LIMIT_S = 150.0  # of all worlds together, on a busy machine
+TEXT = """\
+program small world=%d {
+  ratio r0 = [%s]
+  %%x = input("x") : f32[12, 4] S(0)@r0
+  %%scale = input("scale") : f32[4] R
+  %%piece = param("layer.weight") : f32[12, 4] S(0)@r0
+  %%w = all_gather(%%piece) : f32[12, 4] R
+  %%h = aten.linear(%%x, %%w) : f32[12, 12] S(0)@r0
+  %%k = aten.%s(%%h) : f32[12, 12] S(0)@r0
+  %%m = aten.mul.Tensor(%%x, %%scale) : f32[12, 4] S(0)@r0
+  %%a = aten.sum(%%k) : f32[] P(sum)
+  %%b = aten.sum(%%m) : f32[] P(sum)
+  %%loss = aten.add.Tensor(%%a, %%b) : f32[] P(sum)
+  return %%loss
+}
+"""
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 12, bias=False)
+
+    def forward(self, x, scale):
+        return torch.relu(self.layer(x)).sum() + (x * scale).sum()
+
+
+class Changed(Small):
+    def forward(self, x, scale):
+        return torch.tanh(self.layer(x)).sum() + (x * scale).sum()
+
+
+Changed.__name__ = Changed.__qualname__ = "Small"
+
+
+def batch(seed: int) -> dict:
+    g = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(12, 4, generator=g), "scale": torch.randn(4, generator=g)}
+
+
+def train(model, optimizer, steps: int, feed=batch) -> None:
+    for step in range(steps):
+        model(**feed(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_in_trouble(scenario: str, rank: int) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    last = rank == WORLD - 1
+    op = "tanh" if last and scenario == "plan" else "relu"
+    kind = Changed if last and scenario == "code" else Small
+    shares = ", ".join([str(1 / WORLD)] * WORLD)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    seed = rank if scenario == "seed" else 0
+    heartbeat_s = 3.0 if scenario in ("stopped", "stopped first") else 30.0
+    model, optimizer = parallelize(
+        model, optimizer, parse_program(TEXT % (WORLD, shares, op)), device="cpu", heartbeat_s=heartbeat_s,
+        timeout_s=150, seed=seed,
+    )  # fmt: skip
+    train(model, optimizer, COMPARED_STEPS, lambda step: batch(step + last if scenario == "data" else step))
+    print("START", flush=True)
+    trouble = {
+        "shape": lambda: train(model, optimizer, 1, lambda s: {**batch(s), "x": torch.zeros(5, 4)}),
+        "no input": lambda: None,
+        "no input, stays": lambda: threading.Event().wait(60),
+        "evaluates": lambda: model.eval() and model(**batch(0)),
+        "saves": model.full_state_dict,
+        "clips": lambda: model.clip_grad_norm_(1.0),
+        "raises": lambda: [][0],
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+        "slow": lambda: time.sleep(14),
+    }
+    if scenario == "stopped first":
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    elif last and scenario in trouble:
+        trouble[scenario]()
+        if scenario in ("no input", "no input, stays"):
+            return
+    train(model, optimizer, 3)
+    print("DONE", flush=True)
+
+
+def fork_rank(scenario: str, rank: int, port: int, folder: Path) -> int:
+    output = os.open(folder / f"{scenario}-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
+    if pid := os.fork():
+        os.close(output)
+        return pid
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    status = 0
+    try:
+        train_in_trouble(scenario, rank)
+    except MixmeshError as error:
+        print(f"MIXMESH {type(error).__name__}: {error}", flush=True)
+        status = 3
+    except BaseException:
+        traceback.print_exc()
+        status = 4
+    atexit._run_exitfuncs()
+    os._exit(status)
+
+
+def main(folder: Path, scenarios: list[str]) -> None:
+    ranks = {}
+    ports = set()
+    while len(ports) < len(scenarios):
+        ports.add(free_port())
+    for scenario, port in zip(scenarios, ports):
+        for rank in range(WORLD):
+            ranks[scenario, rank] = fork_rank(scenario, rank, port, folder)
+    began: dict[str, float] = {}
+    ends: dict[tuple[str, int], tuple[int, float]] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and len(ends) < len(ranks):
+        for (scenario, rank), pid in ranks.items():
+            text = (folder / f"{scenario}-{rank}.txt").read_text() if scenario not in began else "START"
+            if "START" in text:
+                began.setdefault(scenario, time.monotonic())
+            if (scenario, rank) not in ends:
+                over, status = os.waitpid(pid, os.WNOHANG)
+                if over:
+                    ends[scenario, rank] = os.waitstatus_to_exitcode(status), time.monotonic()
+        if all(key in ends or key[0].startswith("stopped") for key in ranks) and all(
+            any((s, rank) in ends for rank in range(WORLD)) for s in scenarios
+        ):
+            break  # what is stopped stays so
+        time.sleep(0.1)
+    for key, pid in ranks.items():
+        if key not in ends:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    told = [[s, rank, status, at - began.get(s, at)] for (s, rank), (status, at) in ends.items()]
+    (folder / "ends.json").write_text(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
