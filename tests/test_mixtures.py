@@ -202,8 +202,23 @@ def test_a_choice_of_no_expert_is_an_error():
     x, table = torch.randn(3, 4), torch.randn(2, 4, 5)
     for wrong in (2, -1):
         ids = torch.tensor([0, 1, wrong])
-        with pytest.raises(RuntimeError, match="none of 2"):
+        with pytest.raises(IndexError, match="none of 2"):
             experts(ids, [x], [], [table], [], [], "y = x0 @ t0", 0)
+
+
+@pytest.mark.parametrize(
+    "num_biases, body, wrong",
+    [
+        (1, "h = x0 @ t0; b = t1[e]; y = add.Tensor(h, b)", "different numbers of experts"),
+        (3, "h = x0 @ t1; y = h @ t0", "different numbers of experts"),
+        (2, "h = x0 @ t0; g, u = split.Tensor(h, 5, -1); y = mul.Tensor(g, u)", "makes 1 results, not g, u"),
+        (2, "h = x0 @ t0; y = mul.Tensor(h, u)", "no value for u"),
+    ],
+)
+def test_what_does_not_fit_together_is_an_error(num_biases, body, wrong):
+    x, ids, table = torch.randn(3, 4), torch.tensor([0, 1, 1]), torch.randn(2, 4, 5)
+    with pytest.raises(RuntimeError, match=wrong):
+        experts(ids, [x], [], [table, torch.randn(num_biases, 5)], [], [], body, 0)
 
 
 def test_memory_counts_what_an_expert_keeps(mixtral):

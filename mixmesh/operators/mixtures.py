@@ -152,13 +152,13 @@ class _Rows:
 
 
 def _sort(ids: Tensor, first: int, num_held: int, num_experts: int) -> _Rows:
-    """The choices of the experts from ``first`` on. Raises RuntimeError for a choice of no expert."""
+    """The choices of the experts from ``first`` on. Raises IndexError for a choice of no expert."""
     if ids.is_meta:
         return _Rows(ids, ids, None)
     # counted on the host, as where the rows of an expert end decides what is multiplied
     counts = torch.bincount(ids.clamp(-1, num_experts) + 1, minlength=num_experts + 2).tolist()
     if counts[0] or counts[-1]:
-        raise RuntimeError(f"a token chose an expert that is none of {num_experts}")
+        raise IndexError(f"a token chose an expert that is none of {num_experts}")
     sorted_ids, order = torch.sort(ids, stable=True)
     start = sum(counts[1 : first + 1])
     held = tuple(counts[first + 1 : first + 1 + num_held])
@@ -176,7 +176,8 @@ def run_body(
     whole: Sequence[Tensor],
     dtypes: Sequence[torch.dtype],
 ) -> Tensor:
-    """The last value of ``body`` for each of ``rows``."""
+    """The last value of ``body`` for each of ``rows``. Raises RuntimeError where a name of the body has no
+    value: an argument that is not given, or a result of an operator that makes another number of them."""
     token_of = rows.order if rows.counts is None else rows.order // choices
     known: dict[str, Tensor | torch.dtype] = {}
     known |= {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
@@ -188,6 +189,8 @@ def run_body(
     def given(argument):
         match argument:
             case Value(name):
+                if name not in known:
+                    raise RuntimeError(f"no value for {name} in the body of experts {body!r}")
                 return known[name]
             case tuple():
                 return [given(a) for a in argument]
@@ -205,6 +208,10 @@ def run_body(
         else:
             made = _function(step.operator)(*arguments, **{k: given(v) for k, v in step.options})
         results = made if isinstance(made, tuple | list) else (made,)
+        if len(results) != len(step.results):
+            raise RuntimeError(
+                f"{step.operator} of experts makes {len(results)} results, not {', '.join(step.results)}"
+            )
         known.update(zip(step.results, results))
     return known[parse_body(body)[-1].results[0]]
 
@@ -217,7 +224,8 @@ def experts(
 
     ``ids`` [T * choices] are experts, a token's choices in a row; ``values`` [T * choices, ...], ``tables``
     [E, ...]. ``kept_bytes`` is what the body keeps of a choice for its gradient (for the memory model alone).
-    Raises RuntimeError for an id that is no expert.
+    Raises IndexError for an id that is no expert, as operators of PyTorch that look up do, and RuntimeError for
+    tensors that do not fit together.
     """
     num_experts = tables[0].shape[0]
     return experts_of_part(ids, tokens, values, tables, whole, dtypes, body, 0, num_experts)
@@ -231,6 +239,8 @@ def experts_of_part(
     num_tokens, num_choices = tokens[0].shape[0], ids.shape[0]
     if not num_tokens or num_choices % num_tokens:
         raise RuntimeError(f"{num_choices} choices are not as many for each of {num_tokens} tokens")
+    if len(lengths := {t.shape[0] for t in tables}) > 1:
+        raise RuntimeError(f"tables have different numbers of experts: {sorted(lengths)}")
     choices = num_choices // num_tokens
     rows = _sort(ids, first, tables[0].shape[0], num_experts)
     made = run_body(body, rows, choices, tokens, values, tables, whole, dtypes)

@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import traceback
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ def test_no_missing_strategy(op):
 
 
 def in_child(work):
-    """What ``work`` returns, from a forked process: guesses may end the process that makes them."""
+    """The result of ``work``, or what it raises, from a forked process: guesses may end the process that makes
+    them."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -39,4 +42,21 @@ def in_child(work):
         data = pipe.read()
     os.waitpid(child, 0)
     assert data, "the search ended its process: is the operator one of rule_proof.UNCHECKED?"
-    return pickle.loads(data)
+    result = pickle.loads(data)
+    if isinstance(result, Raised):
+        raise AssertionError(result.text)
+    return result
+
+
+@dataclass(frozen=True)
+class Raised:
+    """The traceback of an error in a child."""
+
+    text: str
+
+
+def result_of(work):
+    try:
+        return work()
+    except Exception:
+        return Raised(traceback.format_exc())
