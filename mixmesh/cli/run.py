@@ -40,6 +40,13 @@ def run(
         typer.Option("--cluster", metavar="C.toml", help="With --trace: predict for this cluster."),
     ] = None,
     profile: ProfileFile = None,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, metavar="S", help="A collective may take so long.")
+    ] = 300.0,
+    heartbeat_s: Annotated[
+        float,
+        typer.Option("--heartbeat", min=1, metavar="S", help="A rank that is silent for so long is lost."),
+    ] = 30.0,
     profile_s: ProfileSeconds = 15.0,
     planner: PlannerName = "auto",
     cache: CacheFolder = None,
@@ -84,6 +91,8 @@ def run(
         load_job(job),
         loaded_plan,
         steps=steps,
+        timeout_s=timeout_s,
+        heartbeat_s=heartbeat_s,
         record=trace is not None,
         check_model=plan is not None,
         on_start=enter_device,

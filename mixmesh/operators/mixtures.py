@@ -224,8 +224,8 @@ def experts(
 
     ``ids`` [T * choices] are experts, a token's choices in a row; ``values`` [T * choices, ...], ``tables``
     [E, ...]. ``kept_bytes`` is what the body keeps of a choice for its gradient (for the memory model alone).
-    Raises IndexError for an id that is no expert, as operators of PyTorch that look up do, and RuntimeError for
-    tensors that do not fit together.
+    Raises IndexError for an id that is no expert, as operators of PyTorch that look up do, and RuntimeError
+    for tensors that do not fit together.
     """
     num_experts = tables[0].shape[0]
     return experts_of_part(ids, tokens, values, tables, whole, dtypes, body, 0, num_experts)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import JobError, MixmeshError
+from ..errors import CollectiveError, JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
@@ -181,7 +181,7 @@ def train(
         step_s.append(time.perf_counter() - started)
         on_step(number, losses[-1], step_s[-1])
     with comm.call("the end of training"):
-        peaks = everyones(peak_memory_bytes(comm.device))
+        peaks = everyones_peaks(comm, len(losses), steps)
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
     return RunReport(slowest(step_s), tuple(losses), peaks, timelines)
@@ -236,6 +236,20 @@ def everyones(value: Any) -> tuple[Any, ...]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return tuple(values)
+
+
+def everyones_peaks(comm: Comm, steps_done: int, steps: int) -> tuple[int, ...]:
+    """The peak memory of every rank in bytes. Collective. Raises CollectiveError if another rank is not at
+    the end of its training: its data was longer, or it has failed."""
+    try:
+        return everyones(peak_memory_bytes(comm.device))
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {comm.rank} has ended its training after {steps_done} of {steps} steps, others have not",
+            expected="batches for equally many steps on every rank",
+            got=" ".join(str(error).split())[:300],
+            hint="the same data on every rank; where a rank has failed, its own output says why",
+        ) from error
 
 
 def peak_memory_bytes(device: torch.device) -> int:

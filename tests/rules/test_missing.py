@@ -25,8 +25,8 @@ def test_no_missing_strategy(op):
 
 
 def in_child(work):
-    """The result of ``work``, or what it raises, from a forked process: guesses may end the process that makes
-    them."""
+    """The result of ``work``, or what it raises, from a forked process: guesses may end the process that
+    makes them."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
