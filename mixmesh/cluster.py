@@ -29,6 +29,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -163,8 +164,13 @@ class Cluster:
     def machine_of(self, rank: int) -> Machine:
         return self.machines[self.machine_index_of(rank)]
 
+    @cached_property
+    def _ranks_by_machine(self) -> tuple[tuple[int, ...], ...]:
+        ends = list(itertools.accumulate(len(machine.devices) for machine in self.machines))
+        return tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends))
+
     def ranks_of(self, machine_index: int) -> tuple[int, ...]:
-        return tuple(r for r, index in enumerate(self._machine_indices) if index == machine_index)
+        return self._ranks_by_machine[machine_index]
 
     def bandwidth_between(self, rank_a: int, rank_b: int) -> float:
         """Bytes per second from one rank to another with nothing else going on; infinite to itself."""

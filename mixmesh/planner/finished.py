@@ -3,18 +3,18 @@ the gradients of weights are computed."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ..cost.placed import supports
-from ..ir import Program
 from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
 from .synced import HOPEFUL, SMALL_INSTRUCTIONS, flat, synced, without_needless_directness
 from .task import Proposal, Task
 
-FEW, QUICK_FEW = 8, 2  # proposals that are finished
-QUICK_INSTRUCTIONS = 3000  # of all programs together that there is time to finish
+FEW = 8  # proposals that are finished
+QUICK_INSTRUCTIONS = 600  # of all programs together but the first that there is time to finish
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
@@ -34,17 +34,15 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
         if proposal.timeline.step_s <= near * first.timeline.step_s and proposal.feasible:
             unlike.setdefault(key, proposal)
     made = [finished(task, first, quick=quick)]
+    instructions = QUICK_INSTRUCTIONS if quick else sys.maxsize
     for proposal in [p for p in unlike.values() if p is not first]:
         step_s = min(p.timeline.step_s for p in made)
-        in_time = len(made) < most_finished(first.program, quick=quick)
+        needed = len(proposal.program.instructions)
+        in_time = len(made) < FEW and needed <= instructions
         if in_time and max(proposal.timeline.compute_s) < step_s * (1 - GAIN):
+            instructions -= needed
             made.append(finished(task, proposal, quick=quick))
     return made
-
-
-def most_finished(program: Program, *, quick: bool) -> int:
-    """How many proposals there is time to finish."""
-    return max(QUICK_FEW, QUICK_INSTRUCTIONS // len(program.instructions)) if quick else FEW
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:

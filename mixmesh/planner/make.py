@@ -22,20 +22,20 @@ from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
 from .checkpointed import checkpointed
-from .device_sets import least_parallel_s, machine_sets
+from .device_sets import machine_sets
 from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
 from .hap import DDP_TUNED, synthesised, tuned
 from .learned import has_torch_geometric, heterog, tag
 from .offered import offer
-from .pipelines import hopeful, pipelines
+from .pipelines import hopeful, least_pipeline_s, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
 from .synced import best_synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
-from .two_level import promising, two_level
+from .two_level import least_two_level_s, machines_of, promising, two_level
 from .whole import whole_batch_warnings
 
 # one row per planner: what proposes its programs
@@ -60,8 +60,9 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
 AUTO = (*BASELINES, DDP_TUNED, "hap", "two-level", "pipeline")
 # what it asks where no search is allowed, and what follows a search
 QUICK = {"two-level": promising, "pipeline": hopeful}
-# what it asks for sets of machines too, with the nodes of graphs, one for each set, that there is time for
-ON_MACHINE_SETS = {"two-level": 6000, "pipeline": 1500}
+# what it asks for sets of machines too: the least that a step on a set may take, None if it is not worth
+# asking; and the nodes of graphs, one for each machine of each set, that there is time for
+ON_MACHINE_SETS = {"two-level": (least_two_level_s, 600), "pipeline": (least_pipeline_s, 250)}
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 # as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
 SEARCHING = ("placed", "heterog", "tag")
@@ -270,13 +271,17 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
 
 
 def on_machine_sets(task: Task, name: str) -> Iterator[Proposal]:
-    """What a planner proposes in little time for sets of machines that may be faster than all of them."""
-    sets = sorted(machine_sets(task), key=lambda ranks: least_parallel_s(task, ranks))
-    most = ON_MACHINE_SETS[name] // len(task.graph.nodes) - 1
-    for ranks in sets:
-        if most > 0 and ranks != task.ranks and task.least_seconds(ranks) < task.best_s:
-            most -= 1
-            yield from QUICK[name](task.on(ranks))
+    """What a planner proposes in little time for sets of machines that may be faster than all of them, first
+    those with the least to do at least: as many as there is time for."""
+    least, nodes = ON_MACHINE_SETS[name]
+    views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
+    worth = {view.ranks: least_s for view in views if (least_s := least(view)) is not None}
+    for ranks in sorted(worth, key=worth.__getitem__):
+        view = task.on(ranks)
+        needed = len(task.graph.nodes) * len(machines_of(view))
+        if worth[ranks] < task.best_s and needed <= nodes:
+            nodes -= needed
+            yield from QUICK[name](view)
 
 
 def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:

@@ -88,8 +88,7 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
 def hopeful(task: Task) -> Iterator[Proposal]:
     """The chains that are faster than the best plan so far by more than the estimate is off, if there is
     something to gain and not too much to plan."""
-    small = len(task.graph.nodes) <= MOST_NODES and len(task.ranks) <= MOST_DEVICES
-    if not small or not WORTH * task.bound_s < task.best_s < float("inf"):
+    if least_pipeline_s(task) is None:
         return
     try:
         samples_of(with_whole_rows(task.data_parallel(task.proportional)))
@@ -107,6 +106,13 @@ def hopeful(task: Task) -> Iterator[Proposal]:
             yield judged(task, space, chain)
         except PlanError:
             return
+
+
+def least_pipeline_s(task: Task) -> float | None:
+    """Seconds that no step is shorter than; None where pipelines have not enough to gain for the time that
+    they take, or there is too much to plan."""
+    small = len(task.graph.nodes) <= MOST_NODES and 1 < len(task.ranks) <= MOST_DEVICES
+    return task.bound_s if small and WORTH * task.bound_s < task.best_s < float("inf") else None
 
 
 def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") -> Proposal:

@@ -58,9 +58,9 @@ def two_level(task: Task) -> Iterator[Proposal]:
 def machines_of(task: Task) -> list[tuple[int, ...]]:
     """Ranks by machine."""
     cluster = task.costs.cluster
-    ranks = [cluster.ranks_of(m) for m in range(len(cluster.machines))]
-    mine = [tuple(r for r in machine if r in task.ranks) for machine in ranks]
-    return [machine for machine in mine if machine]
+    mine = set(task.ranks)
+    machines = (cluster.ranks_of(m) for m in range(len(cluster.machines)))
+    return [chosen for ranks in machines if (chosen := tuple(r for r in ranks if r in mine))]
 
 
 def has_levels(machines: list[tuple[int, ...]]) -> bool:
@@ -68,15 +68,21 @@ def has_levels(machines: list[tuple[int, ...]]) -> bool:
 
 
 def promising(task: Task) -> Iterator[Proposal]:
-    """Nothing too where two levels are not worth the time outside of a search: where the best plan so far is
-    near the least that they could take, the more so the more there is to plan."""
+    """Nothing too where two levels are not worth the time outside of a search."""
+    if least_two_level_s(task) is not None:
+        yield from two_level(task)
+
+
+def least_two_level_s(task: Task) -> float | None:
+    """About what no step of two levels is shorter than; None if they are not worth the time outside of a
+    search: where the best plan so far is near that, the more so the more there is to plan."""
     machines = machines_of(task)
     if not has_levels(machines) or len(machines) > MOST_MACHINES:
-        return
+        return None
     kinds = {tuple(task.costs.class_of[r] for r in ranks) for ranks in machines}
     worth = WORTH if len(task.graph.nodes) * len(kinds) <= MOST_NODES else MUCH_WORTH
-    if task.best_s > worth * max(task.least_seconds(task.ranks), between_machines_s(task, machines)):
-        yield from two_level(task)
+    least_s = max(task.least_seconds(task.ranks), between_machines_s(task, machines))
+    return least_s if task.best_s > worth * least_s else None
 
 
 def between_machines_s(task: Task, machines: Sequence[tuple[int, ...]]) -> float:
