@@ -62,7 +62,7 @@ AUTO = (*BASELINES, DDP_TUNED, "hap", "two-level", "pipeline")
 QUICK = {"two-level": promising, "pipeline": hopeful}
 # what it asks for sets of machines too: the least that a step on a set may take, None if it is not worth
 # asking; and the nodes of graphs, one for each machine of each set, that there is time for
-ON_MACHINE_SETS = {"two-level": (least_two_level_s, 600), "pipeline": (least_pipeline_s, 250)}
+ON_MACHINE_SETS = {"two-level": (least_two_level_s, 400), "pipeline": (least_pipeline_s, 250)}
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 # as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
 SEARCHING = ("placed", "heterog", "tag")
