@@ -56,6 +56,6 @@ def test_models_that_were_found(path):
     with quietly():
         case, known = case_of(path, report)
         for planner in known["PLANNERS"]:
-            models.try_planner(case, report, planner, 0, None)
+            models.try_planner(case, report, planner, known.get("CLUSTER_SEED", 0), None)
     assert not report.failures, report.failures[0].what
     assert report.outcomes["right"]

@@ -73,7 +73,8 @@ def best_of(task: Task, planner: str, evaluate, count: int = JUDGED) -> Iterator
     proposals = [judged(task, planner, evaluate.space, strategy) for strategy in strategies]
     yield from proposals
     alike = [p for p in proposals if len(p.program.ratios) == 1]
-    yield from with_best_shares(task, min(alike, key=lambda p: p.key))
+    if alike:  # none where nothing is cut: a program that every rank runs whole has no shares
+        yield from with_best_shares(task, min(alike, key=lambda p: p.key))
 
 
 def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:

@@ -77,8 +77,8 @@ def make_case(kind: str, seed: int, source: Source | str, optimizer: str, report
         return None
     try:
         traced = trace(*build(text))
-    except MixmeshError:
-        report.add("refused by trace")
+    except MixmeshError as error:
+        report.refuse("refused by trace", str(error))
         return None
     except Exception as error:
         report.add("TRACEBACK", failure_of(kind, seed, text, f"trace: {last_line(error)}"))
@@ -118,7 +118,7 @@ def try_plan(case: Case, plan: Plan | Program, label: str, worlds: Worlds | None
     if not what and worlds is not None:
         answer = over_gloo(case, plan, worlds)
         if answer.refused:
-            report.add("refused over gloo")
+            report.refuse("refused over gloo", answer.errors[0])
             return True
         what = answer.errors[0] if answer.errors else difference(answer.steps, case.want)
         what = f"over gloo: {what}" if what else ""

@@ -36,7 +36,7 @@ def run_cases(seed: int, until_time_s: float, progress: Progress = silent) -> Re
 
 def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
     """Runs one model with some planners."""
-    report, rng = Report(KIND), random.Random(case_seed)
+    report, rng = Report(KIND, num_seeds=1), random.Random(case_seed)
     with quietly():
         case = random_case(KIND, case_seed, report)
         if case is not None:
@@ -60,8 +60,8 @@ def try_planner(case: Case, report: Report, planner: str, attempt_seed: int, wor
         plan = make_plan(
             case.traced, cluster, planner=planner, search_s=None if planner == "auto" else SEARCH_S
         )
-    except MixmeshError:
-        report.add("refused by planner")
+    except MixmeshError as error:
+        report.refuse("refused by planner", f"{planner}: {error}")
         return
     except Exception as error:
         report.add("TRACEBACK", case.failure(f"{planner}: planning: {last_line(error)}", str(cluster)))

@@ -31,7 +31,7 @@ def run_cases(seed: int, until_time_s: float, progress: Progress = silent) -> Re
 
 def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
     """Runs some programs of one model."""
-    report, rng = Report(KIND), random.Random(case_seed)
+    report, rng = Report(KIND, num_seeds=1), random.Random(case_seed)
     with quietly():
         case = random_case(KIND, case_seed, report)
         if case is not None:
@@ -60,8 +60,7 @@ def random_program(case: Case, rng: random.Random, report: Report) -> Program | 
         check_program(made)
         return made
     except VerificationError as error:
-        report.add("refused by checker")
-        report.notes.append(" ".join(str(error).split())[:300])
+        report.refuse("refused by checker", str(error))
     except Exception as error:
         report.add("TRACEBACK", case.failure(f"making a program: {last_line(error)}"))
     return None

@@ -40,7 +40,8 @@ class Report:
     kind: str
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)  # what was refused, for who improves a generator
+    notes: list[str] = field(default_factory=list)  # why cases were refused
+    num_seeds: int = 0
 
     @property
     def num_cases(self) -> int:
@@ -51,10 +52,15 @@ class Report:
         if failure is not None:
             self.failures.append(failure)
 
+    def refuse(self, outcome: str, why: str) -> None:
+        self.add(outcome)
+        self.notes.append(f"{outcome}: {' '.join(why.split())[:300]}")
+
     def join(self, other: Report) -> None:
         self.outcomes.update(other.outcomes)
         self.failures.extend(other.failures)
         self.notes.extend(other.notes)
+        self.num_seeds += other.num_seeds
 
     def write(self, folder: Path) -> list[Path]:
         """Writes every failure into ``folder`` and returns the paths."""
@@ -67,7 +73,8 @@ class Report:
 
     def as_json(self) -> str:
         failures = [{k: v for k, v in asdict(f).items() if k != "text"} for f in self.failures]
-        return json.dumps({"kind": self.kind, "outcomes": self.outcomes, "failures": failures})
+        told = {"kind": self.kind, "num_seeds": self.num_seeds, "outcomes": self.outcomes}
+        return json.dumps(told | {"failures": failures, "notes": self.notes})
 
 
 def case_seeds(seed: int):
