@@ -429,6 +429,48 @@ def check_a_warm_optimizer(_) -> None:
         close(value, single.state_dict()[key], key)
 
 
+class Scaled(nn.Module):
+    """A parameter without dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, x):
+        return (x * self.scale).square().mean()
+
+
+def check_state_of_a_parameter_without_dims(_) -> None:
+    """Ranks that hold nothing of it have a state of nothing, from the start (Adagrad) and out of a
+    checkpoint."""
+    text = """program scaled world=3 {
+      ratio r0 = [0, 0.5, 0.5]
+      %x = input("x") : f64[12, 6] S(0)@r0
+      %w = param("scale") : f64[] R@r0
+      %y = aten.mul.Tensor(%x, %w) : f64[12, 6] S(0)@r0
+      %s = aten.square(%y) : f64[12, 6] S(0)@r0
+      %loss = aten.mean(%s) : f64[] P(sum)@r0
+      return %loss
+    }"""
+    for make in (torch.optim.Adagrad, torch.optim.AdamW):
+        single, other = Scaled(), Scaled()
+        optimizer = make(single.parameters(), lr=0.1)
+        model, mine = parallelize(
+            other, make(other.parameters(), lr=0.1), parse_program(text), device="cpu", timeout_s=20
+        )
+        for n in range(4):
+            if n == 2:
+                packed = full_optimizer_state_dict(model, mine)
+                load_full_optimizer_state_dict(model, mine, packed)
+            if n == 3:
+                mine.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for m, o in ((single, optimizer), (model, mine)):
+                m(x=batch(n)["x"]).backward()
+                o.step()
+                o.zero_grad()
+            close(model.full_state_dict()["scale"], single.scale.detach(), f"{make.__name__}, step {n}")
+
+
 def check_refusals(_) -> None:
     with pytest.raises(InputError, match="LBFGS"):
         build("data_parallel", lambda p: torch.optim.LBFGS(p))
@@ -479,6 +521,7 @@ CHECKS |= {
         check_local_loss,
         check_checkpoints,
         check_a_warm_optimizer,
+        check_state_of_a_parameter_without_dims,
         check_refusals,
     )
 }

@@ -100,7 +100,7 @@ def swap_params(
             continue
         new, stored = swapped[old]
         state = optimizer.state.pop(old)
-        optimizer.state[new] = {k: _cut(v, stored, rank, new.device) for k, v in state.items()}
+        optimizer.state[new] = {k: _cut(k, v, stored, rank, new.device) for k, v in state.items()}
 
 
 def step_on_pieces(optimizer: optim.Optimizer) -> None:
@@ -172,7 +172,7 @@ def _shown(value: Any, p: ShardTensor) -> Any:
 def _with_pieces(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     params = params_of(optimizer)
     state = {
-        n: {key: _piece(value, params[n]) for key, value in entries.items()}
+        n: {key: _piece(key, value, params[n]) for key, value in entries.items()}
         if isinstance(n, int) and n < len(params)
         else entries
         for n, entries in packed["state"].items()
@@ -180,11 +180,10 @@ def _with_pieces(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str
     return {**packed, "state": state}
 
 
-def _piece(value: Any, p: Tensor) -> Any:
-    if isinstance(value, Tensor) and value.ndim and isinstance(p, ShardTensor):
+def _piece(key: str, value: Any, p: Tensor) -> Any:
+    if isinstance(value, Tensor) and isinstance(p, ShardTensor):
         value = plain(value)
-        if tuple(value.shape) == p.whole.stored.shape:
-            return p.whole.stored.piece(value, p.whole.comm.rank, value.device)
+        return _cut(key, value, p.whole.stored, p.whole.comm.rank, value.device)
     return value
 
 
@@ -192,8 +191,10 @@ def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _cut(value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
-    if isinstance(value, Tensor) and value.ndim and tuple(value.shape) == stored.shape:
+def _cut(key: str, value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
+    """The rank's piece of a state that is like its parameter. The number of steps has no dims, as some
+    parameters have none, and PyTorch knows it by its name, too."""
+    if isinstance(value, Tensor) and tuple(value.shape) == stored.shape and key != "step":
         return stored.piece(value, rank, device)
     return value
 
@@ -246,5 +247,5 @@ def load_full_state(
         if comm.rank in s.held.ranks:
             # copies: load_state_dict itself would share step counters with what was passed
             entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
-            state[n] = {k: _cut(v, s, comm.rank, comm.device) for k, v in entries.items()}
+            state[n] = {k: _cut(k, v, s, comm.rank, comm.device) for k, v in entries.items()}
     optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
