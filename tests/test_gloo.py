@@ -452,7 +452,7 @@ def check_state_of_a_parameter_without_dims(_) -> None:
       %loss = aten.mean(%s) : f64[] P(sum)@r0
       return %loss
     }"""
-    for make in (torch.optim.Adagrad, torch.optim.AdamW):
+    for make in (torch.optim.Adagrad, torch.optim.AdamW, torch.optim.NAdam, torch.optim.ASGD):
         single, other = Scaled(), Scaled()
         optimizer = make(single.parameters(), lr=0.1)
         model, mine = parallelize(

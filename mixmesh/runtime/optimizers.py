@@ -19,6 +19,10 @@ from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
 
+# states of PyTorch's optimizers that have no dims; all others are like their parameter, which may have none
+# either
+NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
+
 
 def check_optimizer(optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
     kind = type(optimizer).__name__
@@ -192,11 +196,10 @@ def params_of(optimizer: optim.Optimizer) -> list[Tensor]:
 
 
 def _cut(key: str, value: Any, stored: Stored, rank: int, device: torch.device) -> Any:
-    """The rank's piece of a state that is like its parameter. The number of steps has no dims, as some
-    parameters have none, and PyTorch knows it by its name, too."""
-    if isinstance(value, Tensor) and tuple(value.shape) == stored.shape and key != "step":
-        return stored.piece(value, rank, device)
-    return value
+    """The rank's piece of a state that is like its parameter."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != stored.shape:
+        return value
+    return value if not value.ndim and key in NUMBERS else stored.piece(value, rank, device)
 
 
 def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm: Comm) -> dict[str, Any]:

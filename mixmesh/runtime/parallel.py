@@ -163,7 +163,9 @@ class _Taken:
             shown = _shared(whole, stored, comm, is_owned=bool(stage))
             mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
         else:
-            piece = replace(stored, held=used_as).piece(whole, comm.rank, comm.device)
+            # a rank that does not use it holds no rows of it, and no elements
+            held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
+            piece = held.piece(whole, comm.rank, comm.device)
             mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
             written = None
             if stage and comm.rank in used_as.ranks:

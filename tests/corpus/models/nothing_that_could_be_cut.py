@@ -1,4 +1,4 @@
-"""Two pieces of an input whose one dim is no dim of samples: every plan is whole, and no shares can be found."""
+"""Pieces of an input whose one dim is no dim of samples: every plan is whole, no shares can be found."""
 
 import torch
 from torch import nn
