@@ -145,7 +145,13 @@ class Graph:
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
 
-NOT_DIFFERENTIABLE = frozenset({"aten.detach", "mixmesh.sum_exp", "update"})
+# what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made of
+# alone, and an optimizer does not even decay a parameter without one
+NOT_DIFFERENTIABLE = frozenset(
+    {"aten.detach", "mixmesh.sum_exp", "update"}
+    | {f"aten.{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")}
+    | {f"aten.new_{what}" for what in ("zeros", "ones", "full", "empty")}
+)
 
 
 def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:
@@ -157,6 +163,7 @@ def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[st
             down.update([r for r in node.results if r is not None and types[r].is_floating])
     up: set[str] = {loss}
     for node in reversed(nodes):
-        if not up.isdisjoint(node.results):
+        # only by results that descend from a parameter: none that is a comparison or a choice
+        if any(r in up and r in down for r in node.results):
             up.update(node.inputs)
     return frozenset(down & up)
