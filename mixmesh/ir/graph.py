@@ -145,8 +145,8 @@ class Graph:
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
 
-# what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made of
-# alone, and an optimizer does not even decay a parameter without one
+# what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made
+# of alone, and an optimizer does not even decay a parameter without one
 NOT_DIFFERENTIABLE = frozenset(
     {"aten.detach", "mixmesh.sum_exp", "update"}
     | {f"aten.{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")}
