@@ -21,7 +21,7 @@ from .task import Proposal, Task
 # of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
 # of the step that must be saved: owners keep optimizers to those that work by element
-MARGIN, QUICK_MARGIN = 0.01, 0.02
+MARGIN = 0.01
 SMALL_INSTRUCTIONS, QUICK_INSTRUCTIONS = 600, 1500  # of a program that there is time for, and for some of it
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
@@ -65,7 +65,7 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         floor_s, _ = simulation.least_s(program)
     step_s = best.timeline.step_s
     exposed = step_s - floor_s + max(simulation.sheet.optimizer_s(program))
-    least, margin = (QUICK_EXPOSED, QUICK_MARGIN) if quick else (EXPOSED, MARGIN)
+    least = QUICK_EXPOSED if quick else EXPOSED
     on_cpu = any(d.kind == "cpu" for d in task.costs.cluster.devices)
     small = len(program.instructions) <= QUICK_INSTRUCTIONS and not on_cpu
     if zero_stage(program) or exposed < least * step_s or (quick and not small):
@@ -78,7 +78,7 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         made = owned_runs(task, program, quick=quick)
     for program in made:
         found = task.judge(proposal.planner, program)
-        if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - margin)):
+        if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - MARGIN)):
             best = replace(found, gap=proposal.gap)
     return best
 
