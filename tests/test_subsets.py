@@ -17,6 +17,7 @@ from mixmesh.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets, least_parallel_s, machine_sets
 from mixmesh.planner.task import Task
+from mixmesh.planner.two_level import least_two_level_s
 
 PAIRS = int(os.environ.get("MIXMESH_PAIRS", "3"))
 SLOW_OUTSIDE = """
@@ -84,6 +85,17 @@ def test_the_bound_of_data_parallelism_is_one():
     for ranks in device_sets(task):
         program = task.data_parallel(task.shares(ranks))
         assert task.best_buckets("ddp-tuned", program).timeline.step_s >= 0.98 * least_parallel_s(task, ranks)
+
+
+def test_two_levels_are_asked_only_where_the_best_step_is_far_from_their_least():
+    task = task_of(Cluster.parse(SLOW_OUTSIDE))
+    least_s = least_two_level_s(task)
+    assert least_s >= task.least_seconds(task.ranks)
+    task.best_s = 1.01 * least_s
+    assert least_two_level_s(task) is None
+    task.best_s = 2 * least_s
+    assert least_two_level_s(task) == least_s
+    assert least_two_level_s(task.on((0, 1, 2, 3))) is None  # one machine has no levels
 
 
 def test_a_part_is_a_cluster_of_fewer_machines():

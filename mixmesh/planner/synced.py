@@ -25,7 +25,7 @@ MARGIN = 0.01
 SMALL_INSTRUCTIONS, QUICK_INSTRUCTIONS = 600, 1500  # of a program that there is time for, and for some of it
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
-RUN_BYTES, LARGE_BYTES = (4e6, 16e6), (4e6,)  # of buckets of which some have owners
+RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 HOPEFUL = 1.15  # times the best or faster
 TRIED = 40  # runs of buckets of each size
@@ -85,10 +85,10 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 
 def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
     """The program, which has no owners, with owners of a run of its buckets, of several sizes of these."""
-    sizes, most = RUN_BYTES, QUICK_TRIED if quick else TRIED
+    most = QUICK_TRIED if quick else TRIED
     if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
-        sizes, most = LARGE_BYTES, LARGE_TRIED
-    return [best_run(with_buckets(program, size), task.costs, task.step_s, most) for size in sizes]
+        most = LARGE_TRIED
+    return [best_run(with_buckets(program, size), task.costs, task.step_s, most) for size in RUN_BYTES]
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:
