@@ -152,14 +152,15 @@ class ParallelModel(nn.Module):
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = run.calls.tensors(args, kwargs)
-        if run.random.step < COMPARED_STEPS:
-            run.comm.compare(lambda: facts_of_batch(run.program, tensors))
-        self._check_planned(args, kwargs)
         if run.steps is not None and run.steps.is_pipeline:
             number = len(run.steps.sizes)
             inputs = stage_inputs(run.program, run.steps.samples, tensors, run.comm, number)
         else:
             inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
+        # what a rank sees to be wrong by itself it says before it waits for others
+        if run.random.step < COMPARED_STEPS:
+            run.comm.compare(lambda: facts_of_batch(run.program, tensors))
+        self._check_planned(args, kwargs)
         params = run.params
         buffers = {name: plain(b) for name, b in self.named_buffers(remove_duplicate=False)}
         read = buffers
