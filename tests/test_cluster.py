@@ -3,7 +3,7 @@ import math
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mixmesh.catalogue import CATALOGUE
@@ -238,6 +238,7 @@ machines = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(names, st.lists(machines, min_size=1, max_size=2, unique_by=lambda m: m.name), rates)
 def test_a_printed_cluster_reads_back_as_itself(name, machine_list, bandwidth):
     used: set[str] = set()

@@ -21,7 +21,7 @@ UNCHECKED = {
     native_batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit_no_training _weight_norm
     _weight_norm_interface ctc_loss.Tensor grid_sampler grid_sampler_2d soft_margin_loss
     """.split()
-}
+} | {"mixmesh.local_batch_norm"}
 
 
 def sizes(arg, *, of_tensors: bool) -> set[int]:
