@@ -89,19 +89,19 @@ def torch_run(job: str, steps: int, what: str) -> dict:
     }
 
 
-def ddp(model: torch.nn.Module) -> torch.nn.Module:
+def ddp(model: torch.nn.Module, group: dist.ProcessGroup | None) -> torch.nn.Module:
     from mixmesh.bench.torch_baselines import ddp as wrap
 
-    return wrap(BUCKET_MB, model)
+    return wrap(BUCKET_MB, model, group)
 
 
-def fsdp(model: torch.nn.Module) -> torch.nn.Module:
+def fsdp(model: torch.nn.Module, group: dist.ProcessGroup | None) -> torch.nn.Module:
     from mixmesh.bench.torch_baselines import fsdp as wrap
 
-    return wrap(True, model)
+    return wrap(True, model, group)
 
 
-BASELINES: dict[str, Callable[[torch.nn.Module], torch.nn.Module]] = {"ddp": ddp, "fsdp": fsdp}
+BASELINES: dict[str, Callable[..., torch.nn.Module]] = {"ddp": ddp, "fsdp": fsdp}
 
 if __name__ == "__main__":
     {"profile": measure_profile, "runs": measure_runs}[sys.argv[1]](*sys.argv[2:])
