@@ -161,6 +161,7 @@ def worker(job: str, path: str) -> None:
 
     torch.set_num_threads(1)
     plan = Plan.load(path)
+    torch.manual_seed(0)  # one batch on all ranks
     report = train(load_job(f"{Path(__file__).with_name('memory_jobs.py')}:{job}"), plan, steps=STEPS)
     if os.environ["RANK"] == "0":
         print(json.dumps(report.peak_memory_bytes), flush=True)
