@@ -28,7 +28,7 @@ def start_together(
     timeout_s: float,
     heartbeat_s: float,
 ) -> Watch | None:
-    """The watch of this process; None for a single one. Collective.
+    """The watch of this process; None for a single one, or with ``heartbeat_s`` 0. Collective.
 
     Raises PlanError on all ranks if they were given different plans, models, code, seeds or versions, or if a
     device has less memory than the plan counts on.
@@ -39,7 +39,7 @@ def start_together(
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
     where = torch.device(device) if device is not None else default_device()
     initialise(program.world_size, where, timeout_s)
-    watch = watch_of_process(heartbeat_s)
+    watch = watch_of_process(heartbeat_s) if heartbeat_s else None
     if watch is None:
         return None
     with watch.call("parallelize"):

@@ -82,7 +82,16 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
     timeout_s = max(LEAST_TIMEOUT_S, min(MOST_TIMEOUT_S, PATIENCE * expected_s))
     failure, report = "", None
     try:
-        report = train(load(), plan, steps=steps, timeout_s=timeout_s, record=record, on_start=enter_device)
+        # no watch: a rank that fails a trial goes on with the next, and has made fewer calls than the others
+        report = train(
+            load(),
+            plan,
+            steps=steps,
+            timeout_s=timeout_s,
+            heartbeat_s=0.0,
+            record=record,
+            on_start=enter_device,
+        )
     except torch.OutOfMemoryError:
         failure = OUT_OF_MEMORY
     except MixmeshError as error:  # in a program; and of collectives that another rank never got to
