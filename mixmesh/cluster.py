@@ -41,7 +41,7 @@ from typing import Literal
 from mixmesh.catalogue import CATALOGUE
 from mixmesh.cluster_file import ClusterTable, DeviceTable, MachineTable, machine_name, read_tables
 from mixmesh.errors import ClusterError
-from mixmesh.units import GBIT, GBYTE, GIB, MICRO, ONE, TFLOP, in_gib, in_unit, si, si_bytes
+from mixmesh.units import GBIT, GBYTE, GIB, MICRO, ONE, TFLOP, in_gib, in_unit, plural, si, si_bytes
 
 # One core of a current server CPU with AVX2, as a matrix product in PyTorch uses it.
 CPU_CORETFLOP_PER_S = Decimal("0.05")
@@ -202,7 +202,7 @@ class Cluster:
         """A few lines for people."""
         gbit = 8e-9
         lines = [
-            f"{self.name}: {_plural(self.world_size, 'device')} in {_plural(len(self.machines), 'machine')}, "
+            f"{self.name}: {plural(self.world_size, 'device')} in {plural(len(self.machines), 'machine')}, "
             f"network {self.bandwidth_bytes_per_s * gbit:.3g} Gbit/s {self.latency_s * 1e6:.3g} us "
             f"({self.fingerprint})"
         ]
@@ -364,7 +364,3 @@ def _as_floats(value):
     if isinstance(value, list | tuple):
         return [_as_floats(item) for item in value]
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

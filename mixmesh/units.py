@@ -64,3 +64,8 @@ def size_text(size_bytes: float) -> str:
                 else f"{size_bytes / unit:.0f} {name}"
             )
     return f"{size_bytes:.0f} B"
+
+
+def plural(count: int, noun: str) -> str:
+    """A number of things to read: ``1 device``, ``3 devices``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from ..profiler.meter import Meter
 
 MEASURED_S = 0.4  # for each figure: several periods of a CPU quota
 CPU_SIZES = {"products": 512, "copied_bytes": 2**25}
@@ -49,20 +50,7 @@ def product(device: torch.device, dtype: torch.dtype, size: int) -> Callable[[],
 def run_s(work: Callable[[], object], device: torch.device) -> float:
     """Seconds that one run of ``work`` takes when it runs on and on: the total over all runs, without the
     first ones, as a throttled device runs fast and then stands still."""
-    warm_up = [timed(work, device) for _ in range(3)]
+    clock = Meter(device, emulated=False)  # the wall's, also under a quota
+    warm_up = [clock.once(work) for _ in range(3)]
     runs = max(3, round(MEASURED_S / max(statistics.median(warm_up), 1e-6)))
-    return timed(lambda: [work() for _ in range(runs)], device) / runs
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the wall's clock."""
-    synchronize(device)
-    started = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - started
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return clock.once(lambda: [work() for _ in range(runs)]) / runs

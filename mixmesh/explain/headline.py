@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..cluster import Cluster
 from ..ir import Shard
 from ..plan_file import Plan
+from ..units import plural
 
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
@@ -12,7 +13,7 @@ BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 def headline(plan: Plan, cluster: Cluster) -> str:
     """One line for people: ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``, by what
     the plan predicts of itself and of the baselines that fit."""
-    devices = f"{_plural(cluster.world_size, 'device')} in {_plural(len(cluster.machines), 'machine')}"
+    devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
     if any(samples):
@@ -37,7 +38,3 @@ def samples_per_rank(plan: Plan) -> tuple[int, ...]:
             shapes = [program.local_shape(i.result, rank) for rank in range(program.world_size)]
             return tuple(shape[0] if shape else 0 for shape in shapes)
     return (0,) * program.world_size
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

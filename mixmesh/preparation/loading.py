@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import InputError
-from ..ir import Shard
 from ..plan_file import Plan
-from ..runtime.batches import batch_dim_input, program_inputs
-from ..runtime.data import shard_batches
-from ..runtime.layout import layout
+from ..runtime.batches import program_inputs
+from ..runtime.data import own_samples, shard_batches
 
 BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
 KEPT_OPTIONS = (
@@ -132,17 +130,9 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     program, rank = plan.program, dist.get_rank()
     if not has_indices(loader):
         return OwnLoader(loader, loader, plan, is_whole=True)
-    first = batch_dim_input(program)
-    layouts = {layout(program, i.type) for i in program_inputs(program)}
     batch_size = program_inputs(program)[0].type.value.shape[0]
-    is_dealt_out = (
-        first is not None
-        and plan.order is None
-        and len({(where.sizes, where.ranks) for where in layouts}) == 1
-        and all(isinstance(where.placement, Shard) and where.placement.dim == 0 for where in layouts)
-    )
-    start, size = layout(program, first.type).piece(rank) if is_dealt_out else (0, batch_size)
-    is_whole = not size or not is_dealt_out
+    start, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
+    is_whole = not size  # also of a rank without samples, whose empty tensors are cut out of a whole batch
     sampler = OwnBatches(loader.batch_sampler, batch_size, *((0, batch_size) if is_whole else (start, size)))
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
     if not loader.num_workers:

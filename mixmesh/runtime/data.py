@@ -136,6 +136,20 @@ class PlanSampler(Sampler[int]):
             yield from order[first : first + self.local_batch_size]
 
 
+def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
+    """The first of the samples of ``rank`` in a global batch, how many they are, and how many the batch has;
+    None if the inputs are not dealt out alike along dim 0."""
+    first = batch_dim_input(program)
+    layouts = {layout(program, i.type) for i in program_inputs(program)}
+    if (
+        first is None
+        or len({(h.sizes, h.ranks) for h in layouts}) > 1
+        or any(not isinstance(h.placement, Shard) or h.placement.dim for h in layouts)
+    ):
+        return None
+    return *layout(program, first.type).piece(rank), first.type.value.shape[0]
+
+
 def plan_sampler(
     dataset: Sized, program: Program, rank: int, shuffle: bool = True, seed: int = 0
 ) -> PlanSampler:
@@ -144,18 +158,13 @@ def plan_sampler(
     Raises InputError if the inputs are not dealt out alike along dim 0: then every rank needs whole
     batches, and ``shard_batches`` cuts them.
     """
-    first = batch_dim_input(program)
-    layouts = {layout(program, i.type) for i in program_inputs(program)}
-    if (
-        first is None
-        or len({(h.sizes, h.ranks) for h in layouts}) > 1
-        or any(not isinstance(h.placement, Shard) or h.placement.dim for h in layouts)
-    ):
+    own = own_samples(program, rank)
+    if own is None:
         raise InputError(
             "this program does not deal out samples: some input is needed whole, or cut otherwise",
             expected="every input S(0) with one ratio",
             got=", ".join(f"{i.args[0]} {i.type}" for i in program_inputs(program)),
             hint="load whole batches on every rank and use shard_batches",
         )
-    start, size = layout(program, first.type).piece(rank)
-    return PlanSampler(len(dataset), first.type.value.shape[0], start, size, shuffle, seed)
+    start, size, batch_size = own
+    return PlanSampler(len(dataset), batch_size, start, size, shuffle, seed)

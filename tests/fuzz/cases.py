@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from mixmesh.trace import Traced, trace
 from .generate import random_source
 from .optimizers import OPTIMIZERS
 from .plans import interpreted
-from .report import Failure, Report
+from .report import Failure, Progress, Report, case_seeds
 from .shrink import shrunk
 from .source import Source, build
 from .steps import Steps, difference, in_float64, is_well_conditioned, single_device
@@ -186,3 +187,21 @@ class Worlds:
 
     def of(self, world_size: int) -> World:
         return self.known.setdefault(world_size, World(world_size))
+
+
+def run_replays(
+    kind: str,
+    replay: Callable[[int, Worlds], Report],
+    seed: int,
+    until_time_s: float,
+    progress: Progress,
+) -> Report:
+    """Replays case after case until ``time.monotonic()`` is ``until_time_s``."""
+    report = Report(kind)
+    with Worlds() as worlds:
+        for case_seed in case_seeds(seed):
+            if time.monotonic() >= until_time_s:
+                break
+            report.join(replay(case_seed, worlds))
+            progress(f"{report.num_cases} cases, {len(report.failures)} failures")
+    return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from functools import partial
 
 from mixmesh.check import check_program
@@ -11,9 +10,9 @@ from mixmesh.errors import MixmeshError, VerificationError
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 
-from .cases import Case, Worlds, last_line, quietly, random_case, smaller_failure, try_plan
+from .cases import Case, Worlds, last_line, quietly, random_case, run_replays, smaller_failure, try_plan
 from .plans import random_cluster, skewed
-from .report import Progress, Report, case_seeds, silent
+from .report import Progress, Report, silent
 
 KIND = "models"
 PLANNERS = ("auto", *PROPOSERS)
@@ -24,14 +23,7 @@ SEARCH_S = 0.1  # for planners that have no end of their own
 
 def run_cases(seed: int, until_time_s: float, progress: Progress = silent) -> Report:
     """Runs cases until ``time.monotonic()`` is ``until_time_s``."""
-    report = Report(KIND)
-    with Worlds() as worlds:
-        for case_seed in case_seeds(seed):
-            if time.monotonic() >= until_time_s:
-                break
-            report.join(replay(case_seed, worlds))
-            progress(f"{report.num_cases} cases, {len(report.failures)} failures")
-    return report
+    return run_replays(KIND, replay, seed, until_time_s, progress)
 
 
 def replay(case_seed: int, worlds: Worlds | None = None) -> Report:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 
 from mixmesh.check import check_program
 from mixmesh.errors import VerificationError
 from mixmesh.ir import Program
 
-from .cases import Case, Worlds, last_line, quietly, random_case, smaller_failure, try_plan
+from .cases import Case, Worlds, last_line, quietly, random_case, run_replays, smaller_failure, try_plan
 from .legal import Walk, with_options
-from .report import Progress, Report, case_seeds, silent
+from .report import Progress, Report, silent
 
 KIND = "programs"
 PROGRAMS_PER_MODEL = 6
@@ -19,14 +18,7 @@ PROGRAMS_PER_MODEL = 6
 
 def run_cases(seed: int, until_time_s: float, progress: Progress = silent) -> Report:
     """Runs cases until ``time.monotonic()`` is ``until_time_s``."""
-    report = Report(KIND)
-    with Worlds() as worlds:
-        for case_seed in case_seeds(seed):
-            if time.monotonic() >= until_time_s:
-                break
-            report.join(replay(case_seed, worlds))
-            progress(f"{report.num_cases} cases, {len(report.failures)} failures")
-    return report
+    return run_replays(KIND, replay, seed, until_time_s, progress)
 
 
 def replay(case_seed: int, worlds: Worlds | None = None) -> Report:
