@@ -14,8 +14,11 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from functools import cache
+from itertools import combinations, repeat
+from multiprocessing import get_context
 
 import torch
 from torch import nn
@@ -92,22 +95,28 @@ def draw_pairs(count: int, seed: int = 0, *, small: bool = False) -> list[Pair]:
 
 
 def run(
-    pairs: Sequence[Pair], *, search_s: float | None = None, progress: Callable[[str], None] = lambda _: None
+    pairs: Sequence[Pair],
+    *,
+    search_s: float | None = None,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> Iterator[Row]:
-    """A row per pair. With ``search_s`` the planners that search as long as they may are asked too, each for
-    so many seconds, and ``auto`` for so many for each of them."""
-    graphs: dict[str, Graph] = {}
-    for pair in pairs:
-        if pair.job not in graphs:
-            progress(f"{pair.job}: tracing")
-            graphs[pair.job] = graph_of(pair.job)
-        progress(f"{pair.job} on {pair.cluster.name}")
-        yield compare(pair, graphs[pair.job], search_s)
+    """A row per pair, compared by as many ``processes`` at once. With ``search_s`` the planners that search
+    as long as they may are asked too, each for so many seconds, and ``auto`` for so many for each of them."""
+    if processes == 1:
+        for pair in pairs:
+            progress(f"{pair.job} on {pair.cluster.name}")
+            yield compare(pair, search_s)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        for pair, row in zip(pairs, pool.map(compare, pairs, repeat(search_s))):
+            progress(f"{pair.job} on {pair.cluster.name}")
+            yield row
 
 
-def compare(pair: Pair, graph: Graph, search_s: float | None = None) -> Row:
+def compare(pair: Pair, search_s: float | None = None) -> Row:
     """``auto`` on all machines, on parts of them, and the planners."""
-    cluster = pair.cluster
+    graph, cluster = graph_of(pair.job), pair.cluster
     whole_s = None if search_s is None else len(SEARCHING) * search_s
     started = time.perf_counter()
     auto_s, planner = _step(graph, cluster, "auto", whole_s)
@@ -147,8 +156,9 @@ def parts(cluster: Cluster) -> list[Cluster]:
     return list(found.values())
 
 
+@cache
 def graph_of(job: str) -> Graph:
-    """The graph of a job by its name. Raises InputError for a name that is none."""
+    """The graph of a job by its name, traced once. Raises InputError for a name that is none."""
     kind, _, what = job.partition("/")
     makers = {"papers": workload, "own": jobs.make, "random": random_job}
     if kind not in makers:

@@ -24,6 +24,9 @@ def subsets(
         float | None,
         typer.Option("--search-seconds", metavar="S", help="Ask placed, heterog and tag too, so long each."),
     ] = None,
+    processes: Annotated[
+        int, typer.Option("--processes", metavar="N", help="Pairs compared at once.", min=1)
+    ] = 1,
     against: Annotated[
         Path | None, typer.Option("--against", metavar="R.json", help="Show an earlier run beside this one.")
     ] = None,
@@ -37,7 +40,7 @@ def subsets(
     drawn = draw_pairs(pairs, seed)
     rows: list[Row] = []
     with progress_bar(len(drawn)) as (say, advance):
-        for row in run(drawn, search_s=search_seconds, progress=say):
+        for row in run(drawn, search_s=search_seconds, processes=processes, progress=say):
             rows.append(row)
             advance()
             write_rows(report(rows, command_line()), out)  # what there is, if a later pair fails
