@@ -27,6 +27,7 @@ from .ir import (
 )
 from .ir.bounds import MAX_TEXT_BYTES
 from .ir.local_norms import LOCAL
+from .plan_devices import PlannedDevice, devices_of_rows, rows_text
 from .plan_header import check_per_rank, read_header
 
 FORMAT = 1
@@ -69,8 +70,9 @@ class Plan:
     gradients within a step; None where everyone takes its share at once. A chain of stages that
     accumulates is a pipeline, and says so by its ``order``. ``measured_step_s``: of a trial on the cluster,
     where ``mixmesh tune`` held one. ``arguments`` are those of the model's call, by name: "tensor", or the
-    text of a constant; None where that is not known. ``edited``: the program was read from a file and is not
-    as mixmesh wrote it, so that its types are not known to be those that PyTorch gives.
+    text of a constant; None where that is not known. ``devices``: what was planned for, per rank; None where
+    that is not known, and then nothing is compared at the start. ``edited``: the program was read from a
+    file and is not as mixmesh wrote it, so that its types are not known to be those that PyTorch gives.
     """
 
     program: Program
@@ -93,6 +95,7 @@ class Plan:
     micro_batches: tuple[MicroBatch, ...] | None = None
     measured_step_s: float | None = None
     arguments: tuple[tuple[str, str], ...] | None = None
+    devices: tuple[PlannedDevice, ...] | None = None
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -186,6 +189,10 @@ def _header(plan: Plan, program_digest: str) -> str:
     if plan.arguments is not None:
         pairs = ", ".join(f"[{json.dumps(name)}, {json.dumps(text)}]" for name, text in plan.arguments)
         lines.append(f"arguments = [{pairs}]  # of the model's call")
+    if plan.devices is not None:
+        lines.append(
+            f"devices = {rows_text(plan.devices)}  # per rank: machine, its like, device, kind, bytes"
+        )
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.batch_norm == LOCAL:
@@ -230,6 +237,7 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         warnings=tuple(header.get("warnings", ())),
         micro_batches=_micro_batches(header.get("micro_batches")),
         arguments=_arguments(header.get("arguments")),
+        devices=devices_of_rows(header.get("devices")),
         edited=edited,
         **values,
     )

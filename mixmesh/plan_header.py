@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from .errors import PlanError
 from .ir.bounds import MAX_ELEMENTS, MAX_INTEGER, MAX_MICRO_STEPS
+from .plan_devices import is_row
 
 SHOWN = 60  # characters of a value in an error
 
@@ -101,6 +102,11 @@ ROWS: dict[str, Row] = {
     ),
     "order": TEXT._replace(optional=True),
     "arguments": Row(lambda v: _is_list(v, _is_argument), "pairs of a name and a text", optional=True),
+    "devices": Row(
+        lambda v: _is_list(v, is_row),
+        "[machine, machine like it, device, kind, bytes] per rank",
+        optional=True,
+    ),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
@@ -110,7 +116,7 @@ ROWS: dict[str, Row] = {
         optional=True,
     ),
 }  # fmt: skip
-PER_RANK = ("predicted_peak_memory_bytes", "micro_batches")
+PER_RANK = ("predicted_peak_memory_bytes", "micro_batches", "devices")
 
 
 def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:

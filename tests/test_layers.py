@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"errors"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
-    ({"plan_file", "plan_header"}, {"trace"}, {"job", "workloads"}),
+    ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),
     (
         {"buckets"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from ..detection import Cache, detect, read_inventory
 from ..detection.cache import key_of
 from ..errors import MixmeshError
 from ..job import needs_whole_parameters, optimizer_states
+from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
@@ -129,6 +130,8 @@ def prepare_job(
             )
         ),
     )
+    # a plan that was kept may be of a start on equal machines of other names
+    plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.done))
 
 

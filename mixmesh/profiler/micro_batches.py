@@ -26,6 +26,7 @@ from ..cost.memory import PeakMemory
 from ..errors import InputError, MixmeshError
 from ..ir import Program, even_ratio, make_ratio, samples_of, with_whole_rows
 from ..optimizer_states import ADAM, OptimizerStates
+from ..plan_devices import planned_devices
 from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
 from ..runtime.allocator import resident_bytes
@@ -199,7 +200,15 @@ class Plans:
         counts.insert(self.rank, steps * size)
         rows.insert(self.rank, MicroBatch(size, steps, size))
         program = with_ratio(self.program, "r0", make_ratio(counts))
-        return Plan(program, "rehearsal", 0.0, (), self.costs.cluster.fingerprint, micro_batches=tuple(rows))
+        return Plan(
+            program,
+            "rehearsal",
+            0.0,
+            (),
+            self.costs.cluster.fingerprint,
+            micro_batches=tuple(rows),
+            devices=planned_devices(self.costs.cluster),
+        )
 
     def tensor_bytes(self, size: int) -> float:
         """As the memory model has it, for the rank."""

@@ -12,7 +12,6 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +35,13 @@ HINTS = {
 }
 
 
-def facts_of_start(model: nn.Module, program: Program, micro_batches: Any, seed: int) -> Facts:
-    """What is compared before anything is exchanged."""
+def facts_of_start(model: nn.Module, program: Program, header: str, seed: int) -> Facts:
+    """The facts that are compared before anything is exchanged. ``header``: what a plan says beside its
+    program."""
     tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     return {
         "plan": f"{program.name} for {program.world_size} ranks, digest "
-        + _digest(print_program(program) + repr(micro_batches)),
+        + _digest(print_program(program) + header),
         "model": f"{type(model).__name__}, digest {_digest(repr(tensors) + repr(model))}",
         "model code": _digest(*_code_of(model)),
         "seed": str(seed),

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import InputError, PlanError
+from ..errors import InputError
 from ..ir import Program
-from ..units import size_text
-from .agreement import disagreement, facts_of_start
+from ..plan_devices import PlannedDevice
+from .agreement import Facts, disagreement, facts_of_start
 from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise
+from .devices import FoundDevice, device_mismatch, find_device
 from .watch import Watch, watch_of_process
+
+DEVICE = "device"  # the key of what ranks tell, and need not have alike
 
 
 def start_together(
@@ -31,7 +37,7 @@ def start_together(
     """The watch of this process; None for a single one, or with ``heartbeat_s`` 0. Collective.
 
     Raises PlanError on all ranks if they were given different plans, models, code, seeds or versions, or if a
-    device has less memory than the plan counts on.
+    GPU is another one than was planned for that rank, or has less memory than the plan counts on.
     """
     if not dist.is_initialized() and not all(name in os.environ for name in RANK_VARIABLES):
         return None
@@ -42,13 +48,37 @@ def start_together(
     watch = watch_of_process(heartbeat_s) if heartbeat_s else None
     if watch is None:
         return None
+    planned = Planned((), ()) if isinstance(plan, Program) else Planned.of(plan)
+    facts = facts_of_start(model, program, repr((micro_batches, planned)), seed)
     with watch.call("parallelize"):
-        facts = facts_of_start(model, program, micro_batches, seed)
-        if (error := disagreement(watch.exchange(facts, "parallelize", max(timeout_s, LEAST_S)))) is not None:
-            raise error
-        if where.type == "cuda" and not isinstance(plan, Program):
-            _check_memory(plan, watch.rank, where)
+        compare_start(watch, facts, planned, find_device(where), max(timeout_s, LEAST_S))
     return watch
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What a plan counts on, by rank: devices, None in a file that does not name them, and bytes of memory.
+    A bare program counts on nothing."""
+
+    devices: tuple[PlannedDevice, ...] | None
+    peaks_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Any) -> Planned:
+        return cls(plan.devices, tuple(plan.predicted_peak_memory_bytes))
+
+
+def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevice, timeout_s: float) -> None:
+    """Exchanges what ranks were given and are. Collective. Raises PlanError on all ranks if they were not
+    given the same, or one of them is not on the device that was planned for it."""
+    told = watch.exchange({**facts, DEVICE: json.dumps(asdict(found))}, "parallelize", timeout_s)
+    devices = [FoundDevice(**json.loads(one.pop(DEVICE))) for one in told]
+    error = disagreement(told) or device_mismatch(planned.devices, planned.peaks_bytes, devices)
+    if error is not None:
+        raise error
+    if planned.devices is None and watch.rank == 0 and found.kind == "gpu":
+        text = "the plan does not say which devices it was made for, so they are not compared: plan again"
+        print(f"mixmesh: {text}", file=sys.stderr, flush=True)
 
 
 def check_values(model: nn.Module) -> None:
@@ -64,18 +94,6 @@ def check_values(model: nn.Module) -> None:
                 "make the model on the CPU; consume=True gives its memory back as it is cut",
                 "or model.to_empty(device='cpu'), and load its weights before parallelize",
             ),
-        )
-
-
-def _check_memory(plan: Any, rank: int, device: torch.device) -> None:
-    peaks = plan.predicted_peak_memory_bytes
-    total = torch.cuda.get_device_properties(device).total_memory
-    if rank < len(peaks) and peaks[rank] > total:
-        raise PlanError(
-            f"rank {rank} was planned for a larger device",
-            expected=f"{size_text(peaks[rank])} of memory",
-            got=f"{torch.cuda.get_device_name(device)} with {size_text(total)}",
-            hint="start the machines in the order of the cluster file, or plan for the cluster as it is",
         )
 
 
