@@ -183,6 +183,10 @@ def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def adafactor(params):
+    return torch.optim.Adafactor(params, lr=0.1)
+
+
 def build(name: str, make=adamw, **kwargs):
     """A single-device model with its optimizer, and the same in parallel."""
     single = Mlp(0)
@@ -429,6 +433,25 @@ def check_a_warm_optimizer(_) -> None:
         close(value, single.state_dict()[key], key)
 
 
+def check_state_of_an_optimizer_of_whole_parameters(_) -> None:
+    """It is where the parameters are, and is given to all ranks, and taken from a single device."""
+    for name in ("zero_share", "parameter_server"):
+        single, optimizer, model, mine = build(name, adafactor)
+        for step in range(3):
+            for m, o in ((single, optimizer), (model, mine)):
+                m(**batch(step)).backward()
+                o.step()
+                o.zero_grad()
+            packed = full_optimizer_state_dict(model, mine)
+            for n, state in optimizer.state_dict()["state"].items():
+                for key, value in state.items():
+                    close(packed["state"][n][key], value, f"{name}, step {step}: {key} of {n}")
+            load_full_optimizer_state_dict(model, mine, (packed, optimizer.state_dict())[step % 2])
+        for key, value in model.full_state_dict().items():
+            if key != "count":
+                close(value, single.state_dict()[key], f"{name}: {key}")
+
+
 class Scaled(nn.Module):
     """A parameter without dims."""
 
@@ -477,7 +500,9 @@ def check_refusals(_) -> None:
     with pytest.raises(InputError, match="Adafactor may mix"):
         build("fsdp", lambda p: torch.optim.Adafactor(p))
     build("data_parallel", lambda p: torch.optim.Adafactor(p))
-    build("parameter_server", lambda p: torch.optim.Adafactor(p))  # whole, though on one rank
+    with pytest.raises(InputError, match="Adafactor may mix.* held by some ranks alone") as caught:
+        build("one_stage_each", lambda p: torch.optim.Adafactor(p))
+    assert "fc1.weight" in caught.value.got and "ddp-proportional" in caught.value.hint[0]
     other = Mlp()
     other.fc1 = nn.Linear(6, 9, dtype=torch.float64)
     other.fc2 = nn.Linear(9, 4)
@@ -509,6 +534,11 @@ class Training:
 CHECKS = {
     f"training {name} {make.__name__}": Training(name, make) for name in PROGRAMS for make in (adamw, sgd)
 }
+# which ranks that hold everything step whole, while the others hold nothing
+CHECKS |= {
+    f"training {name} adafactor": Training(name, adafactor)
+    for name in ("data_parallel", "zero_share", "parameter_server")
+}
 CHECKS |= {
     f.__name__.removeprefix("check_"): f
     for f in (
@@ -521,6 +551,7 @@ CHECKS |= {
         check_local_loss,
         check_checkpoints,
         check_a_warm_optimizer,
+        check_state_of_an_optimizer_of_whole_parameters,
         check_state_of_a_parameter_without_dims,
         check_refusals,
     )

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from ..errors import InputError
-from ..job import ELEMENTWISE, can_be_fused, is_elementwise
+from ..job import can_be_fused, is_elementwise
 from .comm import Comm
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain, shard
@@ -22,23 +22,6 @@ from .shards import Stored
 # states of PyTorch's optimizers that have no dims; all others are like their parameter, which may have none
 # either
 NUMBERS = frozenset(("step", "mu_product", "eta", "mu"))
-
-
-def check_optimizer(optimizer: optim.Optimizer, stored: Mapping[str, Stored]) -> None:
-    kind = type(optimizer).__name__
-    if isinstance(optimizer, optim.LBFGS):
-        raise InputError(
-            f"{kind} is not supported: its line search needs whole gradients and repeated steps",
-            expected="an optimizer whose step() takes no closure, such as AdamW",
-        )
-    cut = [s.name for s in stored.values() if s.num_pieces]
-    if cut and not is_elementwise(optimizer):
-        raise InputError(
-            f"{kind} may mix the elements of a parameter, and the plan cuts {len(cut)} of them",
-            expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}",
-            got=f"{kind}; cut parameters: {', '.join(cut[:3])}{' ...' if len(cut) > 3 else ''}",
-            hint="choose a plan that keeps parameters whole, such as ddp-proportional",
-        )
 
 
 def fuse(optimizer: optim.Optimizer) -> bool:
@@ -107,21 +90,28 @@ def swap_params(
         optimizer.state[new] = {k: _cut(k, v, stored, rank, new.device) for k, v in state.items()}
 
 
-def step_on_pieces(optimizer: optim.Optimizer) -> None:
+def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, rank: int) -> None:
     """Has the steps of an elementwise optimizer of torch.optim run on plain pieces: the same result as on
-    shards, without the microseconds that asking each shard takes. Hooks and closures still see shards."""
+    shards, without the microseconds that asking each shard takes. Any other runs on plain tensors where
+    ``holders`` have all parameters whole: there it steps as on a single device, and not at all on the other
+    ranks, which hold nothing. Hooks and closures still see shards."""
     kind = type(optimizer)
     own = vars(optimizer).get("step")
     tracked = hasattr(own, "_wrapped_by_lr_sched")
     kernel = getattr(kind.step, "__wrapped__", None)
-    if not is_elementwise(optimizer) or (own is not None and not tracked) or kernel is None:
+    by_element = is_elementwise(optimizer)
+    if not (by_element or holders) or (own is not None and not tracked) or kernel is None:
         return
+    takes_part = by_element or rank in holders
 
     @wraps(kernel)
     def on_pieces(self, closure=None, **kwargs):
         self._opt_called = True  # what a learning rate scheduler looks for
+        seeing = _seeing_shards(closure)
         with Off():
-            return kernel(self, _seeing_shards(closure), **kwargs)
+            if takes_part:
+                return kernel(self, seeing, **kwargs)
+            return None if seeing is None else seeing()
 
     step = optim.Optimizer.profile_hook_step(on_pieces)
     if tracked:

@@ -29,6 +29,7 @@ from .layout import Layout
 from .micro_steps import MicroSteps
 from .model_check import PlannedModel
 from .node import Inner
+from .optimizer_check import check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
 from .owned import Awaited, Owned, WholeParams
 from .parallel_model import Output, ParallelModel, Runtime
@@ -84,7 +85,8 @@ def parallelize(
     check_gradient_hooks(model)
     stored = stored_tensors(program, model)
     if optimizer is not None:
-        optimizers.check_optimizer(optimizer, _of_params(stored, model))
+        check_optimizer(optimizer, _of_params(stored, model), _learning(program), program.world_size)
+    check_new_optimizers()
     samples = None if isinstance(plan, Program) else accumulation(plan)
     beside = () if samples is None else groups(program, samples)
     comm = Comm.create(program, beside, device=device, timeout_s=timeout_s, watch=watch)
@@ -103,7 +105,7 @@ def parallelize(
     used = {name: owned[name].whole if name in owned else p for name, p in inner.items()}
     origins = {name: s.origin(comm.rank) for name, s in stored.items() if s.copies}
     reducer = GradientReducer(comm, buckets, used, owned, wholes.changed, origins)
-    learning = {id(inner[p.args[0]]) for p in program.params if p.result in program.requires_grad}
+    learning = {id(inner[name]) for name in _learning(program)}
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     first_names = tuple({p: name for name, p in reversed(params.items())}[p] for p in taken.inner)
     runtime = Runtime(
@@ -129,7 +131,7 @@ def parallelize(
     )
     parallel = ParallelModel(runtime, model, params, held_buffers)
     if optimizer is not None:
-        _adapt(optimizer, taken, runtime)
+        _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
     for whole, shown in taken.shown.items():
         if not isinstance(whole, TakenOver):
             take_over(whole, shown)
@@ -234,10 +236,12 @@ def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> 
     return shown
 
 
-def _adapt(optimizer: torch.optim.Optimizer, taken: _Taken, runtime: Runtime) -> None:
+def _adapt(
+    optimizer: torch.optim.Optimizer, taken: _Taken, runtime: Runtime, holders: tuple[int, ...] | None
+) -> None:
     comm, wholes = runtime.comm, runtime.wholes
     optimizers.put_on_shards(optimizer, taken.swapped, comm.rank)
-    optimizers.step_on_pieces(optimizer)
+    optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)
     optimizers.also_drop(optimizer, runtime.reducer.drop)
     if runtime.owned:
@@ -282,6 +286,11 @@ def load_full_optimizer_state_dict(
 ) -> None:
     """Loads what ``full_optimizer_state_dict``, or the optimizer of a single device, gave."""
     optimizers.load_full_state(optimizer, model._runtime.by_param, state, model.comm)
+
+
+def _learning(program: Program) -> list[str]:
+    """Names of the parameters that get gradients."""
+    return [p.args[0] for p in program.params if p.result in program.requires_grad]
 
 
 def _of_params(stored: Mapping[str, Stored], model: nn.Module) -> dict[str, Stored]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..ir import Program
 from ..runtime import optimizers
+from ..runtime.optimizer_check import check_optimizer
 from ..runtime.shards import Stored, stored_tensors
 from .compare import relative_error
 
@@ -32,7 +33,9 @@ class Optimizers:
         self.params = {n: nn.Parameter(t.clone(), trainable[n]) for n, t in params.items()}
         self._single = make(list(self.params.values()))
         stored = stored_tensors(program, model)
-        optimizers.check_optimizer(self._single, {n: stored[n] for n in self.params})
+        learning = [p.args[0] for p in program.params if p.result in program.requires_grad]
+        kept = {n: stored[n] for n in self.params}
+        check_optimizer(self._single, kept, [n for n in learning if n in kept], program.world_size)
         self._ranks = [
             _Rank(rank, self.params, {n: stored[n].at(rank) for n in self.params}, make)
             for rank in range(program.world_size)

@@ -1,4 +1,4 @@
-"""S14: optimizers made from the parallel model's parameters: right, or refused at their first step."""
+"""S14: optimizers made from the parallel model's parameters: right, or refused when they are made."""
 
 from __future__ import annotations
 
@@ -89,10 +89,32 @@ def check_refused(_) -> None:
     for name in CUT:
         for make in (torch.optim.Adafactor, lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2])):
             _, model = parallel(name)
-            optimizer = make(model.parameters())
-            model(**batch(0)).backward()
-            with pytest.raises(InputError, match="needs elements that other ranks hold"):
-                optimizer.step()
+            with pytest.raises(InputError, match="may mix the elements of a parameter") as caught:
+                make(model.parameters())
+            assert "ddp-proportional" in caught.value.hint[0]
+
+
+class Rows(torch.optim.Optimizer):
+    """Scales rows, by a number that no trial of its step knows before the class has set it."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+        self.rate = 0.1
+
+    @torch.no_grad()
+    def step(self):
+        rate = self.rate
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None and p.ndim == 2:
+                p.sub_(p.grad / p.grad.norm(dim=1, keepdim=True) * rate)
+
+
+def check_what_cannot_be_tried_is_refused_at_its_first_step(_) -> None:
+    _, model = parallel("fsdp")
+    optimizer = Rows(model.parameters())
+    model(**batch(0)).backward()
+    with pytest.raises(InputError, match="needs elements that other ranks hold"):
+        optimizer.step()
 
 
 def check_the_same_are_right_where_nothing_is_cut(_) -> None:
@@ -146,6 +168,7 @@ def check_a_scaler_of_torch_agrees(_) -> None:
 IDIOMS = named(
     check_right,
     check_refused,
+    check_what_cannot_be_tried_is_refused_at_its_first_step,
     check_the_same_are_right_where_nothing_is_cut,
     check_a_closure_sees_shards,
     check_a_scaler_of_torch_agrees,

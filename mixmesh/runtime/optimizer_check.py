@@ -1,0 +1,122 @@
+"""Can this optimizer step what the ranks hold of the parameters? Asked when it is handed to ``parallelize``,
+or made from a parallel model's parameters, as an error in the middle of a first step comes too late.
+
+An optimizer that treats every element by itself can step pieces. Others need whole parameters: they step
+where all of them are, if that is the same ranks. What is left is tried on small shards that refuse what needs
+elements of other ranks: LAMB asks for norms of whole parameters, which shards know; Adafactor averages along
+rows, which they do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import wraps
+
+import torch
+from torch import Tensor, optim
+
+from ..errors import InputError
+from ..ir import REPLICATE
+from ..job import ELEMENTWISE, is_elementwise
+from .comm import Comm
+from .layout import Layout
+from .shard_tensor import ShardTensor, Whole, shard
+from .shards import Stored
+
+TRIAL_SIZE = 4  # of every dim of the parameters that a step is tried on
+
+
+def check_optimizer(
+    optimizer: optim.Optimizer, stored: Mapping[str, Stored], learning: Iterable[str], world_size: int
+) -> None:
+    """Raises InputError for an optimizer that cannot step the parameters of a model as they are ``stored``.
+    Those of the names ``learning`` get gradients."""
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, optim.LBFGS):
+        raise InputError(
+            f"{kind} is not supported: its line search needs whole gradients and repeated steps",
+            expected="an optimizer whose step() takes no closure, such as AdamW",
+        )
+    if is_elementwise(optimizer):
+        return
+    cut = [s.name for s in stored.values() if s.num_pieces]
+    if cut:
+        raise _refusal(kind, "cut", cut)
+    spread = [stored[n] for n in learning if not stored[n].is_everywhere(world_size)]
+    if spread and common_holders(stored[n] for n in learning) is None:
+        dims = {len(s.shape) for s in spread}
+        if _fails_on_shards(optimizer, dims):
+            raise _refusal(kind, "held by some ranks alone", [s.name for s in spread])
+
+
+def common_holders(stored: Iterable[Stored]) -> tuple[int, ...] | None:
+    """The ranks that hold all of these tensors whole while the others hold nothing of them; None if there are
+    no such ranks."""
+    holders = set(map(_holders, stored))
+    return next(iter(holders)) if len(holders) == 1 else None
+
+
+def _holders(stored: Stored) -> tuple[int, ...] | None:
+    held = stored.counted
+    if stored.num_pieces or len(stored.copies) > 1:
+        return None
+    return tuple(rank for rank, size in enumerate(held.sizes) if size) if held.sizes else held.ranks
+
+
+def check_new_optimizers() -> None:
+    """Has optimizers that are made from shards say at once that they cannot step them, where that can be
+    tried: one that needs attributes of its own which its class sets later says so at its first step."""
+    add = optim.Optimizer.add_param_group
+    if hasattr(add, "checks_shards"):
+        return
+
+    @wraps(add)
+    def add_param_group(self: optim.Optimizer, param_group: dict) -> None:
+        add(self, param_group)
+        shards = [p for p in self.param_groups[-1]["params"] if isinstance(p, ShardTensor)]
+        if shards and not is_elementwise(self) and _fails_on_shards(self, {p.ndim for p in shards}):
+            raise _refusal(type(self).__name__, "cut", [p.whole.stored.name for p in shards])
+
+    add_param_group.checks_shards = True
+    optim.Optimizer.add_param_group = add_param_group
+
+
+def _fails_on_shards(optimizer: optim.Optimizer, dims: set[int]) -> bool:
+    """Whether a step by an optimizer like this one, with no state, refuses shards. Any other error says that
+    the trial is not like the optimizer, and nothing of what it can do."""
+    trial = object.__new__(type(optimizer))
+    groups = [
+        {**group, "params": [_trial_shard(n) for n in sorted(dims)]} for group in optimizer.param_groups
+    ]
+    step = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)  # without the hooks that all optimizers have
+    try:
+        trial.__setstate__(
+            {"defaults": dict(optimizer.defaults), "state": defaultdict(dict), "param_groups": groups}
+        )
+        step(trial)
+    except InputError:
+        return True
+    except Exception:
+        return False
+    return False
+
+
+def _trial_shard(num_dims: int) -> Tensor:
+    """A shard with a gradient that one rank holds, and that asks nobody else for anything."""
+    alone = Comm(rank=0, world_size=1, device=torch.device("cpu"), timeout_s=0.0, groups={})
+    shape = (TRIAL_SIZE,) * num_dims
+    whole = Whole(Stored("trial", shape, torch.float32, Layout(REPLICATE, (0,))), alone)
+    p = shard(torch.ones(shape), whole, is_parameter=True, requires_grad=True)
+    p.grad = shard(torch.full(shape, 0.5), whole)
+    return p
+
+
+def _refusal(kind: str, how: str, names: list[str]) -> InputError:
+    return InputError(
+        f"{kind} may mix the elements of a parameter, and the plan has {len(names)} that are {how}",
+        expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}",
+        got=f"{kind}; parameters {how}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
+        hint="a plan that keeps parameters whole on every rank: mixmesh plan --planner ddp-proportional",
+    )
