@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from ..ir import Program, beside_points, separable, with_wgrads
 from ..zero import with_owners, zero_stage
-from .synced import SMALL_INSTRUCTIONS, owned_runs
-from .task import Proposal, Task
+from .synced import owned_runs
+from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
 # of the step that sums of gradients, or other waits, must take beyond what hides
 EXPOSED, QUICK_EXPOSED = 0.01, 0.03

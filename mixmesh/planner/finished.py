@@ -10,11 +10,18 @@ from ..cost.placed import supports
 from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
-from .synced import HOPEFUL, SMALL_INSTRUCTIONS, flat, synced, without_needless_directness
-from .task import Proposal, Task
+from .synced import (
+    HOPEFUL,
+    flat,
+    is_hurried,
+    synced,
+    without_needless_directness,
+)
+from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
 FEW = 8  # proposals that are finished
-QUICK_INSTRUCTIONS = 600  # of all programs together but the first that there is time to finish
+# of all small programs together but the first that there is time to finish
+QUICK_INSTRUCTIONS = 1000
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
@@ -30,24 +37,30 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
     unlike: dict[tuple, Proposal] = {}
     for proposal in sorted(proposals, key=lambda p: p.key):
         key = id(proposal.program.instructions), supports(proposal.program), proposal.micro_batches
-        near = JOINED_HOPEFUL if proposal.planner == "two-level" else HOPEFUL
-        if proposal.timeline.step_s <= near * first.timeline.step_s and proposal.feasible:
+        if proposal.feasible and can_lead(proposal, first.timeline.step_s):
             unlike.setdefault(key, proposal)
     made = [finished(task, first, quick=quick)]
-    instructions = QUICK_INSTRUCTIONS if quick else sys.maxsize
+    instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
     for proposal in [p for p in unlike.values() if p is not first]:
         step_s = min(p.timeline.step_s for p in made)
         needed = len(proposal.program.instructions)
-        in_time = len(made) < FEW and needed <= instructions
+        in_time = len(made) < FEW and needed <= min(instructions, most)
         if in_time and max(proposal.timeline.compute_s) < step_s * (1 - GAIN):
             instructions -= needed
             made.append(finished(task, proposal, quick=quick))
     return made
 
 
+def can_lead(proposal: Proposal, fastest_s: float) -> bool:
+    """Whether a proposal may become the fastest, where one takes ``fastest_s``."""
+    if proposal.planner == "two-level":
+        return proposal.timeline.step_s <= JOINED_HOPEFUL * fastest_s
+    return proposal.timeline.step_s - proposal.simulation.exchanged_s <= HOPEFUL * fastest_s
+
+
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, or a faster form of it. There is always time for a small program."""
-    quick = quick and len(proposal.program.instructions) > SMALL_INSTRUCTIONS
+    """The proposal, or a faster form of it. There is always time for some (``is_hurried``)."""
+    quick = quick and is_hurried(proposal)
     if proposal.micro_batches is None and id(proposal.program) not in task.summed:
         proposal = synced(task, proposal, quick=quick)
     return arranged(task, proposal, quick=quick)

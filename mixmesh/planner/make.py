@@ -290,7 +290,7 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
     usual = [p for p in every if p.feasible and p.planner not in (*BASELINES, *LAST_RESORT)]
     is_usual = chosen.planner not in (*BASELINES, *LAST_RESORT)
     near = []
-    if usual and (is_usual or (task.quick and chosen.planner in LAST_RESORT)):
+    if usual and (is_usual or task.quick):
         near = finished_near(task, [chosen, *usual] if is_usual else usual, quick=task.quick)
     if not is_usual:
         near.append(finished(task, chosen, quick=task.quick))

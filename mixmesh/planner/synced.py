@@ -16,13 +16,14 @@ from ..cost.sums import gradient_sums
 from ..ir import Program
 from ..sync import best_run, best_sync
 from ..zero import zero_stage
-from .task import Proposal, Task
+from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
 # of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
 # of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01
-SMALL_INSTRUCTIONS, QUICK_INSTRUCTIONS = 600, 1500  # of a program that there is time for, and for some of it
+EXCHANGED = 0.05  # of the step that exchanges within its passes must take for these to be worth the time
+QUICK_INSTRUCTIONS = 1500  # of a program that there is some time for
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
@@ -45,17 +46,35 @@ def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> di
         known.setdefault((id(proposal.program.instructions), supports(proposal.program)), proposal)
     with task.timed("sync"):
         floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in known.items()}
-    # first those that hidden sums would leave fastest
+    # first those that hidden sums would leave fastest; where there is little time, those that are so far, and
+    # of the others such as would become faster if they gained as much as those before them
     tried: Counter[str] = Counter()
-    for key in sorted(known, key=floor_s.__getitem__):
-        planner = known[key].planner
-        if tried[planner] < (QUICK_FEW if quick else FEW) and floor_s[key] < fastest.timeline.step_s:
+    left = 0.0  # of a step
+    hurried = {key: quick and is_hurried(p) for key, p in known.items()}
+    for key in sorted(known, key=lambda k: known[k].timeline.step_s if hurried[k] else floor_s[k]):
+        proposal, planner, fastest_s = known[key], known[key].planner, fastest.timeline.step_s
+        enough = tried[planner] >= (QUICK_FEW if quick else FEW)
+        if enough or floor_s[key] >= fastest_s:
+            continue
+        if hurried[key] and left * proposal.timeline.step_s > fastest_s:
+            continue
+        made = synced(task, proposal, quick=hurried[key])
+        if made is not proposal:
             tried[planner] += 1
-            small = len(known[key].program.instructions) <= SMALL_INSTRUCTIONS
-            made = synced(task, known[key], quick=quick and not small)
-            task.summed |= {id(p.program): p for p in (known[key], made)}
-            best[planner], fastest = (min(a, made, key=lambda p: p.key) for a in (best[planner], fastest))
+            left = made.timeline.step_s / proposal.timeline.step_s
+        task.summed |= {id(p.program): p for p in (proposal, made)}
+        best[planner], fastest = (min(a, made, key=lambda p: p.key) for a in (best[planner], fastest))
     return best
+
+
+def is_hurried(proposal: Proposal) -> bool:
+    """Whether a program is too large to be finished with care where there is little time. One of medium size
+    is not if its passes wait for exchanges, as those of exact batch norm do: much of that can hide."""
+    count = len(proposal.program.instructions)
+    if count <= SMALL_INSTRUCTIONS:
+        return False
+    exchanged_s = proposal.simulation.exchanged_s
+    return count > QUICK_INSTRUCTIONS or exchanged_s < EXCHANGED * proposal.timeline.step_s
 
 
 def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
@@ -88,7 +107,14 @@ def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
     most = QUICK_TRIED if quick else TRIED
     if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
         most = LARGE_TRIED
-    return [best_run(with_buckets(program, size), task.costs, task.step_s, most) for size in RUN_BYTES]
+    bucketed = [with_buckets(program, size) for size in RUN_BYTES]
+    if not quick and all(max_number(program) > max_number(made) for made in bucketed):
+        bucketed.append(program)
+    return [best_run(made, task.costs, task.step_s, most) for made in bucketed]
+
+
+def max_number(program: Program) -> int:
+    return max((number for number in program.buckets if number is not None), default=0)
 
 
 def flat(task: Task, proposal: Proposal) -> Proposal:

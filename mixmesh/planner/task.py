@@ -46,6 +46,7 @@ from .tried import Tried
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # of buckets that are tried
+SMALL_INSTRUCTIONS = 600  # of a program that there is time for
 MUCH = 0.1  # of the step that packed sums must save while programs are searched
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # of planners that search as long as they may
@@ -436,7 +437,8 @@ class Task:
     ) -> Proposal:
         program = self.in_our_sums(planner, program)
         simulation = simulation or self.simulation(program)
-        every = planner in BASELINES  # a bar that is as high as it can be
+        # a bar is as high as it can be, and there is time for a small program
+        every = planner in BASELINES or len(program.instructions) <= SMALL_INSTRUCTIONS
         variants = self._by_buckets(program, simulation, micro_batches, every=every)
         # the fastest that fits; the memory of those behind it need not be known
         judged = []

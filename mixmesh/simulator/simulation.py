@@ -150,6 +150,14 @@ class Simulation:
         buckets = program.buckets if buckets is None else buckets
         return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 
+    @cached_property
+    def exchanged_s(self) -> float:
+        """Seconds of all exchanges within the passes, one after the other; of a micro-step, if it is one."""
+        exchanges = [e for e in self.sheet.exchanges.values() if e is not None]
+        unlike = {id(e): e for e in exchanges}
+        each_s = {number: e.seconds(self.costs) for number, e in unlike.items()}
+        return sum(each_s[id(e)] for e in exchanges)
+
     def passes_s(self, device_class: int, share: float) -> float:
         """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
         total = 0.0
