@@ -17,7 +17,7 @@ GAIN = 0.01  # of the step that must be saved
 SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
 QUICK_LASTS = (0.0, 0.1)
-QUICK_INSTRUCTIONS = 1500  # of a program that there is time for
+QUICK_INSTRUCTIONS = 2000  # of a program that there is time for
 
 
 def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:

@@ -23,7 +23,7 @@ EXPOSED, QUICK_EXPOSED = 0.015, 0.05
 # of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01
 EXCHANGED = 0.05  # of the step that exchanges within its passes must take for these to be worth the time
-QUICK_INSTRUCTIONS = 1500  # of a program that there is some time for
+QUICK_INSTRUCTIONS = 2000  # of a program that there is some time for
 SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import log
 
 from ..baselines import TENSOR_PARALLEL, fully_sharded, only
 from ..buckets import with_buckets
@@ -147,7 +148,8 @@ class TwoLevel:
         shares = self.task.proportional
         speeds = [sum(shares[r] for r in ranks) for ranks in self.machines]
         try:
-            for price in PRICES:
+            prices = self.prices()
+            for price in prices:
                 self.task.progress(f"planning: two levels, gradient price {price:g}")
                 step_s = float("inf")
                 for program in self.dealt(price, speeds):
@@ -156,10 +158,18 @@ class TwoLevel:
                     yield step_s, program
                     if step_s > HOPELESS * self.task.best_s:
                         break
-                if price == PRICES[0] and step_s > HOPELESS * self.task.best_s:
+                if price == prices[0] and step_s > HOPELESS * self.task.best_s:
                     break
         except NotDivisible as error:
             self.task.refused = str(error)
+
+    def prices(self) -> list[float]:
+        """The prices, first the one that is nearest to how many times as long a sum of all gradients takes
+        between machines as within the slowest of them."""
+        exchanges = [Exchange("all_reduce", self.task.gradient_bytes, ranks) for ranks in self.machines]
+        within_s = max(busiest_link_s(self.task, e) for e in exchanges if len(e.ranks) > 1)
+        times = between_machines_s(self.task, self.machines) / within_s
+        return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:
         """Samples in proportion to how fast the machines are through with theirs."""
