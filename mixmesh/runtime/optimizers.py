@@ -18,6 +18,7 @@ from .comm import Comm
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
+from .states import check_optimizer_state, numbered
 
 # states of PyTorch's optimizers that have no dims; all others are like their parameter, which may have none
 # either
@@ -164,11 +165,10 @@ def _shown(value: Any, p: ShardTensor) -> Any:
 
 
 def _with_pieces(optimizer: optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
-    params = params_of(optimizer)
+    check_optimizer_state(optimizer, packed)
+    params, places = params_of(optimizer), numbered(packed)
     state = {
-        n: {key: _piece(key, value, params[n]) for key, value in entries.items()}
-        if isinstance(n, int) and n < len(params)
-        else entries
+        n: {key: _piece(key, value, params[places[n]]) for key, value in entries.items()}
         for n, entries in packed["state"].items()
     }
     return {**packed, "state": state}
@@ -232,13 +232,18 @@ def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:
 def load_full_state(
     optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], full: dict[str, Any], comm: Comm
 ) -> None:
-    """Loads what ``full_state`` (or a single-device optimizer's ``state_dict``) gave."""
-    params = [p for group in optimizer.param_groups for p in group["params"]]
+    """Loads what ``full_state`` (or a single-device optimizer's ``state_dict``) gave. Raises PlanError,
+    before anything is changed, for the state of another optimizer."""
+    check_optimizer_state(optimizer, full)
+    params, places = params_of(optimizer), numbered(full)
     state = {}
     for n, entries in full["state"].items():
-        s = stored[params[n]]
+        p = params[places[n]]
+        s = stored[p]
         if comm.rank in s.held.ranks:
             # copies: load_state_dict itself would share step counters with what was passed
             entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
             state[n] = {k: _cut(k, v, s, comm.rank, comm.device) for k, v in entries.items()}
+            if isinstance(p, ShardTensor):
+                state[n] = {k: _shown(v, p) for k, v in state[n].items()}
     optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})

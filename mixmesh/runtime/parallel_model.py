@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import MixmeshError, PlanError
+from ..errors import MixmeshError
 from ..ir import Program
 from ..timeline import bucket_name, parameters_name
 from ..trace.dtypes import TORCH_DTYPE
@@ -36,6 +36,7 @@ from .shard_numbers import Off
 from .shard_tensor import plain
 from .shards import Stored
 from .start import meets
+from .states import check_model_state
 from .window import Window
 
 
@@ -362,16 +363,10 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads a ``state_dict`` of the original model; every rank passes it. Raises PlanError."""
+        """Loads a ``state_dict`` of the original model; every rank passes it. Raises PlanError, before
+        anything is changed."""
         own, stored = self.state_dict(keep_vars=True), self._runtime.stored
-        missing, extra = own.keys() - state.keys(), state.keys() - own.keys()
-        wrong = [n for n in own.keys() & state.keys() if tuple(state[n].shape) != stored[n].shape]
-        if missing or extra or wrong:
-            raise PlanError(
-                "the state is not of this model",
-                expected=", ".join(sorted(missing)[:3]) or "no other names, and the model's shapes",
-                got=", ".join(sorted({*extra, *wrong})[:3]),
-            )
+        check_model_state(state, {name: stored[name] for name in own})
         for name, mine in own.items():
             plain(mine).copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))
         self._runtime.wholes.changed()

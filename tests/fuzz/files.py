@@ -1,4 +1,5 @@
-"""Mutated plans, cluster files, profiles and journals: each loads, or is refused with a MixmeshError.
+"""Mutated plans, cluster files, profiles, journals and checkpoints: each loads, or is refused with a
+MixmeshError.
 
 What loads is used: checked, printed, simulated, explained, verified. All of it happens in a child process
 with limits on memory and on the time of a case, so that a hang or an exhausted memory is a finding too.
@@ -31,7 +32,7 @@ from mixmesh.simulator import simulate
 from mixmesh.testbed import journal
 from mixmesh.verification import verify
 
-from . import seeds
+from . import checkpoints, seeds
 from .mutate import ANY, OF_PLANS, mutate
 from .report import Failure, Progress, Report, case_seeds, silent
 
@@ -39,7 +40,7 @@ KIND = "files"
 CASE_LIMIT_S = 30.0
 MEMORY_BYTES = 6 * 2**30  # of address space above what the imports took
 VERIFIED = 0.3  # share of the plans that load
-WEIGHTS = {"plan": 12, "cluster": 4, "profile": 3, "journal": 1}
+WEIGHTS = {"plan": 12, "cluster": 4, "profile": 3, "journal": 1, "checkpoint": 8}
 
 
 def use_plan(text: str, model: str, rng: random.Random) -> None:
@@ -100,6 +101,8 @@ def make_case(case_seed: int) -> tuple[str, str, Callable[[], None]]:
         model, text = rng.choice(seeds.plans())
         text = mutate(text, rng, OF_PLANS)
         return kind, text, lambda: use_plan(text, model, rng)
+    if kind == "checkpoint":
+        return kind, *checkpoints.make_case(rng)
     original, use = {
         "cluster": (seeds.CLUSTER, use_cluster),
         "profile": (seeds.profile(), use_profile),

@@ -14,7 +14,8 @@ import torch.distributed.checkpoint as dcp
 from gloo_world import assert_passed
 from plans import CUT, PLANS, Mlp, batch, build, close, named, same_weights
 
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, PlanError
+from mixmesh.runtime.parallel import load_full_optimizer_state_dict
 
 
 def trained(name: str):
@@ -150,6 +151,48 @@ def check_a_checkpoint_is_whole_for_one_device(_) -> None:
             close(value, single.state_dict()[key], key)
 
 
+SPOILT_MODELS = {
+    "a name lacks": lambda s: {k: v for k, v in s.items() if k != "fc1.weight"},
+    "a name more": lambda s: {**s, "fc3.weight": torch.ones(2)},
+    "another shape": lambda s: {**s, "fc1.bias": torch.ones(1)},
+    "no tensor": lambda s: {**s, "fc1.bias": None},
+    "no values": lambda s: {**s, "fc1.bias": s["fc1.bias"].to("meta")},
+    "no dict": lambda s: list(s.items()),
+}
+SPOILT_OPTIMIZERS = {
+    "no groups": lambda s: {"state": s["state"]},
+    "fewer parameters": lambda s: {**s, "param_groups": [{**s["param_groups"][0], "params": [0, 1]}]},
+    "a number of none": lambda s: {**s, "state": {**s["state"], -1: s["state"][1]}},
+    "a state of a piece": lambda s: with_state(s, exp_avg=s["state"][1]["exp_avg"][:3]),
+    "a state without values": lambda s: with_state(s, exp_avg=torch.ones(8, 6, device="meta")),
+    "steps that are none": lambda s: with_state(s, step=[]),
+}
+
+
+def with_state(packed: dict, **changes) -> dict:
+    return {**packed, "state": {**packed["state"], 1: {**packed["state"][1], **changes}}}
+
+
+def check_spoilt_states_change_nothing(_) -> None:
+    for name in PLANS:
+        single, optimizer, model, sharded = trained(name)
+        for spoil in SPOILT_MODELS.values():
+            with pytest.raises(PlanError, match="not of this model"):
+                model.load_full_state_dict(spoil(Mlp(9).state_dict()))
+        for spoil in SPOILT_OPTIMIZERS.values():
+            packed = copy.deepcopy(optimizer.state_dict())
+            for group in packed["param_groups"]:
+                group["lr"] = 7.0
+            with pytest.raises(PlanError, match="not of this optimizer"):
+                load_full_optimizer_state_dict(model, sharded, spoil(packed))
+            with pytest.raises(PlanError, match="not of this optimizer"):
+                sharded.load_state_dict(spoil(packed))
+        for m, o in ((single, optimizer), (model, sharded)):
+            m(**batch(1)).backward()
+            o.step()
+        same_weights(single, model)
+
+
 IDIOMS = named(
     check_sizes_and_printing_are_the_wholes,
     check_torch_save,
@@ -159,6 +202,7 @@ IDIOMS = named(
     check_a_checkpoint_loaded_in_place_reaches_all_copies,
     check_asynchronous_checkpoint,
     check_a_checkpoint_is_whole_for_one_device,
+    check_spoilt_states_change_nothing,
 )
 
 
