@@ -90,14 +90,17 @@ class Synthesis:
             yield from self.with_whole_classes(best[1])
 
     def sets(self) -> list[tuple[int, ...]]:
-        """Sets of devices, first those that data parallelism leaves most to hope for."""
+        """Sets of devices, first those that data parallelism leaves most to hope for. All devices are not
+        later than second, as a search may use them where data parallelism cannot."""
         tried = self.task.tried
 
         def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
             least_s = tried[ranks].least_s if ranks in tried else ()
             return min(least_s, default=least_parallel_s(self.task, ranks)), -len(ranks)
 
-        return sorted(device_sets(self.task), key=hope)
+        first, *others = sorted(device_sets(self.task), key=hope)
+        others.sort(key=lambda ranks: ranks != self.task.ranks)
+        return [first, *others]
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
         """About what no program on these devices is faster than."""
