@@ -29,6 +29,7 @@ def plan(
     exact_s: float | None = None,
     unmeasured: Collection[str] = (),
     batch_norm: str = "exact",
+    outputs: Collection[str | int] = (),
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
@@ -40,8 +41,9 @@ def plan(
     it is given. ``unmeasured`` names mechanisms of GPUs to count on that were never measured
     (``"one-shot-sums"``, ``"overlapped-issue"``). ``batch_norm`` says whose statistics batch norm takes:
     those of the whole batch ("exact", as on a single device), or of each rank's own samples ("local", as
-    under DistributedDataParallel: other numbers than the single device's). ``progress`` is told what is being
-    done.
+    under DistributedDataParallel: other numbers than the single device's). ``outputs`` names what the
+    parallel model returns beside the loss, of what the model does: ``("logits",)``, or ``(1,)`` of a tuple.
+    ``progress`` is told what is being done.
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
@@ -56,7 +58,7 @@ def plan(
         progress("tracing the model")
     states = optimizer_states(optimizer)
     return plan_traced(
-        trace(model, batch, batch_norm=batch_norm),
+        trace(model, batch, batch_norm=batch_norm, outputs=outputs),
         cluster,
         planner=planner,
         profile=profile,

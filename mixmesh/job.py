@@ -36,13 +36,15 @@ class Job:
     ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with
     ``.loss``. ``batch`` is one global example batch, the samples in dim 0 of its tensors; tensors without
     dims stand for themselves. ``optimizer`` maps parameters to a ``torch.optim`` optimizer, ``data`` is
-    iterated over for batches like ``batch``.
+    iterated over for batches like ``batch``. ``outputs`` names what the parallel model returns beside the
+    loss, of what the model does (``("logits",)``, or ``(1,)`` of a tuple).
     """
 
     model: Any
     batch: Mapping[str, Any] | tuple
     optimizer: Callable[[Iterable], Any] | None = None
     data: Iterable | None = None
+    outputs: tuple[str | int, ...] = ()
 
 
 def load_job(text: str, *, weights: bool = True) -> Job:

@@ -16,6 +16,7 @@ from .errors import PlanError
 from .files import read_text
 from .ir import (
     Program,
+    Returned,
     Samples,
     batch_norm_of,
     owned_type,
@@ -62,17 +63,19 @@ class MicroBatch:
 class Plan:
     """A program, what it is predicted to cost, and where it comes from.
 
-    ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and
-    ``graph_fingerprint`` tie the plan to the devices and the model that it was made for. ``timings_s``: the
-    steps of planning. ``gap``: by how much, as a share, the program may be dearer than the cheapest under
-    the search's own cost; None where that is not known. ``bound_s``: seconds that no plan for the job on
-    these devices is faster than, if that is known. ``micro_batches``: per rank, how it accumulates
-    gradients within a step; None where everyone takes its share at once. A chain of stages that
-    accumulates is a pipeline, and says so by its ``order``. ``measured_step_s``: of a trial on the cluster,
-    where ``mixmesh tune`` held one. ``arguments`` are those of the model's call, by name: "tensor", or the
-    text of a constant; None where that is not known. ``devices``: what was planned for, per rank; None where
-    that is not known, and then nothing is compared at the start. ``edited``: the program was read from a
-    file and is not as mixmesh wrote it, so that its types are not known to be those that PyTorch gives.
+    ``predicted_peak_memory_bytes`` has one entry per rank. ``cluster_fingerprint`` and ``graph_fingerprint``
+    tie the plan to the devices and the model that it was made for. ``timings_s``: the steps of planning.
+    ``gap``: by how much, as a share, the program may be dearer than the cheapest under the search's own cost;
+    None where that is not known. ``bound_s``: seconds that no plan for the job on these devices is faster
+    than, if that is known. ``micro_batches``: per rank, how it accumulates gradients within a step; None
+    where everyone takes its share at once. A chain of stages that accumulates is a pipeline, and says so by
+    its ``order``. ``measured_step_s``: of a trial on the cluster, where ``mixmesh tune`` held one.
+    ``arguments`` are those of the model's call, by name: "tensor", or the text of a constant; None where that
+    is not known. ``returned`` says what the model returns where it does not return the loss itself.
+    ``devices``: what was planned for, per rank; None where that is not known, and then nothing is compared at
+    the start.
+    ``edited``: the program was read from a file and is not as mixmesh wrote it, so that its types are not
+    known to be those that PyTorch gives.
     """
 
     program: Program
@@ -96,6 +99,7 @@ class Plan:
     measured_step_s: float | None = None
     arguments: tuple[tuple[str, str], ...] | None = None
     devices: tuple[PlannedDevice, ...] | None = None
+    returned: Returned = Returned()
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -193,6 +197,10 @@ def _header(plan: Plan, program_digest: str) -> str:
         lines.append(
             f"devices = {rows_text(plan.devices)}  # per rank: machine, its like, device, kind, bytes"
         )
+    if plan.returned.names:
+        lines.append(f"returns = [{', '.join(map(json.dumps, plan.returned.names))}]  # by the model")
+        lines.append(f"loss_name = {_toml(plan.returned.loss)}  # of these")
+        lines.append(f"returns_tuple = {_toml(plan.returned.is_tuple)}")
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.batch_norm == LOCAL:
@@ -238,6 +246,11 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         micro_batches=_micro_batches(header.get("micro_batches")),
         arguments=_arguments(header.get("arguments")),
         devices=devices_of_rows(header.get("devices")),
+        returned=Returned(
+            tuple(header.get("returns", ())),
+            header.get("loss_name", "loss"),
+            header.get("returns_tuple", False),
+        ),
         edited=edited,
         **values,
     )

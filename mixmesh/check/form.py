@@ -20,6 +20,12 @@ def check_form(i: Instruction, fail) -> None:
     elif i.op == "update":
         if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
             raise fail("this is no update", 'update("buffer", %value)')
+    elif i.op == "output":
+        form = 'output("name", %value) or output("name", %value, rows=true)'
+        if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
+            raise fail("this is no output", form)
+        if any(name != "rows" or not isinstance(value, bool) for name, value in i.kwargs):
+            raise fail("an output says of itself only whether it has rows", form)
     elif i.is_redistribution:
         if len(i.args) != 1 or not isinstance(i.args[0], Ref) or len(i.results) != 1 or not i.results[0]:
             raise fail(f"{i.op} takes one value and gives one", f"%y = {i.op}(%x) : TYPE")

@@ -9,6 +9,7 @@ from ..errors import VerificationError
 from ..ir import (
     LEAVES,
     REDISTRIBUTIONS,
+    SINKS,
     Instruction,
     Partial,
     Program,
@@ -30,6 +31,7 @@ from .dtypes import check_dtypes
 from .factors import check_factors
 from .failure import invalid
 from .form import check_form
+from .outputs import check_output
 from .recomputed import check_region
 from .wgrads import check_wgrad
 
@@ -51,8 +53,8 @@ def check_names(program: Program, where: str = "") -> None:
         _check_names(i, known, fail)
         for t in i.types:
             _check_type(program, t, fail)
-        if "." not in i.op and i.op not in (*LEAVES, *REDISTRIBUTIONS, "update"):
-            names = [*RULES, *REDISTRIBUTIONS, *LEAVES, "update"]
+        if "." not in i.op and i.op not in (*LEAVES, *REDISTRIBUTIONS, *SINKS):
+            names = [*RULES, *REDISTRIBUTIONS, *LEAVES, *SINKS]
             near = [n for n in names if n.split(".")[1:2] == [i.op]] or difflib.get_close_matches(i.op, names)
             raise fail(f"unknown operator {i.op}", "an ATen operator or a redistribution", i.op, *near[:3])
         check_form(i, fail)
@@ -80,6 +82,8 @@ def check_placements(program: Program, where: str = "") -> None:
             _check_copies(program, i, fail)
         elif i.op == "update":
             _check_update(program, i, fail)
+        elif i.op == "output":
+            check_output(program, i, fail)
         elif i.is_redistribution:
             _check_redistribution(program, i, fail)
         else:

@@ -14,7 +14,7 @@ def check_region(i: Instruction, stale: frozenset[str], fail) -> None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise fail("a region that is computed again has a number", "recompute=0", f"recompute={number!r}")
-    if i.is_leaf or i.is_redistribution or i.op == "update":
+    if i.is_leaf or i.is_redistribution or i.is_sink:
         raise fail("only computations are computed again", "no recompute", f"recompute={number}")
     if i.attr("sfb", False):
         raise fail(

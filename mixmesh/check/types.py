@@ -24,7 +24,7 @@ def check_types(program: Program, where: str = "") -> None:
             _check_const(program, i, where)
         if i.is_redistribution:
             check_same_value(program, i, partial(invalid, program, i, where))
-        if i.is_leaf or i.is_redistribution or i.op == "update":
+        if i.is_leaf or i.is_redistribution or i.is_sink:
             continue
         key = (i.op, _typed(i.args, program), tuple((k, _typed(v, program)) for k, v in i.kwargs))
         if key not in seen:

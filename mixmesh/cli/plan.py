@@ -131,7 +131,7 @@ def plan_job(
         check_batch_norm(batch_norm)
         loaded = load_job(job, weights=weights)
         say("tracing the model")
-        traced = trace(loaded.model, loaded.batch, batch_norm=batch_norm)
+        traced = trace(loaded.model, loaded.batch, batch_norm=batch_norm, outputs=loaded.outputs)
         states = optimizer_states(loaded.optimizer)
         made = plan_traced(
             traced,

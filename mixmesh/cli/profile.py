@@ -46,7 +46,7 @@ def profile(
     from ..trace import trace
 
     loaded = load_job(job)
-    graph = trace(loaded.model, loaded.batch, batch_norm=batch_norm).graph
+    graph = trace(loaded.model, loaded.batch, batch_norm=batch_norm, outputs=loaded.outputs).graph
     even = even_ratio(described.world_size)
     program = data_parallel(graph, CostModel(described), even) if micro_batches else None
     with telling(rank, "profiling") as say:

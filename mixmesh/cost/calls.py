@@ -38,7 +38,7 @@ def _cut_first(outputs: Sequence[TensorType], inputs: Sequence[TensorType]) -> T
 
 
 def is_computation(i: Instruction) -> bool:
-    return not (i.is_leaf or i.is_redistribution or i.op == "update")
+    return not (i.is_leaf or i.is_redistribution or i.is_sink)
 
 
 def kinds_of(program: Program) -> Sequence[Kind | None]:

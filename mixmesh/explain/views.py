@@ -145,7 +145,7 @@ class Lowered(View):
         node = self.graph.producers[name]
         if not node.is_leaf:
             return [operator_name(node)]
-        return [operator_name(n) for n in self.graph.nodes if name in n.inputs and n.op != "update"]
+        return [operator_name(n) for n in self.graph.nodes if name in n.inputs and not n.is_sink]
 
     def ratios_of(self, name: str) -> set[Ratio]:
         return {self.ratios[o] for o in self.operators_of(name) if o in self.ratios}

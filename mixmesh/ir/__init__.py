@@ -1,7 +1,19 @@
 """Layer 1: the nouns. Placements, types, the logical graph, the program and its text. No torch."""
 
 from .copies import Cell, cell_bytes, cells, piece
-from .graph import LEAVES, NOT_DIFFERENTIABLE, Arg, DType, Graph, Node, Ref, map_refs, nameless, refs
+from .graph import (
+    LEAVES,
+    NOT_DIFFERENTIABLE,
+    SINKS,
+    Arg,
+    DType,
+    Graph,
+    Node,
+    Ref,
+    map_refs,
+    nameless,
+    refs,
+)
 from .levels import Levels, Parts, leaders
 from .local_norms import (
     BATCH_NORMS,
@@ -10,6 +22,16 @@ from .local_norms import (
     local_norms,
     lonely_norms,
     own_samples,
+)
+from .outputs import (
+    Returned,
+    batch_size_of,
+    dealt_rows,
+    has_rows,
+    held_rows,
+    outputs_of,
+    shown_rows,
+    with_rows_as_dealt,
 )
 from .ownership import owned_type, stage_of
 from .placement import (
@@ -58,18 +80,15 @@ from .wgrad import (
 
 __all__ = [
     "BATCH_NORMS", "DTYPE_BYTES", "LEAVES", "LOCAL_NORM", "NEVER", "NOT_DIFFERENTIABLE", "PARTIAL",
-    "REDISTRIBUTIONS", "REPLICATE",
-    "Arg", "Beside", "Buckets", "Cell", "Cut", "DType", "Graph", "Instruction", "Levels", "Node", "Partial",
-    "Parts", "Placement",
-    "Program", "Ratio", "Ref", "Replicate", "Samples", "Shard", "TensorType", "ValueType", "WGRADS",
-    "batch_norm_of", "beside_points", "cell_bytes", "cells", "dual", "even_ratio", "in_flight", "last_points",
-    "leaders",
-    "local_bytes", "local_kind", "local_norms", "local_shape", "lonely_norms",
-    "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program", "own_samples", "owned_type",
-    "parse_program", "participants", "passes_of", "piece", "print_instruction", "print_program",
-    "redistribution", "refs", "region_of", "regions", "release_points", "returned", "samples_of", "separable",
-    "shard_offsets", "shard_sizes", "stage_of", "stages_of", "support", "transfers_of", "weight_points",
-    "wgrad_of",
-    "with_attrs", "with_regions", "with_wgrads", "with_whole_rows",
-    "without_needless_names",
+    "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Buckets", "Cell", "Cut", "DType",
+    "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement", "Program", "Ratio", "Ref",
+    "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of", "batch_size_of",
+    "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio", "has_rows", "held_rows",
+    "in_flight", "last_points", "leaders", "local_bytes", "local_kind", "local_norms", "local_shape",
+    "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program",
+    "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of", "piece",
+    "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions",
+    "release_points", "returned", "samples_of", "separable", "shard_offsets", "shard_sizes", "shown_rows",
+    "stage_of", "stages_of", "support", "transfers_of", "weight_points", "wgrad_of", "with_attrs",
+    "with_regions", "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",
 ]  # fmt: skip

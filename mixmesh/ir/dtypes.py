@@ -88,7 +88,7 @@ def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[st
     computed = [n for n in graph.nodes if any(t.dtype == "bf16" for t in n.types)]
     if all(computes_bf16) or not computed:
         return ()
-    if any(n.is_leaf or n.op == "update" for n in computed) or graph.types[graph.loss].dtype == "bf16":
+    if any(n.is_leaf or n.is_sink for n in computed) or graph.types[graph.loss].dtype == "bf16":
         return ()
     # of any node, as what is made in f32 may be cast
     floating = (n for n in graph.nodes if any(t.is_floating for t in n.types))

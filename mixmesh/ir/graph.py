@@ -35,6 +35,8 @@ class DType:
 Arg = Any
 
 LEAVES = ("input", "param", "buffer", "const")
+# take a value and give none: the new value of a buffer, a value that the caller is shown
+SINKS = ("update", "output")
 
 
 def refs(args: Arg) -> Iterator[Ref]:
@@ -65,7 +67,8 @@ def nameless(arg: Arg) -> Arg:
 
 @dataclass(frozen=True)  # no slots: what it reads is worked out once
 class Node:
-    """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), or an ``update`` of a buffer.
+    """One operator, or a leaf (``input``, ``param``, ``buffer``, ``const``), an ``update`` of a buffer, or
+    an ``output`` (see ``outputs``).
 
     ``results`` has a None for a result that nobody uses. Operators are named as in ATen, the overload
     left out where it is ``default``: ``aten.linear``, ``aten.add.Tensor``.
@@ -93,6 +96,10 @@ class Node:
     @property
     def is_leaf(self) -> bool:
         return self.op in LEAVES
+
+    @property
+    def is_sink(self) -> bool:
+        return self.op in SINKS
 
     @property
     def result(self) -> str:
@@ -148,7 +155,7 @@ class Graph:
 # what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made
 # of alone, and an optimizer does not even decay a parameter without one
 NOT_DIFFERENTIABLE = frozenset(
-    {"aten.detach", "mixmesh.sum_exp", "update"}
+    {"aten.detach", "mixmesh.sum_exp", *SINKS}
     | {f"aten.{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")}
     | {f"aten.new_{what}" for what in ("zeros", "ones", "full", "empty")}
 )

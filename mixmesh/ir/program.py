@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from .graph import LEAVES, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
+from .graph import LEAVES, SINKS, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
 from .levels import Levels
 from .placement import Partial, Placement, Ratio, Replicate, Shard
 from .printing import print_program
@@ -81,6 +81,10 @@ class Instruction:
     @property
     def is_leaf(self) -> bool:
         return self.op in _LEAVES
+
+    @property
+    def is_sink(self) -> bool:
+        return self.op in SINKS
 
     @property
     def is_redistribution(self) -> bool:

@@ -145,6 +145,8 @@ def samples_of(program: Program) -> Samples:
                 given.append(i.result)
             else:
                 meets = meets or not local
+        elif i.op == "output" and (stages or i.inputs[0] not in values):
+            raise _refusal(program, i, "shows what is no row of each sample, or rows of a stage")
         elif is_cut_without_samples(program, i, values):
             raise _refusal(program, i, "is cut between samples, and is none")
         elif any(name in values for name in i.inputs):
@@ -181,22 +183,22 @@ def micro_step_program(program: Program, samples: Samples) -> Program:
         else i
         for i in program.instructions
     ]
-    return replace(program, instructions=_needed(instructions, {program.loss}, updates=True))
+    return replace(program, instructions=_needed(instructions, {program.loss}, sinks=True))
 
 
 def once_program(program: Program, samples: Samples) -> Program | None:
     """What runs once per step: it updates ``%value`` to what is given. None if nothing is."""
     if not samples.given:
         return None
-    instructions = _needed(program.instructions, set(samples.given), updates=False)
+    instructions = _needed(program.instructions, set(samples.given), sinks=False)
     updates = tuple(Instruction((), (), "update", (f"%{name}", Ref(name))) for name in samples.given)
     return replace(program, instructions=instructions + updates, loss=samples.given[-1])
 
 
-def _needed(instructions, wanted: set[str], *, updates: bool) -> tuple[Instruction, ...]:
+def _needed(instructions, wanted: set[str], *, sinks: bool) -> tuple[Instruction, ...]:
     kept = []
     for i in reversed(instructions):
-        if (i.op == "update" and updates) or any(r in wanted for r in i.results):
+        if (i.is_sink and sinks) or any(r in wanted for r in i.results):
             kept.append(i)
             wanted.update(i.inputs)
     return tuple(reversed(kept))

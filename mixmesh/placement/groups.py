@@ -99,7 +99,7 @@ def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
     for node in graph.nodes:
         if node.op in ("input", "param", "buffer") or any(name in varying for name in node.inputs):
             varying.update(r for r in node.results if r is not None)
-            if not node.is_leaf and node.op != "update":
+            if not node.is_leaf and not node.is_sink:
                 call = call_of(node, graph.types)
                 grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
                 times = [costs.op(call, grads, c) for c in classes]

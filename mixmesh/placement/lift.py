@@ -26,7 +26,7 @@ def ratios_of(program: Program) -> dict[str, Ratio]:
     all ranks run alike."""
     out: dict[str, Ratio] = {}
     for i in program.instructions:
-        if i.is_leaf or i.is_redistribution or i.op == "update":
+        if i.is_leaf or i.is_redistribution or i.is_sink:
             continue
         types = [*i.types, *(program.types[name] for name in i.inputs)]
         cut = [t.ratio for t in types if t.ratio is not None and isinstance(t.placement, Shard)]
@@ -71,7 +71,7 @@ class _Lifting:
         )
 
     def operator(self, node) -> None:
-        if node.op == "update":
+        if node.is_sink:
             self.out.append(Instruction(node.results, (), node.op, node.args, node.kwargs, (), node.location))
             return
         program = self.others.get(operator_name(node), self.source)

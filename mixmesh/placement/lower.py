@@ -27,6 +27,7 @@ from ..ir import (
     map_refs,
     redistribution,
     support,
+    with_rows_as_dealt,
 )
 
 SYNCS = ("allreduce", "sharded", "ps")
@@ -129,11 +130,29 @@ class _Lowering:
                 # no operator uses it
                 self.out.append(replace(leaf, types=(self._type(leaf, 0, self.common),)))
         for i in computations:
-            self._computation(i, self._updated(i) if i.op == "update" else self.placed_of(i).ratio)
+            if i.op != "output":
+                self._computation(i, self._updated(i) if i.op == "update" else self.placed_of(i).ratio)
         loss = self.value_of[self.source.loss]
         result = self._need(loss, PARTIAL, self.home[loss].ratio)
+        for i in computations:
+            if i.op == "output":
+                self._output(i)
         ratios = tuple((name, ratio) for ratio, name in self.ratios.items())
-        return Program(self.source.name, self.source.world_size, ratios, tuple(self.out), result)
+        made = Program(self.source.name, self.source.world_size, ratios, tuple(self.out), result)
+        return with_rows_as_dealt(made)
+
+    def _output(self, i: Instruction) -> None:
+        """An output: cut as the inputs are, if all of them are cut alike, else whole on all ranks in use."""
+        value, placement = self.value_of[i.inputs[0]], self.source.types[i.inputs[0]].placement
+        batch = [self.held[name].values() for name, leaf in self.leaves.items() if leaf.op == "input"]
+        cuts = {(form.placement, form.ratio) for forms in batch for form in forms}
+        dealt = len(cuts) == 1 and isinstance(next(iter(cuts))[0], Shard)
+        if dealt and isinstance(placement, Shard):
+            ratio = next(iter(cuts))[1]
+        else:
+            placement, ratio = REPLICATE, self.common
+        name = self._need(value, placement, ratio)
+        self.out.append(replace(i, args=(i.args[0], Ref(name))))
 
     def _computation(self, i: Instruction, ratio: Ratio) -> None:
         names = iter([self.need(name, ratio) for name in i.inputs])
@@ -172,7 +191,7 @@ class _Lowering:
         """By value, how and by which operators it is needed."""
         needs: dict[str, dict[Key, tuple[Placement, Placed]]] = {}
         for i in computations:
-            if i.op == "update":
+            if i.is_sink:
                 continue
             placed = self.placed_of(i)
             for name in i.inputs:
@@ -180,7 +199,7 @@ class _Lowering:
                 key = key_of(placement, placed.ratio)
                 needs.setdefault(self.value_of[name], {})[key] = (placement, placed)
         for i in computations:
-            value = self.value_of[i.inputs[0]] if i.op == "update" else ""
+            value = self.value_of[i.inputs[0]] if i.is_sink else ""
             if value in self.leaves and value not in needs:
                 # nothing else reads it: an input, for instance, that is kept in a buffer
                 needs[value] = {key_of(REPLICATE, self.common): (REPLICATE, Placed(self.common))}

@@ -90,6 +90,8 @@ class _Cutting:
                 self.leaf(i)
             elif i.is_redistribution:
                 self.redistribution(i)
+            elif i.op == "output":
+                raise NotDivisible(f"the output {i.args[0]} is of all samples")
             elif i.op == "update":
                 self.keep(i, (), i.args, i.kwargs)
             else:

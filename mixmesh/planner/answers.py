@@ -84,7 +84,7 @@ def largest_tensor(program: Program, rank: int) -> tuple[str, int]:
 def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
     seen: set[str] = set()
     for node in graph.nodes:
-        if node.is_leaf or node.op == "update" or node.op in RULES or node.op in seen:
+        if node.is_leaf or node.is_sink or node.op in RULES or node.op in seen:
             continue
         seen.add(node.op)
         place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""

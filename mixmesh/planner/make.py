@@ -16,7 +16,7 @@ from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
-from ..ir import Graph, regions, without_needless_names
+from ..ir import Graph, Returned, regions, without_needless_names
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Candidate, Plan
 from . import simple
@@ -229,10 +229,11 @@ def _make_plans(
     others = finalists(task, chosen, count) if count > 1 else []
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
     arguments = None if isinstance(traced, Graph) else traced.arguments
+    returned = Returned() if isinstance(traced, Graph) else traced.returned
 
     def made_of(p: Proposal) -> Plan:
         made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
-        return replace(made, arguments=arguments)
+        return replace(made, arguments=arguments, returned=returned)
 
     instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program

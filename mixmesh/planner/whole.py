@@ -33,7 +33,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     found = []
     known: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
     for node in graph.nodes:
-        if node.is_leaf or node.op == "update":
+        if node.is_leaf or node.is_sink:
             continue
         if not any(name in dims for name in node.inputs):
             if any(name in weights for name in node.inputs):

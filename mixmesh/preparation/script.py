@@ -33,6 +33,7 @@ def prepare(
     timeout_s: float = 300.0,
     seed: int = 0,
     batch_norm: str = "exact",
+    outputs: tuple[str | int, ...] = (),
 ) -> tuple[nn.Module, torch.optim.Optimizer, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
@@ -41,7 +42,9 @@ def prepare(
     or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
     ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
     about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
-    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). Without torchrun the model,
+    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what
+    of the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows,
+    and by ``out.gather()`` all. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
     Raises InputError for a batch of another size than the first, TraceError for a model that cannot be
@@ -52,7 +55,12 @@ def prepare(
         return model, optimizer, loader
     kind, defaults = type(optimizer), optimizer.defaults
     with same_random_numbers():
-        job = Job(model, example_batch(loader), optimizer=lambda params: kind(params, **defaults))
+        job = Job(
+            model,
+            example_batch(loader),
+            optimizer=lambda params: kind(params, **defaults),
+            outputs=outputs,
+        )
         prepared = prepare_job(
             job,
             int(os.environ["WORLD_SIZE"]),

@@ -101,7 +101,10 @@ def prepare_job(
         ),
     )
     traced = phases.new(
-        "tracing", lambda: from_first_rank(lambda: trace(job.model, job.batch, batch_norm=options.batch_norm))
+        "tracing",
+        lambda: from_first_rank(
+            lambda: trace(job.model, job.batch, batch_norm=options.batch_norm, outputs=job.outputs)
+        ),
     )
     optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
@@ -115,7 +118,7 @@ def prepare_job(
         )
     plan = phases.kept(
         "plan",
-        f"plans/{key_of(job_key, options, traced.output_has_loss)}.plan",
+        f"plans/{key_of(job_key, options, traced.output_has_loss, traced.returned)}.plan",
         (Plan.load, lambda made, path: made.save(path)),
         lambda: from_first_rank(
             lambda: plan_traced(

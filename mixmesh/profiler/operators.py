@@ -122,7 +122,7 @@ def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]
     distinct: dict[str, tuple[Node, Call]] = {}
     seconds: Counter[str] = Counter()
     for node in graph.nodes:
-        if not node.is_leaf and node.op != "update" and node.op not in VIEWS:
+        if not node.is_leaf and not node.is_sink and node.op not in VIEWS:
             call = call_of(node, graph.types)
             distinct.setdefault(op_key(call), (node, call))
             seconds[op_key(call)] += roofline_s(call, device)

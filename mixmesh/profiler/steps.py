@@ -123,7 +123,7 @@ def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: f
     """The sum of a step's operators; what was not measured is estimated from others of its class."""
     total = 0.0
     for node in graph.nodes:
-        if node.is_leaf or node.op == "update":
+        if node.is_leaf or node.is_sink:
             continue
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
         time = costs.op(call_of(node, graph.types), grads, device_class)

@@ -22,7 +22,7 @@ def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
     ties: list[list[tuple[str, int, int]]] = []  # per sharded factor: (value, dim, trailing elements)
     for node in graph.nodes:
         rule = rules.get(node.op)
-        if rule is None or node.is_leaf or node.op == "update":
+        if rule is None or node.is_leaf or node.is_sink:
             continue
         call = call_of(node, graph.types)
         options = strategies(rule, call)

@@ -61,17 +61,20 @@ class RankProgram:
         buffers: dict[str, Tensor],
         inputs: dict[str, Tensor],
         handed: dict[str, Tensor] | None = None,
+        shown: dict[str, Tensor] | None = None,
     ) -> tuple[Tensor | None, dict[str, Tensor], list[Tensor]]:
         """Local tensors in, for an owned parameter what awaits it (see ``owned``). Out come this rank's
         addend of the loss (None if it has none), new values of buffers, and the tokens that must go into
         the loss (see ``redistribute``). A stage of a pipeline finds what comes from earlier ones among its
-        ``inputs``, by ``transfer_key``, and leaves in ``handed`` what goes to later ones, by result."""
+        ``inputs``, by ``transfer_key``, and leaves in ``handed`` what goes to later ones, by result. What
+        this rank holds of outputs is left in ``shown``, by name."""
         updated: dict[str, Tensor] = {}
         tokens: list[Tensor] = []
         keep = Keeper()
+        shown = {} if shown is None else shown
         try:
             with keep.hooks() if self.reshards else nullcontext():
-                loss = self.function(params, buffers, inputs, updated, tokens, keep, handed)
+                loss = self.function(params, buffers, inputs, updated, tokens, keep, handed, shown)
         except MixmeshError:
             raise
         except Exception as error:
@@ -137,7 +140,7 @@ class _Writer:
         self.beside = {n: b.collective for n, b in beside_points(program).items()}
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
-        self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed):"]
+        self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed, shown):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
         self.bound["region"] = self._region
@@ -161,6 +164,8 @@ class _Writer:
             self._leaf(n, i)
         elif i.op == "update":
             self._update(i)
+        elif i.op == "output":
+            self._output(i)
         elif all(name in self.held for name in i.inputs) and self._takes_part(i):
             self._local(n, i)
         for name in dict.fromkeys(i.inputs):
@@ -225,6 +230,11 @@ class _Writer:
         buffer, value = i.args[0], i.inputs[-1]
         if value in self.held:
             self._line(f"updated[{buffer!r}] = {self._name(value)}.detach()", i)
+
+    def _output(self, i: Instruction) -> None:
+        name, value = i.args
+        if value.name in self.held:
+            self._line(f"shown[{name!r}] = {self._name(value.name)}.detach()", i)
 
     def _local(self, n: int, i: Instruction) -> None:
         if i.op == "aten.native_dropout" and not self.training:

@@ -8,7 +8,7 @@ multi-process runtime is held against.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,10 +39,12 @@ Regions = dict[tuple[int, int], Region]  # by number and rank
 
 @dataclass(frozen=True)
 class Outcome:
-    """``loss`` is the global loss with its graph; ``updates`` what updated buffers become, on every rank."""
+    """``loss`` is the global loss with its graph; ``updates`` what updated buffers become, on every rank;
+    ``shown`` what every rank holds of outputs."""
 
     loss: Tensor
     updates: dict[str, Values]
+    shown: dict[str, Values] = field(default_factory=dict)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -67,6 +69,7 @@ def interpret(
     random = random or RandomPolicy(exact=True)
     env: dict[str, Values] = {}
     updates: dict[str, Values] = {}
+    shown: dict[str, Values] = {}
     given = given or {}
     again: Regions = {}
     programs = [on_rank(program, rank) for rank in range(program.world_size)]
@@ -77,6 +80,8 @@ def interpret(
             values = [None if v is None else v.detach() for v in env[i.inputs[0]]]
             before = updates.get(i.args[0], [None] * len(values))  # by another set of ranks
             updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
+        elif i.op == "output":
+            shown[i.args[0]] = [None if v is None else v.detach() for v in env[i.inputs[0]]]
         elif i.is_leaf and i.args[0] in given:
             env[i.result] = given[i.args[0]]
         elif i.is_leaf:
@@ -95,7 +100,7 @@ def interpret(
                 env.pop(name, None)
     held = [v for v in env[program.loss] if v is not None]
     partial = isinstance(program.types[program.loss].placement, Partial)
-    return Outcome(sum(held[1:], held[0]) if partial else held[0], updates)
+    return Outcome(sum(held[1:], held[0]) if partial else held[0], updates, shown)
 
 
 def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from ..ir import Program, Samples, micro_step_program, once_program, samples_of
+from ..ir import Program, Samples, micro_step_program, once_program, outputs_of, samples_of
 from ..plan_file import MicroBatch, Schedule, accumulates, schedule
 from .interpret import Outcome, interpret
 from .random import RandomPolicy
@@ -37,7 +38,17 @@ def interpret_step(
         )
         for n in range(max(map(len, planned.sizes)))
     ]
-    return Outcome(sum(outcome.loss for outcome in outcomes), outcomes[-1].updates)
+    shown = {
+        name: [_joined(pieces) for pieces in zip(*(o.shown[name] for o in outcomes))]
+        for name in outputs_of(step)
+    }
+    return Outcome(sum(outcome.loss for outcome in outcomes), outcomes[-1].updates, shown)
+
+
+def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
+    """The rows of a rank's micro-steps, one after the other."""
+    held = [piece for piece in pieces if piece is not None]
+    return torch.cat(held) if held else None
 
 
 def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:

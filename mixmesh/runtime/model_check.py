@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, PlanError
-from ..ir import Graph, Node
+from ..ir import Graph, Node, outputs_of
 from ..ir.graph import map_refs
 from ..plan_file import Plan
 from ..trace import TORCH_DTYPE, trace
+from ..trace.outputs import first_part
 from .batches import program_inputs
 from .calls import Calls
 from .comm import Comm
@@ -55,7 +56,8 @@ class PlannedModel:
 
     def _difference(self, args: tuple, kwargs: Mapping[str, Any]) -> PlanError | None:
         with traceable(self.original):
-            given = trace(self.original, self._batch(args, kwargs)).graph
+            names = dict.fromkeys(first_part(name) for name in outputs_of(self.plan.program))
+            given = trace(self.original, self._batch(args, kwargs), outputs=names).graph
         if given.fingerprint == self.plan.graph_fingerprint or digest(given) == digest(
             self.plan.program.graph
         ):
@@ -86,19 +88,19 @@ class PlannedModel:
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:
-    """What decides the loss and the buffers' updates, whatever the order of the operators and the names of
-    their results: each value is known by its operator and by what that was applied to."""
+    """What decides the loss, the buffers' updates and the outputs, whatever the order of the operators and
+    the names of their results: each value is known by its operator and by what that was applied to."""
     known: dict[str, str] = {}
-    updates: set[str] = set()
+    sinks: set[str] = set()
     for node in graph.nodes:
         applied = map_refs((node.args, tuple(v for _, v in node.kwargs)), lambda ref: known[ref.name])
         text = repr((node.op, applied, tuple(k for k, _ in node.kwargs), node.types))
-        if node.op == "update":
-            updates.add(text)
+        if node.is_sink:
+            sinks.add(text)
         for n, result in enumerate(node.results):
             if result is not None:
                 known[result] = hashlib.sha256(f"{n} {text}".encode()).hexdigest()
-    return known[graph.loss], frozenset(updates)
+    return known[graph.loss], frozenset(sinks)
 
 
 def first_difference(planned: Graph, given: Graph) -> tuple[str, str]:

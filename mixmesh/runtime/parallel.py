@@ -31,8 +31,9 @@ from .model_check import PlannedModel
 from .node import Inner
 from .optimizer_check import check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
+from .outputs import Output, Returns
 from .owned import Awaited, Owned, WholeParams
-from .parallel_model import Output, ParallelModel, Runtime
+from .parallel_model import ParallelModel, Runtime
 from .pipeline import groups
 from .random import RandomPolicy
 from .shard_tensor import ShardTensor, Whole, plain, shard
@@ -77,7 +78,6 @@ def parallelize(
     if any(isinstance(module, ParallelModel) for module in model.modules()):
         raise wrapped_twice("parallelize")
     program = plan if isinstance(plan, Program) else plan.program
-    output_has_loss = False if isinstance(plan, Program) else getattr(plan, "output_has_loss", False)
     check_values(model)
     watch = start_together(
         model, plan, seed=seed, device=device, timeout_s=timeout_s, heartbeat_s=heartbeat_s
@@ -116,7 +116,7 @@ def parallelize(
         stored,
         {p: stored[name] for p, name in zip(taken.inner, first_names)},
         {},
-        output_has_loss,
+        Returns.of(plan, comm),
         owned,
         wholes,
         steps,

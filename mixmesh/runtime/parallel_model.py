@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from .hooks import HookWatch
 from .micro_steps import Earlier, MicroSteps, next_seed
 from .model_check import PlannedModel
 from .node import Inner
+from .outputs import Output, Returns
 from .owned import Awaited, Owned, WholeParams
 from .pipeline import stage_inputs
 from .random import RandomPolicy
@@ -41,26 +42,16 @@ from .window import Window
 
 
 @dataclass(frozen=True)
-class Output:
-    """What a model that returned an object with ``.loss`` returns now."""
-
-    loss: Tensor
-
-    def __getitem__(self, key: str | int) -> Tensor:
-        if key in ("loss", 0):
-            return self.loss
-        raise KeyError(key)
-
-
-@dataclass(frozen=True)
 class _Forward:
     """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
-    the tokens, the addend's value, and the gradients of earlier micro-steps."""
+    the tokens, the addend's value, the gradients of earlier micro-steps, and what is ``shown`` of outputs by
+    name, a piece for every micro-step."""
 
     local: Tensor | None
     tokens: list[Tensor]
     value: Tensor
     earlier: Earlier | None = None
+    shown: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass
@@ -75,7 +66,7 @@ class Runtime:
     stored: dict[str, Stored]  # by every name
     by_param: dict[Tensor, Stored]  # by the shown parameter
     compiled: dict[tuple, RankProgram]  # by training, and the samples of a micro-step
-    output_has_loss: bool
+    returns: Returns | None  # None: the loss itself
     owned: dict[str, Owned]  # by every name
     wholes: WholeParams
     steps: MicroSteps | None  # None: one step
@@ -131,10 +122,12 @@ class ParallelModel(nn.Module):
         return self._compiled().source
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
-        """The loss of the whole batch, on every rank. Inputs are whole batches or this rank's parts."""
+        """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
+        Inputs are whole batches or this rank's parts."""
         done = self._run(args, kwargs)
         loss = self._shown(self._rooted(self._total(done.value).wait(), done))
-        return Output(loss) if self._runtime.output_has_loss else loss
+        returns = self._runtime.returns
+        return loss if returns is None else returns(loss, done.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
@@ -171,8 +164,10 @@ class ParallelModel(nn.Module):
         run.random.step += 1
         run.wholes.start()
         if run.steps is None:
-            local, updated, tokens = self._compiled().run(params, read, inputs)
-            done = _Forward(local, tokens, self._zero() if local is None else local.detach())
+            shown: dict[str, Tensor] = {}
+            local, updated, tokens = self._compiled().run(params, read, inputs, shown=shown)
+            value = self._zero() if local is None else local.detach()
+            done = _Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
             done, updated = self._accumulate(run.steps, params, read, inputs)
         run.wholes.finish()
@@ -211,10 +206,14 @@ class ParallelModel(nn.Module):
                 run.reducer.put_back(before)
             return _Forward(None, [], value, earlier), updated
         value, start = self._zero(), 0
+        pieces: dict[str, list[Tensor]] = {}
         for number, size in enumerate(steps.sizes):
             run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
             part = steps.cut(inputs, start, size)
-            local, updated, tokens = self._compiled(size).run(params, buffers, part)
+            shown: dict[str, Tensor] = {}
+            local, updated, tokens = self._compiled(size).run(params, buffers, part, shown=shown)
+            for name, piece in shown.items():
+                pieces.setdefault(name, []).append(piece)
             own = self._zero() if local is None else local.detach()
             value = value + own
             start += size
@@ -228,7 +227,7 @@ class ParallelModel(nn.Module):
         if learns:
             earlier = Earlier(run.reducer, run.seed)
             run.reducer.put_back(before)
-        return _Forward(local, tokens, value, earlier), updated
+        return _Forward(local, tokens, value, earlier, pieces), updated
 
     def _pipeline(
         self, steps: MicroSteps, params, buffers, inputs, last: Callable[[], AbstractContextManager]

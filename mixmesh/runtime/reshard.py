@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import LEAVES, Program, Shard, release_points
+from ..ir import Program, Shard, release_points
 from .collectives import Handle
 from .redistribute import Redistribution
 
@@ -31,7 +31,7 @@ def reshard_points(program: Program) -> dict[int, list[str]]:
             continue
         last = program.instructions[points[i.result]]
         first_result = last.results[0] if last.results else None
-        plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
+        plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
         if plain and first_result in program.requires_grad:
             out.setdefault(points[i.result], []).append(i.result)
     return out

@@ -19,7 +19,6 @@ from ..cost.placed import (
     summed_params,
 )
 from ..ir import (
-    LEAVES,
     Instruction,
     Program,
     beside_points,
@@ -231,7 +230,7 @@ class Backward(Order):
         for i in gathers:
             if i.result in program.requires_grad and i.result in points:
                 last = program.instructions[points[i.result]]
-                plain = not last.is_redistribution and last.op not in (*LEAVES, "update")
+                plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
                 if plain and last.results[0] in program.requires_grad:
                     out.setdefault(points[i.result], []).insert(0, i)
         return out

@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ..cost import CostModel, OpTime
-from ..ir import PARTIAL, REPLICATE, Graph, Node, Placement, Shard, ValueType, nameless
+from ..ir import (
+    PARTIAL,
+    REPLICATE,
+    Graph,
+    Node,
+    Placement,
+    Shard,
+    ValueType,
+    batch_size_of,
+    has_rows,
+    nameless,
+)
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 from .fold import Fold, fold, unfolded
 from .lives import Lives, lives_of
@@ -28,7 +39,7 @@ def code_of(placement: Placement) -> int:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One way to execute a step. ``work`` is the (value, code) whose share is the share of the work;
-    None if every rank does all of it. ``times`` are per device class; () for an update."""
+    None if every rank does all of it. ``times`` are per device class; () for an update or an output."""
 
     needs: tuple[Need, ...]
     gives: tuple[Need, ...]
@@ -66,7 +77,7 @@ class Choices:
         self.options: dict[tuple, tuple] = {}  # of problems, by what they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
-        self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update
+        self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update or an output
         self._sample_dims = self._tied_to_samples()
         self.choices = tuple(self._choices(n) for n in self.steps)
 
@@ -192,7 +203,7 @@ class Choices:
         input, and what operators tie to it."""
         ties: dict[tuple[str, int], list[tuple[tuple[str, int], ...]]] = {}
         for node in self.steps:
-            for strategy in self._allowed(node) if node.op != "update" else ():
+            for strategy in self._allowed(node) if not node.is_sink else ():
                 placed = [*zip(node.inputs, strategy.inputs), *zip(node.results, strategy.outputs)]
                 tie = tuple((n, p.dim) for n, p in placed if n is not None and isinstance(p, Shard))
                 for end in tie:
@@ -210,6 +221,9 @@ class Choices:
         if node.op == "update":
             self.times.append(())
             return (Choice(((ids[node.inputs[0]], R),), (), None, None),)
+        if node.op == "output":
+            self.times.append(())
+            return tuple(Choice(((ids[node.inputs[0]], c),), (), None, None) for c in self._shown(node))
         call = call_of(node, self.graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in self.graph.requires_grad)
         key = self._key(call)
@@ -233,6 +247,18 @@ class Choices:
             if made is not None:
                 options.setdefault((made.needs, made.gives), made)
         return tuple(options.values())
+
+    def _shown(self, node: Node) -> tuple[int, ...]:
+        """How an output may be held: whole, or by its rows if they can be cut as the batch's are."""
+        name = node.inputs[0]
+        inputs = [n for n in self.graph.batch_inputs if n.types[0].shape]
+        batch_size = batch_size_of(n.types[0] for n in inputs)
+        if not has_rows(node) or (name, 0) not in self._sample_dims:
+            return (R,)
+        each = self.graph.types[name].shape[0] // batch_size
+        wanted = {each * self.units[n.result][0] for n in inputs if n.types[0].shape[0] == batch_size}
+        alike = wanted == {self.units[name][0]} and self.can_shard(self.ids[name], 2)
+        return (2, R) if alike else (R,)
 
     def deals_samples(self, need: Need) -> bool:
         """Whether a placement cuts nothing, or cuts a value between samples."""

@@ -18,6 +18,7 @@ from ..ir import (
     ValueType,
     map_refs,
     redistribution,
+    with_rows_as_dealt,
 )
 from ..ir.samples import draws_numbers
 from ..rules import call_of, fill_in_units
@@ -125,12 +126,14 @@ class Builder:
         self.instructions = hidden_first(self.instructions, self.graph)
         if PARTIAL not in self.held[loss]:
             self.convert(loss, next(iter(self.held[loss])), PARTIAL)
-        return Program(
-            self.graph.name,
-            len(next(iter(self.ratios.values()))),
-            tuple(self.ratios.items()),
-            tuple(self.instructions),
-            self.held[loss][PARTIAL],
+        return with_rows_as_dealt(
+            Program(
+                self.graph.name,
+                len(next(iter(self.ratios.values()))),
+                tuple(self.ratios.items()),
+                tuple(self.instructions),
+                self.held[loss][PARTIAL],
+            )
         )
 
 
@@ -209,7 +212,8 @@ class _Placed:
             (at[value], value, code, problem.placement(value, code)) for value, code in move.option.needs
         )
         strategy = move.option.strategy
-        codes = [R] if strategy is None else [code_of(p) for p in strategy.inputs]
+        needs = [code for _, code in move.option.needs]
+        codes = needs if strategy is None else [code_of(p) for p in strategy.inputs]
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
         placed = [None if value is None else problem.placement(value, gives[value]) for value in given]

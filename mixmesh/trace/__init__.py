@@ -5,14 +5,14 @@ Reading order: capture (torch.export), convert (its nodes as ours), then the pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import InputError, TraceError
-from ..ir import BATCH_NORMS, Graph
+from ..ir import BATCH_NORMS, Graph, Returned
 from ..ir.local_norms import EXACT, LOCAL
 from ..rules import RULES
 from .attention import ATTENTION_RULES
@@ -25,6 +25,7 @@ from .lookups import LOOKUP_RULES
 from .losses import LOSS_RULES
 from .mixtures import mixtures_as_operators
 from .norms import NORM_RULES
+from .outputs import values_with_rows
 from .recurrent import RECURRENT_RULES
 from .schema import bound, normalise, on_meta, overload
 from .simplify import (
@@ -54,12 +55,14 @@ __all__ = [
 class Traced:
     """``output_has_loss``: the model returns an object or dict with the loss, not the loss itself.
     ``warnings`` say what about the model is unlikely to be meant; ``arguments`` are those of the call that
-    was traced, by name: "tensor", or a constant's text."""
+    was traced, by name: "tensor", or a constant's text. ``returned`` says what the model returns where
+    it does not return the loss itself."""
 
     graph: Graph
     output_has_loss: bool
     warnings: tuple[str, ...] = ()
     arguments: tuple[tuple[str, str], ...] | None = None
+    returned: Returned = Returned()
 
 
 # operators that have a rule, or are written out by a pass
@@ -124,6 +127,7 @@ def trace(
     passes: Sequence[Pass] = PASSES,
     *,
     batch_norm: str = EXACT,
+    outputs: Collection[str | int] = (),
 ) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
@@ -131,17 +135,33 @@ def trace(
     training or not, on fake tensors: nothing is computed and no random number is drawn. ``passes`` make the
     graph of what was exported, for a bench that leaves one out. ``batch_norm`` says whose statistics batch
     norm takes in training: those of the whole batch ("exact") or of each rank's own samples ("local").
+    ``outputs`` names what else of the model's output is kept: an attribute, a key, or a place in a tuple.
     Raises TraceError if PyTorch cannot export the model, or if it does not return a loss, InputError for
     another kind of batch norm.
     """
     check_batch_norm(batch_norm)
-    captured = capture(model, batch, KNOWN)
+    captured = capture(model, batch, KNOWN, outputs)
     graph = convert(captured, model, name or graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
     check_trainable(graph)
-    return Traced(graph, captured.output_has_loss, tuple(_warnings(graph)), captured.arguments)
+    if captured.outputs:
+        graph = mark_rows(graph)
+    warnings = tuple(_warnings(graph))
+    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned)
+
+
+def mark_rows(graph: Graph) -> Graph:
+    """The graph in which outputs say whether their rows are samples."""
+    rows = values_with_rows(graph)
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(n, kwargs=(("rows", True),)) if n.op == "output" and n.inputs[0] in rows else n
+            for n in graph.nodes
+        ),
+    )
 
 
 def check_batch_norm(kind: str) -> None:

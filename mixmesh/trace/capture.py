@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
+from ..ir import Returned
 from .averages import means_over_batches
 from .branches import past_checks
 from .checkpoints import regions_kept
@@ -27,6 +28,7 @@ from .hooks import hooks_traced
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
+from .outputs import named_tensors, selected
 from .regions import inline_regions
 from .selections import targets_by_sample
 
@@ -36,12 +38,15 @@ TENSOR = "tensor"
 @dataclass(frozen=True)
 class Capture:
     """``inputs`` names the batch's tensors, in the order of the program's user inputs; ``arguments`` are all
-    leaves of the batch."""
+    leaves of the batch. ``outputs`` names what the program gives behind the loss, of what the model
+    ``returned``."""
 
     program: ExportedProgram
     inputs: tuple[str, ...]
     output_has_loss: bool
     arguments: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+    returned: Returned = Returned()
 
 
 @dataclass(frozen=True)
@@ -107,50 +112,87 @@ def key_text(key: Any) -> str:
     return str(key)
 
 
-class LossOnly(nn.Module):
-    """``model`` called with a batch's tensors, returning only the loss."""
+@dataclass
+class Found:
+    """The output of a model, as it was seen: whether it is an object with the loss, what it is then, and the
+    names of the ``outputs`` that follow the loss. A class of its own, as an export puts
+    plain attributes of a module back."""
 
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
+    has_loss: bool = False
+    outputs: tuple[str, ...] = ()
+    returned: Returned = Returned()
+
+    def set(self, has_loss: bool, outputs: tuple[str, ...], returned: Returned) -> None:
+        self.has_loss, self.outputs, self.returned = has_loss, outputs, returned
+
+
+def _is_tuple(output: Any) -> bool:
+    return isinstance(output, tuple | list)
+
+
+class LossAndOutputs(nn.Module):
+    """``model`` called with a batch's tensors, returning the loss and what is ``wanted`` of the rest."""
+
+    def __init__(self, model: nn.Module, batch: Batch, wanted: Collection[str | int] = ()) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
         self._batch = batch
-        self._had_loss: set[bool] = set()
+        self._wanted = wanted
+        self.found = Found()
 
-    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         output = self._batch.call(self.model, tensors)
-        loss = loss_of(output)
-        self._had_loss.add(loss is not output)
-        return check_loss(loss, output, str(place_of_function(type(self.model).forward)))
-
-    @property
-    def output_has_loss(self) -> bool:
-        return True in self._had_loss
+        where = str(place_of_function(type(self.model).forward))
+        loss = check_loss(loss_of(output), output, where)
+        named = {} if loss is output else dict(named_tensors(output))
+        its_name = next((name for name, value in named.items() if value is loss), "loss")
+        chosen = selected(tuple(named), its_name, self._wanted, where)
+        self.found.set(loss is not output, chosen, Returned(tuple(named), its_name, _is_tuple(output)))
+        return loss, *(named[name] for name in chosen)
 
 
 def loss_of(output: Any) -> Any:
-    """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute."""
+    """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute, or of a tuple
+    its one floating-point scalar."""
     if isinstance(output, torch.Tensor):
         return output
     if isinstance(output, Mapping):
         return output.get("loss")
-    return getattr(output, "loss", None)
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, tuple | list):
+        scalars = [x for x in output if is_loss(x)]
+        found = scalars[0] if len(scalars) == 1 else None
+    return found
+
+
+def is_loss(x: Any) -> bool:
+    """Whether a value is a scalar that a gradient may flow from."""
+    return isinstance(x, torch.Tensor) and x.ndim == 0 and x.dtype.is_floating_point
 
 
 def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
-    if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.dtype.is_floating_point:
+    if is_loss(loss):
         return loss
     hint = "return the loss of the whole batch, for example nn.functional.cross_entropy(logits, labels)"
     if not isinstance(output, torch.Tensor) and loss is None and _offers_loss(output):
         hint = "put labels into the batch, so that the model computes its loss"
+    elif loss is None and _num_losses(output) > 1:
+        total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
+        hint = f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
     got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
     raise TraceError(
         "the model does not return a scalar loss",
-        expected="a floating-point scalar tensor, or an object or dict with such a .loss",
+        expected="a floating-point scalar tensor, an object or dict with such a .loss, or a tuple with one",
         got=got,
         where=where,
         hint=hint,
     )
+
+
+def _num_losses(output: Any) -> int:
+    values = output.values() if isinstance(output, Mapping) else output
+    return sum(map(is_loss, values)) if isinstance(output, Mapping | tuple | list) else 0
 
 
 def _offers_loss(output: Any) -> bool:
@@ -167,13 +209,19 @@ def _describe(x: Any) -> str:
     return type(x).__name__
 
 
-def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Container[str]) -> Capture:
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple | list,
+    known: Container[str],
+    outputs: Collection[str | int] = (),
+) -> Capture:
     """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole.
+    Beside the loss it gives those ``outputs`` that are asked for by name.
 
     Raises TraceError with PyTorch's own reason and the user's file and line.
     """
     flat = Batch.of(batch)
-    wrapper = LossOnly(model, flat)
+    wrapper = LossAndOutputs(model, flat, outputs)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
@@ -182,7 +230,14 @@ def capture(model: nn.Module, batch: Mapping[str, Any] | tuple | list, known: Co
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
         raise explain(error) from error
-    return Capture(program, flat.tensor_names, wrapper.output_has_loss, flat.arguments)
+    return Capture(
+        program,
+        flat.tensor_names,
+        wrapper.found.has_loss,
+        flat.arguments,
+        wrapper.found.outputs,
+        wrapper.found.returned,
+    )
 
 
 @contextmanager

@@ -20,11 +20,11 @@ from .locate import Place, place_of_stack
 from .schema import op_name
 
 MAX_CONST_ELEMENTS = 65536
-WRAPPED = "model."  # the prefix that LossOnly gives to names
+WRAPPED = "model."  # the prefix that LossAndOutputs gives to names
 
 
 def convert(captured: Capture, model: nn.Module, name: str) -> Graph:
-    """The program's nodes in its own order, leaves first, updates of buffers last."""
+    """The program's nodes in its own order, leaves first, updates of buffers and outputs last."""
     return _Converter(captured, model).graph(name)
 
 
@@ -52,6 +52,7 @@ class _Converter:
     def __init__(self, captured: Capture, model: nn.Module) -> None:
         self.program = captured.program
         self.inputs = iter(captured.inputs)
+        self.outputs_named = captured.outputs
         self.model = model
         self.names = Names()
         self.nodes: list[Node] = []
@@ -201,11 +202,11 @@ class _Converter:
         return ValueType(DTYPE_NAME[value.dtype], tuple(value.shape))
 
     def outputs(self, node: fx.Node) -> str:
-        loss = ""
+        shown: list[str] = []
         for value, spec in zip(node.args[0], self.program.graph_signature.output_specs):
             match spec.kind:
                 case OutputKind.USER_OUTPUT:
-                    loss = self.values[value]
+                    shown.append(self.values[value])
                 case OutputKind.BUFFER_MUTATION:
                     tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
                     name = self.first_name[id(tensor)]
@@ -218,6 +219,9 @@ class _Converter:
                         expected="changes of buffers only",
                         hint="change a copy: x = x.clone()",
                     )
+        loss, *others = shown
+        for name, value in zip(self.outputs_named, others):
+            self.nodes.append(Node((), (), "output", (name, Ref(value))))
         return loss
 
     def fitted(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:

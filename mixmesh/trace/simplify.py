@@ -10,7 +10,7 @@ from .schema import bound, normalise
 
 
 def drop_assertions(graph: Graph) -> Graph:
-    return replace(graph, nodes=tuple(n for n in graph.nodes if n.results or n.op == "update"))
+    return replace(graph, nodes=tuple(n for n in graph.nodes if n.results or n.is_sink))
 
 
 def normal_arguments(graph: Graph) -> Graph:
@@ -171,11 +171,11 @@ def drop_useless_detach(graph: Graph) -> Graph:
 
 
 def drop_dead(graph: Graph) -> Graph:
-    """Keep what the loss or an update needs, and every parameter."""
+    """Keep what the loss, an update or an output needs, and every parameter."""
     needed = {graph.loss}
     kept = []
     for node in reversed(graph.nodes):
-        if node.op in ("update", "param") or any(r in needed for r in node.results):
+        if node.is_sink or node.op == "param" or any(r in needed for r in node.results):
             needed.update(node.inputs)
             results = tuple(r if r in needed or node.op == "param" else None for r in node.results)
             kept.append(replace(node, results=results))

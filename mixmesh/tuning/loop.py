@@ -131,7 +131,7 @@ class _Planning:
             self.progress("tracing the model")
             job = self.load()
             self._known = {
-                "traced": trace(job.model, job.batch),
+                "traced": trace(job.model, job.batch, outputs=job.outputs),
                 "optimizer_states": optimizer_states(job.optimizer),
                 "whole_parameters": needs_whole_parameters(job.optimizer),
             }

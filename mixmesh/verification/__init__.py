@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ..check import check_plan, check_program
-from ..ir import Program, batch_norm_of
+from ..ir import Program, batch_norm_of, outputs_of
 from ..ir.samples import draws_numbers
 from ..plan_file import MicroBatch, Plan
 from ..runtime.calls import as_planned
 from ..runtime.train import default_optimizer
 from ..trace import Traced, trace
 from ..trace.capture import Batch
+from ..trace.outputs import first_part
 from .compare import Difference, Outcome, compare, larger
 from .module import Reference
 from .own_statistics import Sizes, cut_norms, norms_of_pieces, sizes_of_norms
@@ -46,14 +47,14 @@ TOLERANCE_UPDATE = 1e-9  # of a step of the optimizer, both sides with the same 
 class VerifyReport:
     """Errors are relative. ``worst`` names the gradient, buffer or update with the largest one.
 
-    ``ok``: in float64 the losses, gradients and buffers of all steps are the module's, and every parameter
-    is moved by the optimizer as on one device (``max_update_error``). Errors without ``f64`` are those of the
-    first step in the model's own precision, and ``max_rounding_error`` is one device's own there: its
-    gradients as computed against float64. ``differs_in`` says which side of a difference is at fault:
-    "trace" if the graph itself is not the module, "plan" if the program is not the graph, "optimizer" if
-    only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's samples
-    by themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops`` have no
-    rule and run replicated, each with its place in the user's file.
+    ``ok``: in float64 the losses, gradients, buffers and outputs of all steps are the module's, and every
+    parameter is moved by the optimizer as on one device (``max_update_error``). Errors without ``f64`` are
+    those of the first step in the model's own precision, and ``max_rounding_error`` is one device's own
+    there: its gradients as computed against float64. ``differs_in`` says which side of a difference is at
+    fault: "trace" if the graph itself is not the module, "plan" if the program is not the graph, "optimizer"
+    if only the updates differ. With a ``batch_norm`` that is "local" the module normalised each rank's
+    samples by themselves: the plan is held against that, and not against the whole batch. ``unsupported_ops``
+    have no rule and run replicated, each with its place in the user's file.
     """
 
     ok: bool
@@ -83,7 +84,8 @@ def verify(
     progress: Callable[[str], None] | None = None,
 ) -> VerifyReport:
     """Compares ``steps`` training steps, in the micro-steps of the plan: the loss, every gradient, every
-    buffer, and every parameter after the step of ``optimizer`` (AdamW if there is none, as in ``train``).
+    buffer, every output, and every parameter after the step of ``optimizer`` (AdamW if there is none, as in
+    ``train``).
     ``model`` is left as it is; ``where`` names the plan's file in errors.
 
     Raises VerificationError for a program that is not valid, PlanError for a plan of another model, and
@@ -95,7 +97,8 @@ def verify(
     batch = as_planned(model, batch, program)
     if traced is None:
         say("tracing the model")
-        traced = trace(model, batch, batch_norm=batch_norm_of(program))
+        names = dict.fromkeys(first_part(name) for name in outputs_of(program))
+        traced = trace(model, batch, batch_norm=batch_norm_of(program), outputs=names)
     say("checking the program")
     check_program(program, where)
     if isinstance(plan, Plan):

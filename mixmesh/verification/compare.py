@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,11 +15,13 @@ BUFFER_FLOOR = 1e-2  # of the largest buffer entry: the running mean of centred 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The loss of a step, the gradients of its parameters by name, and its buffers afterwards."""
+    """The loss of a step, the gradients of its parameters by name, its buffers afterwards, and what the model
+    returned beside the loss, by name."""
 
     loss: float
     gradients: Mapping[str, Tensor | None]
     buffers: Mapping[str, Tensor]
+    shown: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ def larger(a: Difference, b: Difference) -> Difference:
 
 
 def compare(got: Outcome, want: Outcome) -> Difference:
-    """Errors of ``got``: of gradients that either has, and of all buffers."""
+    """Errors of ``got``: of gradients that either has, of all buffers, and of the outputs that ``got``
+    has."""
     errors: dict[str, float] = {}
     floor = max(GRADIENT_FLOOR * _largest_of(want.gradients), _resolution(want))
     for name in {**want.gradients, **got.gradients}:
@@ -59,6 +62,9 @@ def compare(got: Outcome, want: Outcome) -> Difference:
         a, b = got.buffers[name], want.buffers[name]
         alike = a.shape == b.shape
         errors[name] = relative_error(a, b, floor if a.is_floating_point() else 0.0) if alike else math.inf
+    for name, value in got.shown.items():
+        alike = name in want.shown and value.shape == want.shown[name].shape
+        errors[f"output {name}"] = relative_error(value, want.shown[name], 0.0) if alike else math.inf
     return Difference(_relative(abs(got.loss - want.loss), abs(want.loss)), errors)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..trace.capture import Batch, loss_of
+from ..trace.outputs import named_tensors
 from .compare import Outcome
 from .draws import DrawsAlike
 from .wide import WIDE_DTYPE, Wide, Widened, exact, widen
@@ -32,7 +33,9 @@ class Reference:
         """The forward and backward pass of a step from these parameters and buffers, which stay so."""
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
-            loss = loss_of(self._batch.call(self._model, self._inputs))
+            output = self._batch.call(self._model, self._inputs)
+            loss = loss_of(output)
+            shown = {} if loss is output else {n: x.detach() for n, x in named_tensors(output)}
             loss.backward()
             value = loss.item()
         gradients = {
@@ -40,7 +43,8 @@ class Reference:
             for n, p in self._model.named_parameters()
             if p.requires_grad
         }
-        return Outcome(value, gradients, {n: exact(b).detach() for n, b in self._model.named_buffers()})
+        buffers = {n: exact(b).detach() for n, b in self._model.named_buffers()}
+        return Outcome(value, gradients, buffers, {n: exact(x).detach() for n, x in shown.items()})
 
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Puts values in the place of all parameters and buffers, under every name of each."""

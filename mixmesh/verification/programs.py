@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from ..ir import REPLICATE, DType, Graph, Instruction, Program, TensorType, ValueType
+from ..ir import (
+    REPLICATE,
+    DType,
+    Graph,
+    Instruction,
+    Program,
+    TensorType,
+    ValueType,
+    held_rows,
+    outputs_of,
+)
 from ..plan_file import MicroBatch
 from ..rules import RULES
 from ..runtime.interpret_micro_steps import interpret_step
@@ -84,4 +95,11 @@ def run_program(
         out.loss.backward()
     gradients = {n: own[n].grad for n in own if n in trainable}
     buffers = {**buffers, **{n: b.detach().clone() for n, b in out.buffers.items()}}
-    return Outcome(out.loss.item(), gradients, buffers)
+    shown = {name: whole_output(program, i, out.shown[name]) for name, i in outputs_of(program).items()}
+    return Outcome(out.loss.item(), gradients, buffers, shown)
+
+
+def whole_output(program: Program, i: Instruction, values: Sequence[Tensor | None]) -> Tensor:
+    """An output of what every rank holds of it."""
+    held = [v for v in values if v is not None]
+    return held[0] if held_rows(program, i) is None else torch.cat(held)

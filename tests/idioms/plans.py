@@ -5,17 +5,17 @@ from __future__ import annotations
 import torch
 from test_gloo import Mlp, batch, build, close, program
 
-from mixmesh.baselines import data_parallel
+from mixmesh.baselines import data_parallel, fully_sharded, only, tensor_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.plan_file import Plan
+from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.trace import trace
 from mixmesh.zero import with_stage
 
 __all__ = [
-    "CUT", "PLANS", "Mlp", "batch", "build", "close", "named", "parallel", "plan_of", "program",
-    "same_weights",
+    "CUT", "PLANS", "Mlp", "batch", "build", "close", "named", "output_plan", "parallel", "plan_of",
+    "program", "same_weights",
 ]  # fmt: skip
 
 THREE = """
@@ -62,3 +62,31 @@ def plan_of(model: torch.nn.Module, inputs: dict, stage: int) -> Plan:
     plain = data_parallel(traced.graph, CostModel(Cluster.parse(THREE)), UNEVEN)
     cut = with_stage(plain, stage, OWNERS) if stage else plain
     return Plan(cut, "test", 0.0, (), "", graph_fingerprint=traced.graph.fingerprint)
+
+
+MICRO_BATCHES = (MicroBatch(4, 2, 2), MicroBatch(4, 1, 4), MicroBatch(1, 2, 1))  # of 6, 4 and 2 samples
+
+
+def output_plan(kind: str, model: torch.nn.Module, inputs: dict, outputs: tuple = ()) -> Plan:
+    """A plan with outputs beside the loss, over three uneven ranks."""
+    traced = trace(model, inputs, outputs=outputs)
+    costs = CostModel(Cluster.parse(THREE))
+    program = {
+        "data_parallel": lambda: data_parallel(traced.graph, costs, UNEVEN),
+        "fsdp": lambda: fully_sharded(data_parallel(traced.graph, costs, UNEVEN)),
+        "tensor_parallel": lambda: tensor_parallel(traced.graph, costs, UNEVEN),
+        "micro_steps": lambda: data_parallel(traced.graph, costs, UNEVEN),
+        "one_rank": lambda: data_parallel(traced.graph, costs, only(1, 3)),
+    }[kind]()
+    return Plan(
+        program,
+        "test",
+        0.0,
+        (),
+        "",
+        graph_fingerprint=traced.graph.fingerprint,
+        output_has_loss=traced.output_has_loss,
+        arguments=traced.arguments,
+        returned=traced.returned,
+        micro_batches=MICRO_BATCHES if kind == "micro_steps" else None,
+    )

@@ -49,6 +49,10 @@ class Bound:
         _stored(program, optimizer_states, sizes)
         kinds = kinds_of(program) if kinds is None else kinds
         last = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+        for i in program.instructions:
+            if i.op == "output":
+                shown = program.types[i.inputs[0]]
+                _add(sizes, shown.cut, float(shown.value.size_bytes))  # those of the step before
         _computed(program, kinds, last, sizes)
         _beside(program, kinds, sizes)
         _gradients(program, last, sizes)

@@ -332,6 +332,11 @@ class Walk:
                 shape = i.type.value.shape
                 storage = _Storage(0.0, i.type.cut, references=2)  # never let go of
                 self.values[i.result] = _View(storage, contiguous(shape))
+        for i in self.program.instructions:
+            if i.op == "output":  # a loop holds those of the step before until it is given new ones
+                shown = self.program.types[i.inputs[0]]
+                held = replace(shown, ratio=unmarked(shown.ratio))
+                self.ledger.take(shown.value.size_bytes, held.cut, stays=True)
         inputs = [i.type for i in self.program.instructions if i.op == "input"]
         if not self.cuda:
             self.ledger.moment("the batch", *((float(t.value.size_bytes), (0, 1, None)) for t in inputs))
@@ -342,6 +347,7 @@ class Walk:
         self._fetch()
         last = {name: uses[-1] for name, uses in self.uses.items()}
         last[self.program.loss] = len(self.inputs)
+        last |= {i.inputs[0]: len(self.inputs) for i in self.program.instructions if i.op == "output"}
         arriving = {i.result for i in self.program.instructions if i.op == "all_gather"}
         arriving.update(self.owned)
         for n, i in enumerate(self.program.instructions):

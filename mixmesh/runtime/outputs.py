@@ -1,0 +1,277 @@
+"""What a call of a parallel model returns where the model returns more than its loss.
+
+The loss is that of the whole batch. Of the tensors beside it, those that were asked for in planning
+(``outputs=("logits",)``) are kept: this rank's rows of them, by ``gather()`` the rows of all ranks in the
+order of the batch. All others say what to write when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..ir import (
+    REPLICATE,
+    Instruction,
+    Program,
+    Returned,
+    Shard,
+    dealt_rows,
+    held_rows,
+    outputs_of,
+    shown_rows,
+)
+from ..trace.dtypes import TORCH_DTYPE
+from ..trace.outputs import first_part
+from .comm import Comm
+from .layout import Layout
+from .shards import Stored
+
+
+class Output:
+    """The loss and the outputs of one call, under the names or places that the model gives them:
+    ``out.loss``, ``out["logits"]``, ``out[1]``, ``loss, logits = out``. Iterating gives values
+    where the model returns a tuple, and else names. ``rows`` are the samples of the batch that this rank's
+    rows are of; None where it shows all of them."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        returned: Returned,
+        rows: slice | None = None,
+        gather: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._values, self._returned, self._gather = dict(values), returned, gather
+        self.rows = rows
+
+    @property
+    def loss(self) -> Tensor:
+        return self._values[self._returned.loss]
+
+    def gather(self, name: str | int | None = None) -> Any:
+        """The outputs with the rows of all ranks, or the one of this name. Collective: call it on every rank.
+        They are detached, and on every rank the same."""
+        values = self._values if self._gather is None else {**self._values, **self._gather()}
+        whole = Output(values, self._returned)
+        return whole if name is None else whole[name]
+
+    def keys(self) -> Iterable[str]:
+        return self._values.keys()
+
+    def values(self) -> Iterable[Any]:
+        return self._values.values()
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        return self._values.items()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def to_tuple(self) -> tuple:
+        return tuple(self._values.values())
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, slice):
+            return self.to_tuple()[key]
+        if isinstance(key, int):
+            return _checked(self.to_tuple()[key])
+        return _checked(self._values[key])
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("_values", {})
+        if name not in values:
+            raise AttributeError(f"the model returns no {name!r}, but {', '.join(values)}")
+        return _checked(values[name])
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.to_tuple() if self._returned.is_tuple else tuple(self._values))
+
+    def __repr__(self) -> str:
+        return f"Output({', '.join(f'{name}={_brief(value)}' for name, value in self._values.items())})"
+
+
+class NotKept:
+    """Stands for an output that was not asked for. Any use of it says how to."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["name"] = name
+
+    def error(self) -> InputError:
+        key = int(self.name) if self.name.isdigit() else self.name
+        return InputError(
+            f"the output {self.name} is not kept: memory and links have to be planned for it",
+            expected="outputs that were asked for when the plan was made",
+            got=f"a use of {self.name}",
+            hint=(
+                f"mixmesh.prepare(..., outputs=({key!r},))",
+                f"mixmesh.plan(..., outputs=({key!r},)), or Job(..., outputs=({key!r},)) in a job",
+            ),
+        )
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        raise next(x for x in leaves if isinstance(x, NotKept)).error()
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise self.error()
+
+    __getattr__ = __setattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __call__ = __float__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __eq__ = __ne__ = __lt__ = __gt__ = __le__ = __ge__ = __matmul__ = __neg__ = __int__ = _refuse
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"NotKept({self.name!r})"
+
+
+def _checked(value: Any) -> Any:
+    if isinstance(value, NotKept):
+        raise value.error()
+    return value
+
+
+def _brief(value: Any) -> str:
+    return f"{list(value.shape)}" if isinstance(value, Tensor) and value.ndim else repr(value)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An output of the program on this rank. ``held`` says where its rows are, as ranks show them;
+    ``is_narrowed`` that this rank holds all of them and shows its own. ``flows``: the original has a gradient
+    through it."""
+
+    name: str
+    held: Stored
+    is_narrowed: bool
+    flows: bool
+
+    @classmethod
+    def of(cls, program: Program, i: Instruction, flowing: frozenset[str]) -> Kept:
+        t = program.types[i.inputs[0]]
+        rows, ranks = shown_rows(program, i), program.participants(t)
+        layout = Layout(REPLICATE, ranks) if rows is None else Layout(Shard(0), ranks, rows)
+        stored = Stored(i.args[0], t.value.shape, TORCH_DTYPE[t.value.dtype], layout)
+        narrowed = rows is not None and held_rows(program, i) is None
+        return cls(i.args[0], stored, narrowed, t.value.is_floating and i.inputs[0] in flowing)
+
+    def shown(self, pieces: list[Tensor], comm: Comm) -> Tensor:
+        """What this rank shows, of what it holds: the rows of its micro-steps one after the other."""
+        layout = self.held.held
+        if not pieces:
+            shape = (0, *self.held.shape[1:]) if layout.sizes or self.held.shape else ()
+            return torch.empty(shape, dtype=self.held.dtype, device=comm.device)
+        value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if not self.is_narrowed:
+            return value
+        return value.narrow(0, *layout.piece(comm.rank))
+
+
+@dataclass(frozen=True)
+class Returns:
+    """How a call's output is made: as what the model ``returned`` when it was planned, with the outputs that
+    are ``kept``. ``rows``: the samples of this rank."""
+
+    returned: Returned
+    kept: tuple[Kept, ...]
+    rows: slice | None
+
+    @classmethod
+    def of(cls, plan: Any, comm: Comm) -> Returns | None:
+        """None where the model returns its loss itself."""
+        program = plan if isinstance(plan, Program) else plan.program
+        outputs = outputs_of(program)
+        has_loss = not isinstance(plan, Program) and plan.output_has_loss
+        if not has_loss and not outputs:
+            return None
+        returned = Returned() if isinstance(plan, Program) else plan.returned
+        if not returned.names:
+            returned = Returned((returned.loss, *outputs), returned.loss)
+        flowing = _descendants(program)
+        kept = tuple(Kept.of(program, i, flowing) for i in outputs.values())
+        return cls(returned, kept, _own_rows(program, comm.rank))
+
+    def __call__(self, loss: Tensor, shown: Mapping[str, list[Tensor]], comm: Comm) -> Output:
+        """The output of one call, of what this rank holds."""
+        mine = {k.name: k.shown(shown.get(k.name, []), comm) for k in self.kept}
+        guarded = {k.name: _guarded(mine[k.name], k) for k in self.kept}
+
+        def gather() -> dict[str, Any]:
+            with comm.call("gather of outputs"), torch.no_grad():
+                return self._trees({k.name: k.held.whole(mine[k.name], comm) for k in self.kept})
+
+        trees = self._trees(guarded)
+        names = dict.fromkeys(map(first_part, self.returned.names))
+        values = {n: loss if n == self.returned.loss else trees.get(n, NotKept(n)) for n in names}
+        return Output(values, self.returned, self.rows, gather)
+
+    @staticmethod
+    def _trees(values: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Tensors by path as the model nests them: ``hidden.0`` and ``hidden.1`` as a tuple ``hidden``."""
+        out: dict[str, Any] = {}
+        for path, value in values.items():
+            *folders, leaf = path.split(".")
+            at = out
+            for folder in folders:
+                at = at.setdefault(folder, {})
+            at[leaf] = value
+        return {name: _as_tuples(value) for name, value in out.items()}
+
+
+def _as_tuples(tree: Any) -> Any:
+    if not isinstance(tree, dict):
+        return tree
+    made = {name: _as_tuples(value) for name, value in tree.items()}
+    return tuple(made.values()) if all(name.isdigit() for name in made) else made
+
+
+def _own_rows(program: Program, rank: int) -> slice | None:
+    samples = dealt_rows(program)
+    return None if samples is None else slice(sum(samples[:rank]), sum(samples[: rank + 1]))
+
+
+def _descendants(program: Program) -> frozenset[str]:
+    """Values that are made of a trainable parameter."""
+    found: set[str] = set()
+    for i in program.instructions:
+        trains = i.op == "param" and dict(i.kwargs).get("trainable", True)
+        if trains or (i.op != "aten.detach" and not found.isdisjoint(i.inputs)):
+            found.update(r for r in i.results if r is not None)
+    return frozenset(found)
+
+
+def _guarded(value: Tensor, kept: Kept) -> Tensor:
+    """``value`` as the original's: it requires a gradient, and a backward pass through it is refused."""
+    if not (kept.flows and torch.is_grad_enabled()):
+        return value
+    return _NoGradient.apply(value, torch.empty(0, requires_grad=True), kept.name)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value: Tensor, anchor: Tensor, name: str) -> Tensor:
+        ctx.name = name
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        raise InputError(
+            "an output of a parallel model is shown without a gradient",
+            expected="the loss of the whole batch within the program",
+            got=f"backward through {ctx.name}",
+            hint=(
+                "mixmesh.prepare(..., loss=function of (outputs, targets)), or compute the term in forward",
+                f"for a metric: {ctx.name}.detach()",
+            ),
+        )

@@ -1,0 +1,96 @@
+"""What a forward pass returns beside the loss: its tensors by name, and which of them hold a row per sample.
+
+The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. The first part of it
+is what a user asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..errors import TraceError
+from ..ir import Graph, Shard, batch_size_of
+from ..rules import RULES, call_of, strategies
+
+
+def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a model returned, with their paths. Within an object only its attributes, and
+    lists, tuples, mappings and dataclasses in these, are looked at."""
+    if isinstance(output, torch.Tensor):
+        yield path, output
+        return
+    for name, value in _parts(output, top=not path):
+        yield from named_tensors(value, f"{path}.{name}" if path else str(name))
+
+
+def _parts(output: Any, *, top: bool) -> Iterator[tuple[Any, Any]]:
+    if isinstance(output, Mapping):
+        yield from output.items()
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        yield from zip(output._fields, output)
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif dataclasses.is_dataclass(output):
+        yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
+    elif top and hasattr(output, "__dict__"):
+        yield from vars(output).items()
+
+
+def first_part(name: str) -> str:
+    """The part of a tensor's path that a user asks for."""
+    return name.partition(".")[0]
+
+
+def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
+    """Of the tensors named ``returns`` those that are ``wanted``. Raises TraceError for a name that
+    stands for none of them."""
+    wanted = tuple(map(str, wanted))
+    offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))
+    for name in wanted:
+        if name not in offered:
+            raise TraceError(
+                f"the model returns no tensor {name!r} beside its loss",
+                expected=", ".join(offered) or "nothing: the model returns the loss alone",
+                got=f"outputs=({', '.join(map(repr, wanted))},)",
+                where=where,
+                hint=f"outputs=({offered[0]!r},)" if offered else "return an object with .loss and .logits",
+            )
+    return tuple(name for name in returns if name != loss and first_part(name) in wanted)
+
+
+def values_with_rows(graph: Graph) -> frozenset[str]:
+    """Values whose dim 0 counts samples: those that operators tie to dim 0 of an input, and those that are
+    made of inputs and of the batch's size."""
+    batch_size = batch_size_of(n.types[0] for n in graph.batch_inputs)
+    tied = {(n.result, 0) for n in graph.batch_inputs if n.types[0].shape[:1] == (batch_size,)}
+    found, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
+    known: dict[tuple, tuple[tuple[tuple[int, int], ...], ...]] = {}
+    for node in graph.nodes:
+        if node.is_leaf or node.is_sink or from_inputs.isdisjoint(node.inputs):
+            continue
+        results = [r for r in node.results if r is not None]
+        from_inputs.update(results)
+        key = (node.plain, *(graph.types[name] for name in node.inputs))
+        if key not in known:
+            known[key] = _ties(graph, node)
+        values = (*node.inputs, *node.results)
+        for tie in known[key]:
+            ends = {(values[n], dim) for n, dim in tie}
+            if not tied.isdisjoint(ends):
+                tied |= ends
+        found.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
+    return frozenset(found)
+
+
+def _ties(graph: Graph, node) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each way to cut an operator, the (position, dim) of the inputs and results that are cut."""
+    rule = RULES.get(node.op)
+    if rule is None:
+        return ()
+    made = strategies(rule, call_of(node, graph.types))
+    cut = (enumerate((*s.inputs, *s.outputs)) for s in made)
+    return tuple(tuple((n, p.dim) for n, p in places if isinstance(p, Shard)) for places in cut)

@@ -1,0 +1,193 @@
+"""Outputs beside the loss: found by the trace, kept by planners, checked, counted in memory, verified."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from mixmesh.api import plan
+from mixmesh.baselines import data_parallel, tensor_parallel
+from mixmesh.check import check_program
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.cost.memory import PeakMemory
+from mixmesh.errors import ParseError, TraceError, VerificationError
+from mixmesh.ir import Returned, outputs_of, parse_program
+from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+
+CLUSTER = Cluster.parse("""
+name = "two machines"
+[network]
+bandwidth_gbit_per_s = 1
+latency_us = 30
+[[machine]]
+name = "a"
+link_gbit_per_s = 50
+devices = [{ cpu_share = 0.6 }, { cpu_share = 0.3 }]
+[[machine]]
+name = "b"
+devices = [{ cpu_share = 0.3 }]
+""")
+BATCH = dict(x=torch.randn(12, 4, 6), y=torch.randint(5, (12, 4)))
+
+
+class Tagger(nn.Module):
+    """Returns what ``form`` makes of its loss and logits."""
+
+    def __init__(self, form) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head, self.form = nn.Linear(6, 8), nn.Linear(8, 5), form
+
+    def forward(self, x, y):
+        logits = self.head(self.body(x).relu())
+        return self.form(cross_entropy(logits.flatten(0, 1), y.flatten()), logits, self)
+
+
+def as_dict(loss, logits, model):
+    return dict(
+        loss=loss,
+        logits=logits,
+        words=logits.flatten(0, 1),
+        best=logits.argmax(-1),
+        nested=(logits.mean(1), [logits.softmax(-1)]),
+        norm=model.head.weight.sum(),
+        name="tagger",
+    )
+
+
+ALL = ("logits", "words", "best", "nested", "norm")
+
+
+def outputs_in(graph) -> dict[str, bool]:
+    return {n.args[0]: dict(n.kwargs).get("rows", False) for n in graph.nodes if n.op == "output"}
+
+
+def test_a_trace_names_what_the_model_returns():
+    traced = trace(Tagger(as_dict), BATCH, outputs=("nested", "norm", "words"))
+    assert traced.returned.names == ("loss", "logits", "words", "best", "nested.0", "nested.1.0", "norm")
+    assert traced.returned.loss == "loss" and not traced.returned.is_tuple
+    assert outputs_in(traced.graph) == {"words": True, "nested.0": True, "nested.1.0": True, "norm": False}
+    assert not outputs_in(trace(Tagger(as_dict), BATCH).graph)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_a_tuple_the_one_scalar_is_the_loss(first):
+    form = (lambda loss, logits, _: (loss, logits)) if first else (lambda loss, logits, _: (logits, loss))
+    traced = trace(Tagger(form), BATCH, outputs=(int(first),))
+    assert traced.returned == Returned(("0", "1"), str(int(not first)), is_tuple=True)
+    assert outputs_in(traced.graph) == {str(int(first)): True}
+
+
+def test_of_a_named_tuple_too():
+    made = namedtuple("Made", "logits loss")
+    traced = trace(Tagger(lambda loss, logits, _: made(logits, loss)), BATCH, outputs=("logits",))
+    assert traced.returned == Returned(("logits", "loss"), "loss", is_tuple=True)
+    assert outputs_in(traced.graph) == {"logits": True}
+
+
+@pytest.mark.parametrize(
+    "form, line",
+    [
+        (lambda loss, logits, _: (loss, logits.mean()), "loss=lambda losses: sum(losses)"),
+        (lambda loss, logits, _: dict(a=loss, b=loss * 2), "loss=lambda losses: sum(losses.values())"),
+    ],
+)
+def test_several_losses_are_refused_with_the_line_to_write(form, line):
+    with pytest.raises(TraceError) as caught:
+        trace(Tagger(form), BATCH)
+    assert line in str(caught.value)
+
+
+def test_an_output_that_there_is_not():
+    with pytest.raises(TraceError, match="no tensor 'logit'") as caught:
+        trace(Tagger(as_dict), BATCH, outputs=("logit",))
+    assert "logits, words, best, nested, norm" in str(caught.value)
+    with pytest.raises(TraceError, match="no tensor 'logits'"):
+        trace(Tagger(lambda loss, *_: loss), BATCH, outputs=("logits",))
+
+
+PLANNERS = ("single", "ddp-tuned", "fsdp-even", "tensor-parallel", "hap", "model-parallel", "poplar")
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_every_planner_keeps_outputs_and_verify_compares_them(planner):
+    model = Tagger(as_dict)
+    made = plan(model, BATCH, CLUSTER, planner=planner, outputs=ALL)
+    assert set(outputs_of(made.program)) == {"logits", "words", "best", "nested.0", "nested.1.0", "norm"}
+    assert verify(model, BATCH, made).ok
+    read = Plan.parse(str(made))
+    assert (read.program, read.returned) == (made.program, made.returned)
+
+
+def programs(outputs: tuple[str, ...] = ("logits",)):
+    graph = trace(Tagger(as_dict), BATCH, outputs=outputs).graph
+    return data_parallel(graph, CostModel(CLUSTER), (0.5, 0.25, 0.25))
+
+
+def test_micro_steps_put_their_rows_together():
+    graph = trace(Tagger(as_dict), BATCH, outputs=("logits", "words")).graph
+    program = data_parallel(graph, CostModel(CLUSTER), (0.5, 0.25, 0.25))
+    steps = (MicroBatch(4, 2, 2), *[MicroBatch(2, 2, 1)] * 2)
+    made = Plan(program, "test", 0.0, (), "", graph_fingerprint=graph.fingerprint, micro_batches=steps)
+    assert verify(Tagger(as_dict), BATCH, made).ok
+
+
+def test_a_wrong_output_does_not_verify():
+    text = str(programs())
+    assert 'output("logits", %linear_1, rows=true)' in text
+    spoilt = text.replace('output("logits", %linear_1', 'output("logits", %spoilt').replace(
+        "  output(", "  %spoilt = aten.relu(%linear_1) : f32[12, 4, 5] S(0)@r0\n  output("
+    )
+    report = verify(Tagger(as_dict), BATCH, parse_program(spoilt))
+    assert not report.ok and report.worst == "output logits"
+
+
+def refusal(text: str) -> str:
+    with pytest.raises((VerificationError, ParseError)) as caught:
+        check_program(parse_program(text))
+    return str(caught.value)
+
+
+def test_the_checker_refuses_what_ranks_cannot_show():
+    text = str(programs())
+    shown = 'output("logits", %linear_1, rows=true)'
+    assert "given twice" in refusal(text.replace(shown, f"{shown}\n  {shown}"))
+    assert "no output" in refusal(text.replace(shown, 'output("logits")'))
+    assert "only whether it has rows" in refusal(text.replace("rows=true", "rows=1"))
+    assert "not cut as samples are" in refusal(text.replace(", rows=true", ""))
+    loss = text.splitlines()[-2].split("%")[-1]
+    assert "no addend" in refusal(text.replace(shown, f'output("logits", %{loss})'))
+    assert "rows of this output are no samples" in refusal(
+        text.replace(shown, 'output("logits", %head.bias, rows=true)')
+    )
+
+
+def test_outputs_cut_by_classes_are_gathered():
+    graph = trace(Tagger(as_dict), BATCH, outputs=("logits", "words")).graph
+    program = tensor_parallel(graph, CostModel(CLUSTER), (0.5, 0.25, 0.25))
+    check_program(program)
+    assert verify(Tagger(as_dict), BATCH, program).ok
+
+
+def test_outputs_count_in_memory():
+    """Those of this step and of the one before, which a loop still holds."""
+    costs = CostModel(CLUSTER)
+    kept, without = (PeakMemory(costs).peaks(programs(names)) for names in (("logits",), ()))
+    more = [a - b for a, b in zip(kept, without)]
+    logits_bytes = 12 * 4 * 5 * 4
+    assert more[0] >= logits_bytes / 2 and more[1] >= logits_bytes / 4
+
+
+def test_the_program_names_the_samples_of_outputs_however_it_is_printed():
+    program = programs(ALL)
+    assert parse_program(str(program)) == replace(
+        program, instructions=tuple(replace(i, location="") for i in program.instructions)
+    )
