@@ -114,7 +114,16 @@ def test_an_output_that_there_is_not():
         trace(Tagger(lambda loss, *_: loss), BATCH, outputs=("logits",))
 
 
-PLANNERS = ("single", "ddp-tuned", "fsdp-even", "tensor-parallel", "hap", "model-parallel", "poplar")
+PLANNERS = (
+    "single",
+    "ddp-tuned",
+    "fsdp-even",
+    "tensor-parallel",
+    "hap",
+    "two-level",
+    "model-parallel",
+    "poplar",
+)
 
 
 @pytest.mark.parametrize("planner", PLANNERS)

@@ -20,12 +20,16 @@ from ..ir import (
     Replicate,
     TensorType,
     ValueType,
+    has_rows,
     map_refs,
+    outputs_of,
     redistribution,
     support,
 )
 from .lower import even_over
-from .part import NotDivisible, Part
+from .part import NotDivisible, Part, output_key
+
+GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's value, on its way to everyone
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,8 @@ class _Joining:
             if met[0] is None:
                 break
             self.meet(met[0])
+        for i in outputs_of(self.sets[0].program).values():
+            self.output(i)
         loss = self.total([(m, s.program.loss) for m, s in enumerate(self.sets)], "loss.total")
         return Program(self.name, self.world_size, tuple(self.ratios), tuple(self.out), loss)
 
@@ -87,12 +93,17 @@ class _Joining:
         """Adds the instructions of a set; gives "" after each, or the name of a sum over all samples where
         one has to be made."""
         s = self.sets[m]
+        moved = [moved_to_all(s.program, i) for i in outputs_of(s.program).values()]
         for i in s.program.instructions:
+            if i in moved:
+                continue  # to ranks outside of the set
             if i.is_leaf:
                 self.leaf(m, i)
             elif i.op == "update":
                 args = (i.args[0], Ref(f"{i.inputs[0]}.m{m}"))
                 self.out.append(replace(i, args=args))
+            elif i.op == "output":
+                continue  # of all sets together, in the end
             elif i.results[0] in s.part.summed:
                 yield i.results[0]
             else:
@@ -178,10 +189,53 @@ class _Joining:
     def total(self, sources: list[tuple[int, str]], name: str) -> str:
         """Addends of a sum over all sets, held by everyone: a rank has zero for those of other sets."""
         value = self.sets[0].program.types[sources[0][1]].value
+        return self.sum([f"{v}.m{m}" for m, v in sources], name, value)
+
+    def sum(self, pieces: list[str], name: str, value: ValueType) -> str:
+        """The addends ``pieces``, one of each set, as one that everyone holds."""
         everyone = TensorType(value, (PARTIAL,))
-        totals = [self.add(f"{name}.m{m}", "move", (Ref(f"{v}.m{m}"),), everyone) for m, v in sources]
+        totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
         result = totals[0]
         for n, other in enumerate(totals[1:], 1):
             made = name if n == len(totals) - 1 else f"{name}.{n}"
             result = self.add(made, "aten.add.Tensor", (Ref(result), Ref(other)), everyone)
         return result
+
+    def output(self, first: Instruction) -> None:
+        """An output whole on all ranks: of its rows each set adds its own to zeros in place of the
+        others'."""
+        name, source = first.args[0], first.inputs[0]
+        moved = moved_to_all(self.sets[0].program, first)
+        source = source if moved is None else moved.inputs[0]
+        value, cut = self.sets[0].program.types[source].value, self.sets[0].part.cuts.get(output_key(name))
+        if cut is None:
+            whole = TensorType(value, (REPLICATE,))
+            shown = self.add(f"{name}.shown", "move", (Ref(f"{source}.m0"),), whole)
+        elif value.dtype == "bool":
+            raise NotDivisible(f"the output {name} is bool, of which sets of devices make no sum")
+        else:
+            value = replace(value, shape=cut.whole)
+            pieces = [self.padded(m, outputs_of(s.program)[name]) for m, s in enumerate(self.sets)]
+            total = self.sum(pieces, f"{name}.addends", value)
+            whole = TensorType(value, (REPLICATE,))
+            shown = self.add(f"{name}.shown", "all_reduce", (Ref(total),), whole)
+        self.out.append(replace(first, args=(name, Ref(shown))))
+
+    def padded(self, m: int, i: Instruction) -> str:
+        """The rows of a set among zeros for those of others, whole on its ranks."""
+        program, (source,) = self.sets[m].program, i.inputs
+        t, cut = program.types[source], self.sets[m].part.cuts[output_key(i.args[0])]
+        name, held = f"{source}.m{m}", self.type(m, t)
+        if not isinstance(t.placement, Replicate):
+            held = replace(held, placements=(REPLICATE,))
+            name = self.add(f"{source}{GATHERED}.m{m}", "all_gather", (Ref(name),), held)
+        rows = cut.start, cut.whole[0] - cut.start - cut.size
+        args = Ref(name), (0, 0) * (len(cut.whole) - 1) + rows
+        whole = replace(held, value=replace(t.value, shape=cut.whole))
+        return self.add(f"{source}{PADDED}.m{m}", "aten.constant_pad_nd", args, whole)
+
+
+def moved_to_all(program: Program, i: Instruction) -> Instruction | None:
+    """What moves an output to ranks without samples, if it is moved."""
+    made = program.producers[i.inputs[0]]
+    return made if made.op == "move" and not has_rows(i) else None

@@ -52,13 +52,19 @@ class Cut:
 @dataclass(frozen=True)
 class Part:
     """``graph`` computes a part's addend of the loss. ``cuts``: by the name of an input or a random value,
-    what the part has of it. ``summed``: values that are to be the sum of those of all parts; in the graph
-    each is what it is made of times one. ``drawn``: of random values, the number of the operator."""
+    and by the key of an output (``output_key``), what the part has of it. ``summed``: values that are to be
+    the sum of those of all parts; in the graph each is what it is made of times one. ``drawn``: of random
+    values, the number of the operator."""
 
     graph: Graph
     cuts: dict[str, Cut]
     summed: frozenset[str]
     drawn: dict[str, int]
+
+
+def output_key(name: str) -> str:
+    """The key of an output among the cuts of a part, apart from the names of values."""
+    return f"output {name}"
 
 
 def part_of(program: Program, counts: Sequence[int], number: int) -> Part:
@@ -91,7 +97,7 @@ class _Cutting:
             elif i.is_redistribution:
                 self.redistribution(i)
             elif i.op == "output":
-                raise NotDivisible(f"the output {i.args[0]} is of all samples")
+                self.output(i)
             elif i.op == "update":
                 self.keep(i, (), i.args, i.kwargs)
             else:
@@ -201,6 +207,14 @@ class _Cutting:
             self.alias[i.result] = self.name(self.in_whole(source))
         else:
             raise NotDivisible(f"%{i.result} = {i.op}(%{source}) joins samples of all devices  {i.location}")
+
+    def output(self, i: Instruction) -> None:
+        """An output whose rows are cut is one of the part's rows; any other is the same in all parts."""
+        cut = self.cut(i.inputs[0])
+        if cut is not None:
+            self.cuts[output_key(i.args[0])] = cut
+        kwargs = (("rows", True),) if cut is not None else ()
+        self.keep(i, (), i.args, kwargs)
 
     def operator(self, i: Instruction) -> None:
         names = [r for r in i.results if r is not None]

@@ -15,8 +15,8 @@ from ..ir import (
     ValueType,
     map_refs,
 )
-from .join import Set
-from .part import Cut, Part
+from .join import GATHERED, PADDED, Set
+from .part import Cut, Part, output_key
 
 OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a ratio of a set; without a name that of what it holds whole
 WHOLE, SAMPLES = ".whole", ".samples"  # what an input is on its way to a set
@@ -55,11 +55,29 @@ class _Splitting:
 
     def sets(self) -> tuple[Set, ...]:
         for i in self.whole.instructions:
-            if i.op == "update":
+            if i.op == "output":
+                self.output(i)
+            elif i.op == "update":
                 self.out[number_of(i.inputs[0])].append(replace(i, args=(i.args[0], Ref(own(i.inputs[0])))))
             elif i.types and (found := OF_SET.fullmatch(i.types[0].ratio or "")):
                 self.instruction(int(found[1]), i)
         return tuple(self.set(m) for m in self.out)
+
+    def output(self, i: Instruction) -> None:
+        """An output goes back to the sets that give rows of it, or to the one that gives all."""
+        made = self.whole.producers[i.inputs[0]]
+        addends = self.sources.get(f"{i.args[0]}.addends")
+        if addends is None:
+            source = made.inputs[0]
+            self.out[number_of(source)].append(replace(i, args=(i.args[0], Ref(own(source)))))
+            return
+        for m, padded in addends.items():
+            source = padded.removesuffix(PADDED)
+            pad = self.whole.producers[f"{padded}.m{m}"]
+            value, start = self.whole.types[f"{source}.m{m}"].value, pad.args[1][-2]
+            whole = pad.type.value.shape
+            self.cuts[m][output_key(i.args[0])] = Cut(0, start, value.shape[0], whole)
+            self.out[m].append(replace(i, args=(i.args[0], Ref(source))))
 
     def set(self, m: int) -> Set:
         ratios: list[tuple[str, Ratio]] = []
@@ -74,6 +92,8 @@ class _Splitting:
         return Set(Part(program.graph, self.cuts[m], frozenset(self.summed[m]), self.drawn[m]), program)
 
     def instruction(self, m: int, i: Instruction) -> None:
+        if i.results[0] is not None and own(i.results[0]).endswith((GATHERED, PADDED)):
+            return  # on the way of an output to everyone
         name = own(next(r for r in i.results if r is not None).removesuffix(WHOLE).removesuffix(SAMPLES))
         leaf = self.whole.producers.get(name)
         if leaf is not None and leaf.is_leaf:
