@@ -180,5 +180,5 @@ IDIOMS = named(
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_outputs(outcomes, name):
+def test_shown_outputs(outcomes, name):
     assert_passed(outcomes[name])
