@@ -11,13 +11,12 @@ from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
 from .synced import (
-    HOPEFUL,
     flat,
     is_hurried,
     synced,
     without_needless_directness,
 )
-from .task import SMALL_INSTRUCTIONS, Proposal, Task
+from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 FEW = 8  # proposals that are finished
 # of all small programs together but the first that there is time to finish

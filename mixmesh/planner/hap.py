@@ -19,14 +19,15 @@ from ..synthesis.choices import code_of
 from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .polish import polish
 from .recomputed import fewest
-from .task import HEADROOM, SMALL_INSTRUCTIONS, Proposal, Task
+from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
 GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
 DATA_PARALLEL_ONLY = (None,)
-LEAST_SETS, SEARCHED_NODES = 2, 1400  # of devices, and of their programs in all, that a quick search looks at
+LEAST_SETS, SEARCHED_NODES = 2, 1700  # of devices, and of their programs in all, that a quick search looks at
+FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
@@ -74,11 +75,9 @@ class Synthesis:
         parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
         task, known = self.task, self.task.proposed.get(DDP_TUNED)
         best = None if known is None else (known.key, support(known.program.ratio_of["r0"]))
-        in_time = self.most_sets(prices)
-        for ranks in self.sets():
-            if best is not None and (in_time <= 0 or ABOUT * self.least_s(ranks, prices) >= task.best_s):
+        for ranks in self.in_time(self.sets(), prices):
+            if best is not None and self.is_slower(ranks, prices):
                 continue
-            in_time -= 1
             for proposal in self.on(ranks, prices, judged=best is None):
                 if best is None or proposal.key < best[0]:
                     best = proposal.key, ranks
@@ -90,17 +89,37 @@ class Synthesis:
             yield from self.with_whole_classes(best[1])
 
     def sets(self) -> list[tuple[int, ...]]:
-        """Sets of devices, first those that data parallelism leaves most to hope for. All devices are not
-        later than second, as a search may use them where data parallelism cannot."""
+        """Sets of devices, first those that data parallelism leaves most to hope for."""
         tried = self.task.tried
 
         def hope(ranks: tuple[int, ...]) -> tuple[float, int]:
             least_s = tried[ranks].least_s if ranks in tried else ()
             return min(least_s, default=least_parallel_s(self.task, ranks)), -len(ranks)
 
-        first, *others = sorted(device_sets(self.task), key=hope)
-        others.sort(key=lambda ranks: ranks != self.task.ranks)
-        return [first, *others]
+        return sorted(device_sets(self.task), key=hope)
+
+    def in_time(
+        self, sets: Sequence[tuple[int, ...]], prices: Sequence[float | None]
+    ) -> list[tuple[int, ...]]:
+        """As many of some sets as there is time for, the first of those that may be faster than the best. If
+        that is more than a few, all devices and the fastest machine alone are among them: a search may use
+        them where data parallelism cannot."""
+        task, most = self.task, self.most_sets(prices)
+        if most >= len(sets):
+            return [*sets]
+        worth = [ranks for ranks in sets if not self.is_slower(ranks, prices)]
+        machine_of = task.costs.cluster.machine_index_of
+        machines = [ranks for ranks in worth if len(ranks) > 1 and len({*map(machine_of, ranks)}) == 1]
+        wanted = [task.ranks, *sorted(machines, key=task.least_seconds)[:1]]
+        if most < FEW_SETS:
+            return worth[:most]
+        others = [ranks for ranks in worth if ranks not in wanted]
+        chosen = {*others[: most - len(wanted)], *wanted}
+        return [ranks for ranks in worth if ranks in chosen]
+
+    def is_slower(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> bool:
+        """Whether no program on these devices is likely to be faster than the best."""
+        return ABOUT * self.least_s(ranks, prices) >= self.task.best_s
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
         """About what no program on these devices is faster than."""
@@ -248,10 +267,13 @@ class Synthesis:
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
         """Whether a program whose step does not go below ``least_s`` whatever the buckets is not looked into.
-        Order may hide what a small one exchanges within its passes."""
-        hidden_s = simulation.exchanged_s if len(program.instructions) <= SMALL_INSTRUCTIONS else 0.0
-        most_s = self.task.best_s + hidden_s
-        return least_s > LOST * most_s or self.task.usual_s(self.planner, program) > FAR * most_s
+        Order may hide what a small one exchanges within its passes, and owners what its gradients do."""
+        best_s = self.task.best_s
+        if len(program.instructions) <= SMALL_INSTRUCTIONS:
+            lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s)
+        else:
+            lost_s, far_s = LOST * best_s, FAR * best_s
+        return least_s > lost_s or self.task.usual_s(self.planner, program) > far_s
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under its best shares with as much memory as it likes; what its step does not go below

@@ -16,7 +16,7 @@ from ..cost.sums import gradient_sums
 from ..ir import Program
 from ..sync import best_run, best_sync
 from ..zero import zero_stage
-from .task import SMALL_INSTRUCTIONS, Proposal, Task
+from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 # of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
@@ -28,7 +28,6 @@ SMALL_BYTES = 1e6
 SAME = 1e-6  # of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
-HOPEFUL = 1.15  # times the best or faster
 TRIED = 40  # runs of buckets of each size
 QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
 

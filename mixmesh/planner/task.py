@@ -47,6 +47,7 @@ from .tried import Tried
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
 USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # of buckets that are tried
 SMALL_INSTRUCTIONS = 600  # of a program that there is time for
+HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
 MUCH = 0.1  # of the step that packed sums must save while programs are searched
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # of planners that search as long as they may
