@@ -30,6 +30,7 @@ def plan(
     unmeasured: Collection[str] = (),
     batch_norm: str = "exact",
     outputs: Collection[str | int] = (),
+    autocast: Any = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
     """The fastest plan found for training ``model`` on ``cluster``, ``batch`` being one global batch.
@@ -43,13 +44,15 @@ def plan(
     those of the whole batch ("exact", as on a single device), or of each rank's own samples ("local", as
     under DistributedDataParallel: other numbers than the single device's). ``outputs`` names what the
     parallel model returns beside the loss, of what the model does: ``("logits",)``, or ``(1,)`` of a tuple.
-    ``progress`` is told what is being done.
+    ``autocast`` is the ``torch.autocast`` that the model will be called under, or its dtype; without one it
+    is the context that ``plan`` is called under. ``progress`` is told what is being done.
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
     from .job import needs_whole_parameters, optimizer_states
     from .planner import check_limit, check_planner
     from .trace import check_batch_norm, trace
+    from .trace.autocast import autocast_for
 
     check_planner(planner)  # before the model is traced, not after
     check_batch_norm(batch_norm)
@@ -58,7 +61,7 @@ def plan(
         progress("tracing the model")
     states = optimizer_states(optimizer)
     return plan_traced(
-        trace(model, batch, batch_norm=batch_norm, outputs=outputs),
+        trace(model, batch, batch_norm=batch_norm, outputs=outputs, autocast=autocast_for(model, autocast)),
         cluster,
         planner=planner,
         profile=profile,

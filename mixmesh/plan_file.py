@@ -73,9 +73,10 @@ class Plan:
     ``arguments`` are those of the model's call, by name: "tensor", or the text of a constant; None where that
     is not known. ``returned`` says what the model returns where it does not return the loss itself.
     ``devices``: what was planned for, per rank; None where that is not known, and then nothing is compared at
-    the start.
-    ``edited``: the program was read from a file and is not as mixmesh wrote it, so that its types are not
-    known to be those that PyTorch gives.
+    the start. ``usable_bytes``: per rank, the memory that the plan may use, if that is known; batches of
+    other shapes may take no more. ``autocast``: a type of device and a dtype, of the context that the model
+    is called under; None for none. ``edited``: the program was read from a file and is not as mixmesh wrote
+    it, so that its types are not known to be those that PyTorch gives.
     """
 
     program: Program
@@ -100,6 +101,8 @@ class Plan:
     arguments: tuple[tuple[str, str], ...] | None = None
     devices: tuple[PlannedDevice, ...] | None = None
     returned: Returned = Returned()
+    usable_bytes: tuple[int, ...] = ()
+    autocast: tuple[str, str] | None = None
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
@@ -176,6 +179,8 @@ def _header(plan: Plan, program_digest: str) -> str:
         value = getattr(plan, key)
         lines.append(f"{key} = {_toml(value)}")
     lines.append(f"predicted_peak_memory_bytes = {list(plan.predicted_peak_memory_bytes)}")
+    if plan.usable_bytes:
+        lines.append(f"usable_bytes = {list(plan.usable_bytes)}  # of memory, per rank")
     if plan.gap is not None:
         lines.append(f"gap = {_toml(plan.gap)}")
     if plan.bound_s is not None:
@@ -201,6 +206,8 @@ def _header(plan: Plan, program_digest: str) -> str:
         lines.append(f"returns = [{', '.join(map(json.dumps, plan.returned.names))}]  # by the model")
         lines.append(f"loss_name = {_toml(plan.returned.loss)}  # of these")
         lines.append(f"returns_tuple = {_toml(plan.returned.is_tuple)}")
+    if plan.autocast is not None:
+        lines.append(f"autocast = {_toml(list(plan.autocast))}  # around the model's call")
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.batch_norm == LOCAL:
@@ -251,6 +258,8 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
             header.get("loss_name", "loss"),
             header.get("returns_tuple", False),
         ),
+        usable_bytes=tuple(header.get("usable_bytes", ())),
+        autocast=tuple(header["autocast"]) if "autocast" in header else None,
         edited=edited,
         **values,
     )

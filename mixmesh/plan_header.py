@@ -87,6 +87,7 @@ ROWS: dict[str, Row] = {
     "states_expanded": COUNT,
     "cost_source": TEXT,
     "predicted_peak_memory_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank"),
+    "usable_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank", optional=True),
     "gap": Row(_is_number, "a number", optional=True),
     "bound_s": SECONDS._replace(optional=True),
     "measured_step_s": SECONDS._replace(optional=True),
@@ -110,6 +111,11 @@ ROWS: dict[str, Row] = {
     "returns": Row(lambda v: _is_list(v, _is_text), "a list of names", optional=True),
     "loss_name": TEXT._replace(optional=True),
     "returns_tuple": FLAG._replace(optional=True),
+    "autocast": Row(
+        lambda v: _is_argument(v) and v[0] in ("cpu", "cuda") and v[1] in ("bf16", "f16"),
+        'a type of device and a dtype: ["cuda", "bf16"]',
+        optional=True,
+    ),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
@@ -119,7 +125,7 @@ ROWS: dict[str, Row] = {
         optional=True,
     ),
 }  # fmt: skip
-PER_RANK = ("predicted_peak_memory_bytes", "micro_batches", "devices")
+PER_RANK = ("predicted_peak_memory_bytes", "usable_bytes", "micro_batches", "devices")
 
 
 def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
@@ -147,7 +153,8 @@ def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: in
     """Raises PlanError for a list that has not one entry per rank (or none, where that is not known)."""
     for key in PER_RANK:
         entries = header.get(key)
-        if entries is not None and len(entries) not in (world_size, 0 if key == PER_RANK[0] else world_size):
+        least = world_size if key == "micro_batches" else 0
+        if entries is not None and len(entries) not in (world_size, least):
             raise _refusal(text, where, key, f"{world_size} entries, one per rank", f"{len(entries)} entries")
 
 

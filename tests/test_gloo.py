@@ -260,17 +260,18 @@ def check_local_inputs(_) -> None:
     own = {k: v.split([6, 4, 2])[rank] for k, v in whole.items()}
     close(model(**own), single(**whole))
     close(model(whole["x"], own["y"]), single(**whole))
-    with pytest.raises(InputError, match="neither a whole batch") as caught:
+    with pytest.raises(InputError, match="neither a whole batch"):
+        model(x=whole["x"][0], y=whole["y"])
+    with pytest.raises(InputError, match="x and y are of batches of other sizes"):
         model(x=whole["x"][:11], y=whole["y"])
-    assert "[12, 6] (whole)" in str(caught.value) and "drop_last" in str(caught.value)
     with pytest.raises(InputError, match="no tensor 'y'"):
         model(x=whole["x"])
     with pytest.raises(InputError, match="another dtype"):
         model(x=whole["x"].float(), y=whole["y"])
     parts = list(shard_batches([whole], model.program, rank))
     assert torch.equal(parts[0]["x"], own["x"])
-    with pytest.raises(InputError, match="drop_last"):
-        list(shard_batches([{k: v[:5] for k, v in whole.items()}], model.program, rank))
+    (part,) = shard_batches([{k: v[:5] for k, v in whole.items()}], model.program, rank)
+    assert torch.equal(part["x"], whole["x"][:5].split([2, 2, 1])[rank])
     sampler = plan_sampler(range(40), model.program, rank, shuffle=False)
     assert list(sampler)[:7] == [*range([0, 6, 10][rank], [6, 10, 12][rank]), *range(12, 40)][:7] or rank
     assert len(sampler) == 3 * [6, 4, 2][rank]
@@ -323,8 +324,8 @@ def check_dropout(_) -> None:
     close(model(**batch(0)), Mlp()(**batch(0)))
     updating, _ = parallelize(Mlp(), None, program("data_parallel"), device="cpu")
     updating.eval()
-    with pytest.raises(MixmeshError, match="cannot evaluate"):
-        updating(**batch(0))
+    close(updating(**batch(0)), Mlp()(**batch(0)))
+    assert updating.full_state_dict()["count"] == 0
 
 
 def check_clipping(_) -> None:

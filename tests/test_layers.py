@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"rules"},),
     ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),
+    ({"check"},),
     (
         {"buckets"},
         {"order"},
@@ -33,7 +34,6 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"recomputation"},
         {"synthesis"},
         {"zero"},
-        {"check"},
         {"runtime"},
         {"testbed"},
     ),

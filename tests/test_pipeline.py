@@ -269,8 +269,9 @@ def counted_sums(model) -> list[int]:
 
 def delay(model, draw: random.Random) -> None:
     """Every pass of a rank is late by chance, now and then by a lot."""
-    stage = model._runtime.steps.stage
-    run = model._compiled(model._runtime.steps.sizes[0])
+    steps = model._runtime.forms.planned.steps
+    stage = steps.stage
+    run = model._compiled(size=steps.sizes[0])
 
     def late(*args, **kwargs):
         time.sleep(draw.choice((0.0, 0.002, 0.03)))
@@ -389,7 +390,7 @@ def check_train(_) -> None:
 
 
 def check_stuck(_) -> None:
-    """A stage that never comes is a timeout that names the rank and the move."""
+    """A stage that never comes is a timeout that names the rank and the message."""
     plan = replace(plan_of("four stages, 2"), graph_fingerprint="")  # rank 1 is late already for the check
     model, _ = parallelize(model_of(), None, plan, device="cpu", timeout_s=3)
     rank = model.comm.rank
@@ -401,7 +402,7 @@ def check_stuck(_) -> None:
     said = str(caught.value)
     # the first steps compare their batches, and the rank that never comes is missed there
     assert "nothing from rank 1" in said or (
-        "move" in said and ("timed out" in said or "lost a peer" in said)
+        "shapes" in said and ("timed out" in said or "lost a peer" in said)
     )
 
 

@@ -30,11 +30,11 @@ AGREED = {
     "plan": "the ranks were not given the same plan",
     "code": "the ranks were not given the same model code",
     "data": "the ranks were not given the same batch",
+    "shape": "x: the ranks were given neither one whole batch nor each its own part of one",
     "evaluates": "in evaluation forward",
     "saves": "in full_state_dict",
 }
 FIRST_ONLY = {
-    "shape": "x is neither a whole batch nor rank 1's part of one",
     "no input": "rank 1 has ended",
     "killed": "rank 1 has ended without a word",
     "stopped": "rank 1 is stopped",

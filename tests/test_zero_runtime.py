@@ -331,7 +331,7 @@ def check_awkward_models(_) -> None:
             same_gradients(single, model)
             assert model.full_state_dict()["steps"] == step
         sizes = set(plan.micro_batches[model.comm.rank].sizes)
-        assert {size for _, size, _ in model._runtime.compiled} >= sizes
+        assert {size for _, _, size, _ in model._runtime.compiled} >= sizes
     mine, _ = awkward()
     model, _ = parallelize(mine, None, accumulating(program, DIFFERENT), device="cpu", timeout_s=60, seed=3)
     rank, drawn = model.comm.rank, []

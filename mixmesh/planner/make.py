@@ -85,6 +85,8 @@ class Traced(Protocol):
     def output_has_loss(self) -> bool: ...
     @property
     def arguments(self) -> tuple[tuple[str, str], ...] | None: ...
+    @property
+    def autocast(self) -> tuple[str, str] | None: ...
 
 
 def check_planner(planner: str) -> None:
@@ -230,10 +232,11 @@ def _make_plans(
     output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
     arguments = None if isinstance(traced, Graph) else traced.arguments
     returned = Returned() if isinstance(traced, Graph) else traced.returned
+    autocast = None if isinstance(traced, Graph) else traced.autocast
 
     def made_of(p: Proposal) -> Plan:
         made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
-        return replace(made, arguments=arguments, returned=returned)
+        return replace(made, arguments=arguments, returned=returned, autocast=autocast)
 
     instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
@@ -332,5 +335,6 @@ def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: f
             *gaps(program, task.costs),
         ),
         micro_batches=proposal.micro_batches,
+        usable_bytes=tuple(int(size) for size in task.usable_bytes),
         notes=notes_of(program, sheet),
     )

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import InputError
 from ..plan_file import Plan
-from ..runtime.batches import program_inputs
-from ..runtime.data import own_samples, shard_batches
+from ..runtime.data import own_rows, own_samples, shard_batches
 
 BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
 KEPT_OPTIONS = (
@@ -69,34 +71,39 @@ def load(loader: DataLoader, indices: list[int]) -> Any:
 
 class OwnBatches:
     """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. Collective: all
-    ranks iterate over it, as far as each other."""
+    ranks iterate over it, as far as each other.
 
-    def __init__(self, batch_sampler: Any, batch_size: int, start: int, size: int) -> None:
-        self.batch_sampler, self.batch_size = batch_sampler, batch_size
-        self.start, self.size = start, size
+    ``rows`` gives the rank's first row in a batch of so many, and how many it has. Where it has none one
+    index is given, as nothing can be loaded of none. ``counts`` are the rows of each batch since the sampler
+    was last asked for batches, in order."""
+
+    def __init__(self, batch_sampler: Any, rows: Callable[[int], tuple[int, int]]) -> None:
+        self.batch_sampler, self.rows = batch_sampler, rows
+        self.counts: deque[int] = deque()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         batches = iter(self.batch_sampler) if dist.get_rank() == 0 else iter(())
+        self.counts = deque()
         while True:
             message = [list(islice(batches, BATCHES_PER_MESSAGE))]
             dist.broadcast_object_list(message, src=0)
             for indices in message[0]:
-                self.check(len(indices))
-                yield indices[self.start : self.start + self.size]
+                start, size = self.rows(len(indices))
+                self.counts.append(size)
+                yield indices[start : start + size] or indices[:1]
             if len(message[0]) < BATCHES_PER_MESSAGE:
                 return
 
-    def check(self, num_samples: int) -> None:
-        if num_samples != self.batch_size:
-            raise InputError(
-                "a batch is not of the size that was planned",
-                expected=f"{self.batch_size} samples, as in the first batch",
-                got=f"{num_samples}",
-                hint="DataLoader(..., drop_last=True): the plan is for one batch size",
-            )
+    def cut(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """``batches``, loaded by what this gave, without the rows that are not this rank's."""
+        for batch in batches:
+            if self.counts.popleft():
+                yield batch
+            else:
+                yield pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
 
 
 class OwnLoader:
@@ -108,7 +115,7 @@ class OwnLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if not self._is_whole:
-            return iter(self._own)
+            return self._own.batch_sampler.cut(self._own)
         return iter(shard_batches(self._own, self._plan, dist.get_rank()))
 
     def __len__(self) -> int:
@@ -123,6 +130,11 @@ class OwnLoader:
                 holder.set_epoch(epoch)
 
 
+def whole_batch(num_samples: int) -> tuple[int, int]:
+    """All rows of a batch."""
+    return 0, num_samples
+
+
 def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     """The loader of this rank's rows. Where every input of the program is cut by samples alike, a rank loads
     no others; else it loads whole batches and cuts them. A loader without indices (an iterable data set) must
@@ -130,10 +142,10 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     program, rank = plan.program, dist.get_rank()
     if not has_indices(loader):
         return OwnLoader(loader, loader, plan, is_whole=True)
-    batch_size = program_inputs(program)[0].type.value.shape[0]
-    start, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
+    _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
     is_whole = not size  # also of a rank without samples, whose empty tensors are cut out of a whole batch
-    sampler = OwnBatches(loader.batch_sampler, batch_size, *((0, batch_size) if is_whole else (start, size)))
+    rows = whole_batch if is_whole else partial(own_rows, program, rank)
+    sampler = OwnBatches(loader.batch_sampler, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
     if not loader.num_workers:
         del options["prefetch_factor"], options["persistent_workers"], options["multiprocessing_context"]

@@ -16,6 +16,7 @@ from ..detection.cache import default_folder
 from ..explain.headline import headline
 from ..job import Job
 from ..runtime.parallel import parallelize
+from ..trace.autocast import autocast_for
 from .loading import example_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
 from .start import Options, prepare_job
@@ -34,6 +35,7 @@ def prepare(
     seed: int = 0,
     batch_norm: str = "exact",
     outputs: tuple[str | int, ...] = (),
+    autocast: Any = None,
 ) -> tuple[nn.Module, torch.optim.Optimizer, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
@@ -44,11 +46,12 @@ def prepare(
     about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
     start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what
     of the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows,
-    and by ``out.gather()`` all. Without torchrun the model,
+    and by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under,
+    or its dtype; without one it is the context that ``prepare`` is called under. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
-    Raises InputError for a batch of another size than the first, TraceError for a model that cannot be
-    exported, Infeasible if nothing fits in memory.
+    Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
+    same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
     model = model if loss is None else with_loss(model, loss)
     if "RANK" not in os.environ:
@@ -64,7 +67,13 @@ def prepare(
         prepared = prepare_job(
             job,
             int(os.environ["WORLD_SIZE"]),
-            options=Options(profile_s=profile_s, planner=planner, timeout_s=timeout_s, batch_norm=batch_norm),
+            options=Options(
+                profile_s=profile_s,
+                planner=planner,
+                timeout_s=timeout_s,
+                batch_norm=batch_norm,
+                autocast=autocast_for(model, autocast),
+            ),
             cache=Cache(Path(cache) if cache is not None else default_folder()),
         )
         if os.environ["RANK"] == "0":

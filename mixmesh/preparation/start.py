@@ -24,7 +24,7 @@ from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
-from ..trace import trace
+from ..trace import Traced, trace
 
 T = TypeVar("T")
 
@@ -38,6 +38,7 @@ class Options:
     search_s: float | None = None
     timeout_s: float = 300.0
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
+    autocast: tuple[str, str] | None = None  # the context that the model is called under
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,7 @@ def prepare_job(
             progress=progress,
         ),
     )
-    traced = phases.new(
-        "tracing",
-        lambda: from_first_rank(
-            lambda: trace(job.model, job.batch, batch_norm=options.batch_norm, outputs=job.outputs)
-        ),
-    )
+    traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
     optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
@@ -136,6 +132,17 @@ def prepare_job(
     # a plan that was kept may be of a start on equal machines of other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.done))
+
+
+def traced_job(job: Any, options: Options) -> Traced:
+    """The job's model as it will be called."""
+    return trace(
+        job.model,
+        job.batch,
+        batch_norm=options.batch_norm,
+        outputs=job.outputs,
+        autocast=options.autocast,
+    )
 
 
 def _profiled(graph, job, cluster, options: Options, device: Device, progress) -> Profile:

@@ -46,15 +46,8 @@ def local_input(
             f"{name} is neither a whole batch nor rank {rank}'s part of one",
             expected=f"{list(value.shape)} (whole) or {list(mine)} (rank {rank}'s part)",
             got=f"{list(got.shape)}",
-            hint="pass drop_last=True to the DataLoader: the plan is for one batch size"
-            if _other_batch(got, value.shape)
-            else "",
         )
     return got if device is None else got.to(device, non_blocking=True)
-
-
-def _other_batch(got: Tensor, shape: tuple[int, ...]) -> bool:
-    return len(shape) > 0 and tuple(got.shape[1:]) == shape[1:]
 
 
 def batch_dim_input(program: Program) -> Instruction | None:

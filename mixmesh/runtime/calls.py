@@ -115,6 +115,8 @@ class Calls:
             text, known = describe_argument(leaf), self.known.get(name)
             if known is None and leaf is None:
                 continue  # as good as not passed
+            if known == TENSOR and leaf is None:
+                raise missing(name)
             if known is None and name in self.signature.names:
                 known = describe_argument(self.signature.names[name])  # its default, not passed when planned
             if text != known:
@@ -144,6 +146,16 @@ class Calls:
                 f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too",
             ),
         )
+
+
+def missing(name: str, given: str = "None") -> InputError:
+    """An input that the call does not have: the program computes the loss, and the loss is made of it."""
+    return InputError(
+        f"the batch has no tensor {name!r}, and the planned loss is made of it",
+        expected=f"a tensor {name}, as in the batch that was planned with; to evaluate too",
+        got=given,
+        hint=f"pass {name}; without it: original.load_state_dict(model.full_state_dict()), original(...)",
+    )
 
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,20 +80,23 @@ class Comm:
                 got=f"{dist.get_world_size()} processes",
                 hint=f"torchrun --nproc-per-node {world_size} ... on one machine",
             )
-        timeout = datetime.timedelta(seconds=timeout_s)
-        everyone = tuple(range(world_size))
-        groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = {}
+        comm = cls(dist.get_rank(), world_size, where, timeout_s, {}, watch)
+        comm.add((("data", comm.everyone), *sets))
+        return comm
+
+    def add(self, sets: Iterable[tuple[str, tuple[int, ...]]], backend: str | None = None) -> None:
+        """Makes the groups of these sets that are not there yet. Collective, in one order on all ranks."""
+        timeout = datetime.timedelta(seconds=self.timeout_s)
         others = open_sockets()
-        for purpose, ranks in (("data", everyone), *sets):
-            if (purpose, ranks) not in groups and len(ranks) > 1:
+        for purpose, ranks in sets:
+            if (purpose, ranks) not in self.groups and len(ranks) > 1:
                 # a group of our own even for all ranks: the default one may have another timeout
-                group = dist.new_group(list(ranks), timeout=timeout)
-                groups[purpose, ranks] = group if dist.get_rank() in ranks else None
+                group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+                self.groups[purpose, ranks] = group if self.rank in ranks else None
         if dist.get_backend() == "gloo":
             begin_threads()
-        if watch is not None:
-            watch.sockets |= {n: name for n, name in open_sockets().items() if others.get(n) != name}
-        return cls(dist.get_rank(), world_size, where, timeout_s, groups, watch)
+        if self.watch is not None:
+            self.watch.sockets |= {n: name for n, name in open_sockets().items() if others.get(n) != name}
 
     def call(self, kind: str) -> AbstractContextManager:
         """A call in which ranks meet, as the watch knows it."""

@@ -7,6 +7,7 @@ only the samples of its own rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from ..ir import Instruction, Program, Shard
 from ..plan_file import Plan
 from .batches import batch_dim_input, local_input, program_inputs
 from .calls import Signature, signature_of
-from .layout import layout
+from .executor import local_piece
+from .layout import Layout, layout
 
 
 def shard_batches(
@@ -34,8 +36,8 @@ def shard_batches(
 
     Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
     micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
-    empty tensor. Raises InputError for a batch of another size than planned, and for a tuple of which the
-    plan does not know what is what.
+    empty tensor. Of a batch of another size each rank gets its planned share, rounded again: possibly no row.
+    Raises InputError for a tuple of which the plan does not know what is what.
     """
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
@@ -88,18 +90,27 @@ def _share(
 ) -> Any:
     if i is None or not isinstance(value, Tensor):
         return value
-    if tuple(value.shape) != i.type.value.shape:
-        raise InputError(
-            f"{i.args[0]} is not of the size that was planned",
-            expected=f"{list(i.type.value.shape)}",
-            got=f"{list(value.shape)}",
-            hint="pass drop_last=True to the DataLoader: the plan is for one batch size",
-        )
     if rank not in program.participants(i.type):
         return value.new_empty(0) if device is None else value.new_empty(0).to(device)
     if whole:
         return value if device is None else value.to(device, non_blocking=True)
-    return local_input(program, i, value, rank, device)
+    if tuple(value.shape) == i.type.value.shape:
+        return local_input(program, i, value, rank, device)
+    piece = local_piece(value, _other_layout(program, i, tuple(value.shape)), rank)
+    return piece if device is None else piece.to(device, non_blocking=True)
+
+
+def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> Layout:
+    """How an input is held in a batch of another shape: shares are rounded again. Raises InputError."""
+    placement = i.type.placement
+    units = placement.unit if isinstance(placement, Shard) else 1
+    if len(shape) != len(i.type.value.shape) or isinstance(placement, Shard) and shape[placement.dim] % units:
+        raise InputError(
+            f"{i.args[0]} cannot be cut as planned",
+            expected=f"the dims of {list(i.type.value.shape)}, and multiples of {units} where it is cut",
+            got=f"{list(shape)}",
+        )
+    return layout(program, replace(i.type, value=replace(i.type.value, shape=shape)))
 
 
 class PlanSampler(Sampler[int]):
@@ -148,6 +159,13 @@ def own_samples(program: Program, rank: int) -> tuple[int, int, int] | None:
     ):
         return None
     return *layout(program, first.type).piece(rank), first.type.value.shape[0]
+
+
+def own_rows(program: Program, rank: int, num_samples: int) -> tuple[int, int]:
+    """The first of the samples of ``rank`` in a batch of ``num_samples``, and how many they are, in a program
+    of which ``own_samples`` knows the rank's."""
+    first = batch_dim_input(program)
+    return _other_layout(program, first, (num_samples, *first.type.value.shape[1:])).piece(rank)
 
 
 def plan_sampler(

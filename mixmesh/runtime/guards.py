@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
+from ..trace.autocast import Autocast, autocast_now, autocast_text
 from .shard_numbers import Off
 
 AGAIN = "plan again with the model as it is now, and parallelize that"
@@ -26,18 +27,23 @@ class Guards:
     inner: tuple[nn.Parameter, ...]
     trainable: tuple[bool, ...]
     device: torch.device
+    autocast: Autocast | None = None  # that the model was planned under
 
     @classmethod
     def of(
-        cls, names: tuple[str, ...], inner: Mapping[nn.Parameter, nn.Parameter], device: torch.device
+        cls,
+        names: tuple[str, ...],
+        inner: Mapping[nn.Parameter, nn.Parameter],
+        device: torch.device,
+        autocast: Autocast | None = None,
     ) -> Guards:
         """``inner`` by the shown parameter."""
         trainable = tuple(p.requires_grad for p in inner.values())
-        return cls(names, tuple(inner), tuple(inner.values()), trainable, device)
+        return cls(names, tuple(inner), tuple(inner.values()), trainable, device, autocast)
 
     def check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Raises InputError if the program would not compute what the caller means."""
-        _check_autocast(self.device)
+        _check_autocast(self.device, self.autocast)
         if torch.is_grad_enabled():
             _check_inputs(args, kwargs)
         with Off():
@@ -105,14 +111,26 @@ def _check_inputs(args: tuple, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_autocast(device: torch.device) -> None:
-    if torch.is_autocast_enabled(device.type):
-        raise InputError(
-            "the model runs under autocast, which the program knows nothing of",
-            expected="the casts within the model, where they are traced and planned",
-            got=f"torch.autocast({device.type!r}) around the call of the model",
-            hint=f"in the model's forward: with torch.autocast({device.type!r}, torch.bfloat16): ...",
+def _check_autocast(device: torch.device, planned: Autocast | None) -> None:
+    now = autocast_now(device.type)
+    if now == planned:
+        return
+    if planned is None:
+        hint = (
+            "mixmesh.plan(..., autocast=torch.bfloat16), or mixmesh.prepare within the same context",
+            f"or in the model's forward: with torch.autocast({device.type!r}, torch.bfloat16): ...",
         )
+    else:
+        hint = (
+            f"with {autocast_text(planned)}: around the call, to evaluate too",
+            "or plan again, under the context that the model is called under",
+        )
+    raise InputError(
+        "the model is not called under the autocast that it was planned under: its casts are in the program",
+        expected=autocast_text(planned),
+        got=autocast_text(now),
+        hint=hint,
+    )
 
 
 def wrapped_twice(wrapper: str) -> InputError:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, PlanError
-from ..ir import Graph, Node, outputs_of
+from ..ir import Graph, Node, Program, outputs_of
 from ..ir.graph import map_refs
 from ..plan_file import Plan
 from ..trace import TORCH_DTYPE, trace
@@ -57,7 +57,8 @@ class PlannedModel:
     def _difference(self, args: tuple, kwargs: Mapping[str, Any]) -> PlanError | None:
         with traceable(self.original):
             names = dict.fromkeys(first_part(name) for name in outputs_of(self.plan.program))
-            given = trace(self.original, self._batch(args, kwargs), outputs=names).graph
+            batch, autocast = self._batch(args, kwargs), self.plan.autocast
+            given = trace(self.original, batch, outputs=names, autocast=autocast).graph
         if given.fingerprint == self.plan.graph_fingerprint or digest(given) == digest(
             self.plan.program.graph
         ):
@@ -71,20 +72,30 @@ class PlannedModel:
         )
 
     def _batch(self, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-        """The arguments of a call, passed as in planning, with tensors of the planned sizes."""
-        program = self.plan.program
-        inputs = {i.args[0]: i.type.value for i in program_inputs(program)}
-        calls = Calls.of(self.original, self.plan)
-        whole = {
-            id(t): torch.empty(inputs[name].shape, dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
-            for name, t in calls.tensors(args, kwargs).items()
-        }
-        bound = calls.signature.bind(args, kwargs)
-        planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)
-        if not any(name.partition(".")[0].isdigit() for name in inputs):
-            return planned
-        places = {name: n for n, name in enumerate(calls.signature.positions)}
-        return tuple(planned[name] for name in sorted(planned, key=lambda name: int(places.get(name, name))))
+        inputs = {i.args[0]: i.type.value.shape for i in program_inputs(self.plan.program)}
+        return batch_of_shapes(Calls.of(self.original, self.plan), self.plan.program, inputs, args, kwargs)
+
+
+def batch_of_shapes(
+    calls: Calls,
+    program: Program,
+    shapes: Mapping[str, tuple[int, ...]],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """The arguments of a call, passed as in planning, with tensors of other ``shapes``, by the names that
+    the program has for its inputs."""
+    inputs = {i.args[0]: i.type.value for i in program_inputs(program)}
+    whole = {
+        id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
+        for name, t in calls.tensors(args, kwargs).items()
+    }
+    bound = calls.signature.bind(args, kwargs)
+    planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)
+    if not any(name.partition(".")[0].isdigit() for name in inputs):
+        return planned
+    places = {name: n for n, name in enumerate(calls.signature.positions)}
+    return tuple(planned[name] for name in sorted(planned, key=lambda name: int(places.get(name, name))))
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
-from ..ir.recompute import buffers_kept_for_backward
 from ..plan_file import accumulation
 from ..trace.dtypes import TORCH_DTYPE
 from ..trace.hooks import check_gradient_hooks
@@ -26,16 +25,16 @@ from .comm import Comm
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .layout import Layout
-from .micro_steps import MicroSteps
 from .model_check import PlannedModel
 from .node import Inner
 from .optimizer_check import check_new_optimizers, check_optimizer, common_holders
 from .original import TakenOver, take_over
-from .outputs import Output, Returns
+from .outputs import Output
 from .owned import Awaited, Owned, WholeParams
 from .parallel_model import ParallelModel, Runtime
 from .pipeline import groups
 from .random import RandomPolicy
+from .shapes import Forms
 from .shard_tensor import ShardTensor, Whole, plain, shard
 from .shards import Stored, agree, stored_tensors
 from .start import check_values, start_together
@@ -64,6 +63,7 @@ def parallelize(
     seed: int = 0,
     random_exact: bool = False,
     check_model: bool = True,
+    kept_shapes: int = 16,
 ) -> tuple[ParallelModel, torch.optim.Optimizer | None]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
@@ -71,7 +71,9 @@ def parallelize(
     used. The optimizer object stays the same, its parameters become those of the parallel model. All ranks
     start from rank 0's values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are
     those of the single device. At the first call rank 0 traces the model once more, which takes seconds as it
-    did in planning, and a model that was changed since is refused; ``check_model=False`` leaves that out.
+    did in planning, and a model that was changed since is refused; ``check_model=False`` leaves that out. The
+    model is traced again for every other shape of a batch, and to evaluate (``shapes``): ``kept_shapes`` such
+    programs are kept.
     Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
     that cannot work on shards, or a model that is parallel already.
     """
@@ -93,7 +95,7 @@ def parallelize(
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()
-    steps = MicroSteps.of(plan, comm.rank)
+    calls = Calls.of(model, plan)
     agree((t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, TakenOver)), comm)
     taken = _Taken(comm, stored, _owners(program, model))
     params = {name: taken.param(name, p) for name, p in model.named_parameters(remove_duplicate=False)}
@@ -111,22 +113,20 @@ def parallelize(
     runtime = Runtime(
         program,
         comm,
-        Calls.of(model, plan),
+        calls,
+        Forms.of(model, plan, calls, comm, kept_shapes),
         RandomPolicy(seed, exact=random_exact),
         stored,
         {p: stored[name] for p, name in zip(taken.inner, first_names)},
         {},
-        Returns.of(plan, comm),
         owned,
         wholes,
-        steps,
         torch.ones((), dtype=dtype, device=comm.device),
         planned_bytes(plan, comm),
-        buffers_kept_for_backward(program),
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         Inner.of(taken.inner, learning, reducer),
-        Guards.of(first_names, taken.inner, comm.device),
+        Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
     )
     parallel = ParallelModel(runtime, model, params, held_buffers)

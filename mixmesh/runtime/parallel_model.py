@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import MixmeshError
 from ..ir import Program
 from ..timeline import bucket_name, parameters_name
+from ..trace.autocast import no_autocast
 from ..trace.dtypes import TORCH_DTYPE
 from .agreement import COMPARED_STEPS, facts_of_batch
 from .allocator import trim_heap
@@ -25,7 +25,7 @@ from .executor import RankProgram, compile_program, local_piece
 from .gradients import GradientReducer, Sums
 from .guards import Guards, wrapped_twice
 from .hooks import HookWatch
-from .micro_steps import Earlier, MicroSteps, next_seed
+from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
 from .node import Inner
 from .outputs import Output, Returns
@@ -33,6 +33,7 @@ from .owned import Awaited, Owned, WholeParams
 from .pipeline import stage_inputs
 from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
+from .shapes import Form, Forms
 from .shard_numbers import Off
 from .shard_tensor import plain
 from .shards import Stored
@@ -44,14 +45,15 @@ from .window import Window
 @dataclass(frozen=True)
 class _Forward:
     """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
-    the tokens, the addend's value, the gradients of earlier micro-steps, and what is ``shown`` of outputs by
-    name, a piece for every micro-step."""
+    the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
+    name, a piece for every micro-step, and how the call ``returns`` all that."""
 
     local: Tensor | None
     tokens: list[Tensor]
     value: Tensor
     earlier: Earlier | None = None
     shown: dict[str, list[Tensor]] = field(default_factory=dict)
+    returns: Returns | None = None
 
 
 @dataclass
@@ -62,17 +64,15 @@ class Runtime:
     program: Program
     comm: Comm
     calls: Calls
+    forms: Forms
     random: RandomPolicy
     stored: dict[str, Stored]  # by every name
     by_param: dict[Tensor, Stored]  # by the shown parameter
-    compiled: dict[tuple, RankProgram]  # by training, and the samples of a micro-step
-    returns: Returns | None  # None: the loss itself
+    compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
     owned: dict[str, Owned]  # by every name
     wholes: WholeParams
-    steps: MicroSteps | None  # None: one step
     seed: Tensor  # of the loss's gradient: the last one
     planned_bytes: int  # what this process may hold as planned; 0 where that is not known
-    kept_buffers: frozenset[str]  # updated in place while the backward pass may read their old values
     params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
     reducer: GradientReducer
     node: Inner
@@ -126,55 +126,56 @@ class ParallelModel(nn.Module):
         Inputs are whole batches or this rank's parts."""
         done = self._run(args, kwargs)
         loss = self._shown(self._rooted(self._total(done.value).wait(), done))
-        returns = self._runtime.returns
-        return loss if returns is None else returns(loss, done.shown, self.comm)
+        return loss if done.returns is None else done.returns(loss, done.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
-        the global loss. Does not wait for other ranks."""
+        the global loss. Waits for other ranks only to agree on the batch, and where the program does."""
         done = self._run(args, kwargs)
         return self._shown(self._rooted(done.value.clone(), done)), self._total(done.value)
 
     def _run(self, args, kwargs) -> _Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
-            return self._pass(args, kwargs)
+            self._runtime.guards.check(self, args, kwargs)
+            self._hooks_seen.check(self)
+            with no_autocast():  # the program has the casts
+                return self._pass(args, kwargs)
 
     def _pass(self, args, kwargs) -> _Forward:
         run = self._runtime
-        run.guards.check(self, args, kwargs)
-        self._hooks_seen.check(self)
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = run.calls.tensors(args, kwargs)
-        if run.steps is not None and run.steps.is_pipeline:
-            number = len(run.steps.sizes)
-            inputs = stage_inputs(run.program, run.steps.samples, tensors, run.comm, number)
-        else:
-            inputs = local_inputs(run.program, tensors, run.comm.rank, run.comm.device)
         # what a rank sees to be wrong by itself it says before it waits for others
+        form = run.forms.form(tensors, args, kwargs, training=self.training)
+        steps = form.steps
+        if steps is not None and steps.is_pipeline:
+            inputs = stage_inputs(form.program, steps.samples, tensors, run.comm, len(steps.sizes))
+        else:
+            inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
         if run.random.step < COMPARED_STEPS:
-            run.comm.compare(lambda: facts_of_batch(run.program, tensors))
+            run.comm.compare(lambda: facts_of_batch(form.program, tensors))
         self._check_planned(args, kwargs)
         params = run.params
         buffers = {name: plain(b) for name, b in self.named_buffers(remove_duplicate=False)}
         read = buffers
         if torch.is_grad_enabled():
             # the forward pass ends with new values in place, and autograd may have saved the old ones
-            read = buffers | {name: buffers[name].clone() for name in run.kept_buffers}
+            read = buffers | {name: buffers[name].clone() for name in form.kept_buffers}
         run.random.step += 1
         run.wholes.start()
-        if run.steps is None:
+        if steps is None:
             shown: dict[str, Tensor] = {}
-            local, updated, tokens = self._compiled().run(params, read, inputs, shown=shown)
+            local, updated, tokens = self._compiled(form).run(params, read, inputs, shown=shown)
             value = self._zero() if local is None else local.detach()
             done = _Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
-            done, updated = self._accumulate(run.steps, params, read, inputs)
+            done, updated = self._accumulate(form, params, read, inputs)
         run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
                 buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
-        return done
+        return replace(done, returns=form.returns)
 
     def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
         """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
@@ -188,18 +189,18 @@ class ParallelModel(nn.Module):
             run.unchecked.check(args, kwargs, run.comm)
             run.unchecked = None
 
-    def _accumulate(self, steps: MicroSteps, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
+    def _accumulate(self, form: Form, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
         """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
-        run = self._runtime
+        run, steps = self._runtime, form.steps
         if steps.once is not None:
             with torch.no_grad():
-                _, given, _ = self._compiled(once=True).run(params, buffers, inputs)
+                _, given, _ = self._compiled(form, once=True).run(params, buffers, inputs)
             inputs = {**inputs, **given}
         learns = torch.is_grad_enabled()
         before = run.reducer.take() if learns else None
         if steps.is_pipeline:
             last = partial(run.reducer.early, before) if learns else nullcontext
-            value, updated = self._pipeline(steps, params, buffers, inputs, last)
+            value, updated = self._pipeline(form, params, buffers, inputs, last)
             earlier = None
             if learns:
                 earlier = Earlier(run.reducer, run.seed)
@@ -211,7 +212,7 @@ class ParallelModel(nn.Module):
             run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
             part = steps.cut(inputs, start, size)
             shown: dict[str, Tensor] = {}
-            local, updated, tokens = self._compiled(size).run(params, buffers, part, shown=shown)
+            local, updated, tokens = self._compiled(form, size).run(params, buffers, part, shown=shown)
             for name, piece in shown.items():
                 pieces.setdefault(name, []).append(piece)
             own = self._zero() if local is None else local.detach()
@@ -230,11 +231,12 @@ class ParallelModel(nn.Module):
         return _Forward(local, tokens, value, earlier, pieces), updated
 
     def _pipeline(
-        self, steps: MicroSteps, params, buffers, inputs, last: Callable[[], AbstractContextManager]
+        self, form: Form, params, buffers, inputs, last: Callable[[], AbstractContextManager]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
         the loss, and new values of buffers."""
-        run, size, count = self._runtime, steps.sizes[0], len(steps.sizes)
+        run, steps = self._runtime, form.steps
+        size, count = steps.sizes[0], len(steps.sizes)
         value, updated = self._zero(), {}
         if steps.stage is None:
             return value, updated
@@ -245,7 +247,7 @@ class ParallelModel(nn.Module):
             run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
             part = {**steps.cut(inputs, number * size, size), **received}
             handed: dict[str, Tensor] = {}
-            local, updated, _ = self._compiled(size).run(params, buffers, part, handed)
+            local, updated, _ = self._compiled(form, size).run(params, buffers, part, handed)
             if local is not None:
                 value = value + local.detach()
             return local, handed
@@ -256,20 +258,18 @@ class ParallelModel(nn.Module):
         run.random.micro_step = 0
         return value, updated
 
-    def _compiled(self, size: int | None = None, *, once: bool = False) -> RankProgram:
-        run, steps = self._runtime, self._runtime.steps
+    def _compiled(
+        self, form: Form | None = None, size: int | None = None, *, once: bool = False
+    ) -> RankProgram:
+        run = self._runtime
+        form = run.forms.planned if form is None else form
+        steps = form.steps
         if steps is not None and size is None and not once:
             size = steps.sizes[0]
-        key = (self.training, size, once)
+        key = (form.key, self.training, size, once)
         if key not in run.compiled:
-            updates = [i for i in run.program.instructions if i.op == "update"]
-            if not self.training and updates:
-                raise MixmeshError(
-                    "the program was planned for training and updates buffers: it cannot evaluate",
-                    got=f"an update of {updates[0].args[0]}, and model.training = False",
-                    hint="load model.full_state_dict() into the original model and evaluate that",
-                )
-            program = run.program if steps is None else steps.once if once else steps.program
+            run.forms.drop_gone(run.compiled)
+            program = form.program if steps is None else steps.once if once else steps.program
             run.compiled[key] = compile_program(
                 program,
                 run.comm.rank,
@@ -315,8 +315,9 @@ class ParallelModel(nn.Module):
         run = self._runtime
         before = run.comm, run.compiled, run.recorder
         run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
-        for size in set(run.steps.sizes) if run.steps else (None,):
-            self._compiled(size)  # not in the first step that is measured
+        steps = run.forms.planned.steps
+        for size in set(steps.sizes) if steps else (None,):
+            self._compiled(size=size)  # not in the first step that is measured
 
         result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # of copies the first
 

@@ -16,6 +16,7 @@ from ..ir import BATCH_NORMS, Graph, Returned
 from ..ir.local_norms import EXACT, LOCAL
 from ..rules import RULES
 from .attention import ATTENTION_RULES
+from .autocast import Autocast
 from .build import Builder, Rule, rewrite
 from .capture import capture
 from .convert import convert, graph_name
@@ -56,13 +57,14 @@ class Traced:
     """``output_has_loss``: the model returns an object or dict with the loss, not the loss itself.
     ``warnings`` say what about the model is unlikely to be meant; ``arguments`` are those of the call that
     was traced, by name: "tensor", or a constant's text. ``returned`` says what the model returns where
-    it does not return the loss itself."""
+    it does not return the loss itself. ``autocast`` is the context of that call."""
 
     graph: Graph
     output_has_loss: bool
     warnings: tuple[str, ...] = ()
     arguments: tuple[tuple[str, str], ...] | None = None
     returned: Returned = Returned()
+    autocast: Autocast | None = None
 
 
 # operators that have a rule, or are written out by a pass
@@ -128,6 +130,7 @@ def trace(
     *,
     batch_norm: str = EXACT,
     outputs: Collection[str | int] = (),
+    autocast: Autocast | None = None,
 ) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
@@ -136,11 +139,12 @@ def trace(
     graph of what was exported, for a bench that leaves one out. ``batch_norm`` says whose statistics batch
     norm takes in training: those of the whole batch ("exact") or of each rank's own samples ("local").
     ``outputs`` names what else of the model's output is kept: an attribute, a key, or a place in a tuple.
-    Raises TraceError if PyTorch cannot export the model, or if it does not return a loss, InputError for
-    another kind of batch norm.
+    The model is called under ``autocast``, a type of device and a dtype's name, and under no other such
+    context. Raises TraceError if PyTorch cannot export the model, or if it does not return a loss, InputError
+    for another kind of batch norm.
     """
     check_batch_norm(batch_norm)
-    captured = capture(model, batch, KNOWN, outputs)
+    captured = capture(model, batch, KNOWN, outputs, autocast)
     graph = convert(captured, model, name or graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
@@ -149,7 +153,7 @@ def trace(
     if captured.outputs:
         graph = mark_rows(graph)
     warnings = tuple(_warnings(graph))
-    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned)
+    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
 
 
 def mark_rows(graph: Graph) -> Graph:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
 from ..ir import Returned
+from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import past_checks
 from .checkpoints import regions_kept
@@ -133,16 +134,24 @@ def _is_tuple(output: Any) -> bool:
 class LossAndOutputs(nn.Module):
     """``model`` called with a batch's tensors, returning the loss and what is ``wanted`` of the rest."""
 
-    def __init__(self, model: nn.Module, batch: Batch, wanted: Collection[str | int] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        wanted: Collection[str | int] = (),
+        autocast: Autocast | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self._autocast = autocast
         self.training = model.training
         self._batch = batch
         self._wanted = wanted
         self.found = Found()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        output = self._batch.call(self.model, tensors)
+        with under(self._autocast):
+            output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = check_loss(loss_of(output), output, where)
         named = {} if loss is output else dict(named_tensors(output))
@@ -214,14 +223,15 @@ def capture(
     batch: Mapping[str, Any] | tuple | list,
     known: Container[str],
     outputs: Collection[str | int] = (),
+    autocast: Autocast | None = None,
 ) -> Capture:
-    """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole.
-    Beside the loss it gives those ``outputs`` that are asked for by name.
+    """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole,
+    called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name.
 
     Raises TraceError with PyTorch's own reason and the user's file and line.
     """
     flat = Batch.of(batch)
-    wrapper = LossAndOutputs(model, flat, outputs)
+    wrapper = LossAndOutputs(model, flat, outputs, autocast)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
@@ -244,7 +254,7 @@ def capture(
 def _as_it_is_traced() -> Iterator[None]:
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
-        regions_kept(), experts_in_groups(),
+        regions_kept(), experts_in_groups(), no_autocast(),
     ):  # fmt: skip
         yield
 

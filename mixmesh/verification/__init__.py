@@ -98,7 +98,8 @@ def verify(
     if traced is None:
         say("tracing the model")
         names = dict.fromkeys(first_part(name) for name in outputs_of(program))
-        traced = trace(model, batch, batch_norm=batch_norm_of(program), outputs=names)
+        autocast = None if isinstance(plan, Program) else plan.autocast
+        traced = trace(model, batch, batch_norm=batch_norm_of(program), outputs=names, autocast=autocast)
     say("checking the program")
     check_program(program, where)
     if isinstance(plan, Plan):
@@ -155,7 +156,7 @@ class _Runs:
     def exact(self, steps: int, make: OptimizerOf) -> tuple[_Exact, Outcome]:
         """In float64, with what the module gave in the first step."""
         params, buffers = _widened(self.params), _widened(self.buffers)
-        reference = Reference(self.model, self.batch, wide=True)
+        reference = Reference(self.model, self.batch, wide=True, autocast=self.traced.autocast)
         optimizers = Optimizers(self.model, self.program, params, make)
         program, inputs = in_float64(self.program), _widened(self.inputs)
         differences, updates, differs_in, first = [], [], "", None
@@ -183,7 +184,8 @@ class _Runs:
         """The plan against the module in the model's own precision, and the module against ``exact``: nothing
         is said where numbers are drawn, as they are others in another dtype."""
         with norms_of_pieces(self.own_samples):
-            want = Reference(self.model, self.batch, wide=False).run(self.params, self.buffers)
+            reference = Reference(self.model, self.batch, wide=False, autocast=self.traced.autocast)
+            want = reference.run(self.params, self.buffers)
         got = run_program(self.program, self.micro_batches, self.params, self.buffers, self.inputs)
         if any(draws_numbers(node.op) for node in self.traced.graph.nodes):
             return compare(got, want), Difference(0.0, {})

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ..trace.autocast import Autocast, under
 from ..trace.capture import Batch, loss_of
 from ..trace.outputs import named_tensors
 from .compare import Outcome
@@ -21,9 +22,13 @@ class Reference:
     """A copy of a module, to run step by step; what its forward passes leave on it stays for the next one.
 
     With ``wide`` all that it computes is float64, whatever dtypes it names (see ``wide``), and what it is
-    given and what results is float64 too. Numbers are drawn by shape (see ``draws``)."""
+    given and what results is float64 too. It is called under ``autocast``. Numbers are
+    drawn by shape (see ``draws``)."""
 
-    def __init__(self, model: nn.Module, batch: Batch, *, wide: bool) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Batch, *, wide: bool, autocast: Autocast | None = None
+    ) -> None:
+        self._autocast = autocast
         self._model, self._batch, self._wide = copy_of(model), batch, wide
         inputs = batch.tensors()
         self._inputs = tuple(map(widen, inputs)) if wide else inputs
@@ -33,7 +38,8 @@ class Reference:
         """The forward and backward pass of a step from these parameters and buffers, which stay so."""
         self._put(params, buffers)
         with _compared(self._wide), torch.enable_grad():
-            output = self._batch.call(self._model, self._inputs)
+            with under(self._autocast):
+                output = self._batch.call(self._model, self._inputs)
             loss = loss_of(output)
             shown = {} if loss is output else {n: x.detach() for n, x in named_tensors(output)}
             loss.backward()

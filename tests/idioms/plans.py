@@ -56,12 +56,13 @@ def same_weights(single: torch.nn.Module, model) -> None:
             close(value, single.state_dict()[key], f"{key} on this rank")
 
 
-def plan_of(model: torch.nn.Module, inputs: dict, stage: int) -> Plan:
+def plan_of(model: torch.nn.Module, inputs: dict, stage: int, autocast: tuple | None = None) -> Plan:
     """Data parallelism over three uneven ranks, parameters held as of a stage of ZeRO (0: whole)."""
-    traced = trace(model, inputs)
+    traced = trace(model, inputs, autocast=autocast)
     plain = data_parallel(traced.graph, CostModel(Cluster.parse(THREE)), UNEVEN)
     cut = with_stage(plain, stage, OWNERS) if stage else plain
-    return Plan(cut, "test", 0.0, (), "", graph_fingerprint=traced.graph.fingerprint)
+    fingerprint = traced.graph.fingerprint
+    return Plan(cut, "test", 0.0, (), "", graph_fingerprint=fingerprint, autocast=autocast)
 
 
 MICRO_BATCHES = (MicroBatch(4, 2, 2), MicroBatch(4, 1, 4), MicroBatch(1, 2, 1))  # of 6, 4 and 2 samples

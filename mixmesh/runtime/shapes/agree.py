@@ -1,0 +1,205 @@
+"""Which batch it is that a call was given: all ranks must answer alike, before any of them goes on.
+
+A rank passes a whole batch, as all others do, or its own rows of one. A rank cannot tell the two apart by
+itself, nor how many rows the others have. So in every call the ranks tell each other the shapes that they
+were given, in one message of a few numbers between their hosts. Ranks that have batches of different sizes,
+which would give the loss of none, learn it in this way too.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import InputError
+from ...ir import Instruction, Program, Shard, shard_sizes
+from ...trace.dtypes import TORCH_DTYPE
+from ..batches import program_inputs
+from ..calls import missing
+from ..comm import Comm
+
+Shapes = tuple[tuple[int, ...], ...]  # of a program's inputs, in its order
+Given = tuple[tuple[int, ...] | None, ...]  # by rank
+Told = tuple[Given, ...]  # by input
+SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
+ABSENT = -1
+SHAPES = "shapes"  # a purpose of messages
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the ranks of a program agree on a batch."""
+
+    program: Program
+    comm: Comm
+
+    def shapes(self, tensors: Mapping[str, Tensor]) -> Shapes:
+        """The shapes of the whole batch. Collective. Raises InputError for tensors that cannot be the
+        program's inputs, and on all ranks where they are no parts of one batch."""
+        check_kinds(self.program, tensors, self.comm.rank)
+        mine = self.given(tensors)
+        if self.comm.world_size == 1:
+            return mine
+        told = self._told(tensors)
+        choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
+        same = any(len(found) > 1 for found in choices) and self._are_same(tensors)
+        return resolve(self.program, told, choices, are_same=same)
+
+    def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
+        """The shapes that this rank was given."""
+        names = [i.args[0] for i in program_inputs(self.program)]
+        return tuple(tuple(tensors[name].shape) if name in tensors else () for name in names)
+
+    def _told(self, tensors: Mapping[str, Tensor]) -> Told:
+        """By input and rank, the shape that the rank was given; None for a rank that has no part in it."""
+        inputs, numbers = program_inputs(self.program), []
+        for i in inputs:
+            given = tensors.get(i.args[0]) if self._takes_part(i) else None
+            num_dims = len(i.type.value.shape)
+            numbers += [ABSENT] * (num_dims + 1) if given is None else [num_dims, *given.shape]
+        rows = [iter(row) for row in self._exchange(numbers)]
+        told = []
+        for i in inputs:
+            heads = [next(row) for row in rows]
+            dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
+            told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
+        return tuple(told)
+
+    def _are_same(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all ranks were given the same values, as far as some of them tell."""
+        inputs = program_inputs(self.program)
+        mine = [digest(tensors[i.args[0]]) if self._takes_part(i) else ABSENT for i in inputs]
+        columns = [{n for n in column if n != ABSENT} for column in zip(*self._exchange(mine))]
+        return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
+
+    def _takes_part(self, i: Instruction) -> bool:
+        return self.comm.rank in self.program.participants(i.type)
+
+    def _exchange(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of every rank. Collective."""
+        mine = torch.tensor(numbers or [0], dtype=torch.int64)
+        everyones = [torch.empty_like(mine) for _ in range(self.comm.world_size)]
+        channel = self.comm.channel(self.comm.everyone, "all_gather of the batch's shapes", SHAPES)
+        channel.finish(channel.start(dist.all_gather, everyones, mine))
+        return [x.tolist() for x in everyones]
+
+
+def digest(x: Tensor) -> int:
+    """A number that follows from some of the values; 0 for values that are all alike, which say nothing."""
+    if x.device.type == "meta" or not x.numel():
+        return 0
+    flat = x.detach().reshape(-1)
+    some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
+    if bool((some == some[0]).all()):
+        return 0
+    return zlib.crc32(some.view(torch.uint8).numpy())
+
+
+def check_kinds(program: Program, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Raises InputError for an input that is missing, or of another dtype or number of dims."""
+    for i in program_inputs(program):
+        if rank not in program.participants(i.type):
+            continue
+        name, value, got = i.args[0], i.type.value, tensors.get(i.args[0])
+        if got is None:
+            raise missing(name, ", ".join(tensors) or "no tensors")
+        dtype = TORCH_DTYPE[value.dtype]
+        if got.dtype != dtype:
+            raise InputError(
+                f"{name} has another dtype than planned", expected=f"{dtype}", got=f"{got.dtype}"
+            )
+        if got.ndim != len(value.shape):
+            raise InputError(
+                f"{name} is neither a whole batch nor rank {rank}'s part of one",
+                expected=f"{len(value.shape)} dims, as in the planned {list(value.shape)}",
+                got=f"{list(got.shape)}",
+            )
+
+
+def resolve(
+    program: Program, told: Told, choices: Sequence[set[tuple[int, ...]]], *, are_same: bool
+) -> Shapes:
+    """The shapes of the whole batch, of the ``choices`` that each input leaves. Where the rows of all ranks
+    may be a batch, and each rank's too, it is the latter if the ranks have the same (``are_same``). Raises
+    InputError."""
+    agreed: list[tuple[int, ...]] = []
+    for i, given, found in zip(program_inputs(program), told, choices):
+        if not found:
+            raise _no_batch(program, i, given)
+        whole = next(shape for shape in given if shape is not None)
+        if whole in found and (are_same or len(found) == 1):
+            agreed.append(whole)
+        elif i.type.value.shape in found:
+            agreed.append(i.type.value.shape)
+        else:
+            agreed.append(max(found))  # the rows of all ranks together
+    _check_samples(program, agreed)
+    return tuple(agreed)
+
+
+def _check_samples(program: Program, agreed: Sequence[tuple[int, ...]]) -> None:
+    """Raises InputError where inputs that were planned with as many samples have not as many now."""
+    counts: dict[int, tuple[str, int]] = {}  # by how many were planned
+    for i, shape in zip(program_inputs(program), agreed):
+        if isinstance(i.type.placement, Shard):
+            dim = i.type.placement.dim
+            name, count = counts.setdefault(i.type.value.shape[dim], (i.args[0], shape[dim]))
+            if count != shape[dim]:
+                raise InputError(
+                    f"{name} and {i.args[0]} are of batches of other sizes",
+                    expected="as many samples in both, as planned",
+                    got=f"{count} and {shape[dim]}",
+                )
+
+
+def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, ...]]:
+    """The shapes of which every rank has all, or its own rows."""
+    known = {r: given[r] for r in program.participants(i.type)}
+    if None in known.values():
+        return set()
+    placement = i.type.placement
+    if not isinstance(placement, Shard):
+        return set(known.values()) if len(set(known.values())) == 1 else set()
+    dim = placement.dim
+    if len({shape[:dim] + shape[dim + 1 :] for shape in known.values()}) != 1:
+        return set()
+    sizes = {r: shape[dim] for r, shape in known.items()}
+    found = set()
+    for total in {sum(sizes.values()), *sizes.values()}:
+        if total and total % placement.unit == 0:
+            rows = shard_sizes(total, program.ratio_of[i.type.ratio], placement.unit)
+            if all(size in (total, rows[r]) for r, size in sizes.items()):
+                shape = next(iter(known.values()))
+                found.add(shape[:dim] + (total,) + shape[dim + 1 :])
+    return found
+
+
+def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
+    name, placement, ranks = i.args[0], i.type.placement, program.participants(i.type)
+    got = "; ".join(f"rank {r}: {'nothing' if given[r] is None else list(given[r])}" for r in ranks)
+    if not isinstance(placement, Shard):
+        return InputError(
+            f"{name} is needed whole on every rank, and the ranks have other sizes of it",
+            expected="one shape on all ranks",
+            got=got,
+            hint="pad every batch on all ranks to one length",
+        )
+    shares = ""
+    total = 0 if None in (given[r] for r in ranks) else sum(given[r][placement.dim] for r in ranks)
+    if total and total % placement.unit == 0:
+        rows = shard_sizes(total, program.ratio_of[i.type.ratio], placement.unit)
+        shares = f", or of {total} rows " + ", ".join(str(rows[r]) for r in ranks)
+    return InputError(
+        f"{name}: the ranks were given neither one whole batch nor each its own part of one",
+        expected=f"the same batch on all ranks{shares}, with one length",
+        got=got,
+        hint=(
+            "pass the whole batch on every rank, or take the loader of mixmesh.prepare, or shard_batches",
+            "pad the batch to one length before it is dealt out",
+        ),
+    )

@@ -1,0 +1,146 @@
+"""The program of a batch of another shape, with the placements of the planned one.
+
+The model was traced for the new shape. Where that gave the planned operators under their planned names, the
+new program has the planned placements, ratios, order and attributes, and the new shapes and arguments. Shares
+of what is cut are rounded again, as sizes follow from ratios alone. The result computes the new graph and
+nothing else, which is checked, and is a valid program, which the checker says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ...check import check_program
+from ...errors import PlanError, VerificationError
+from ...ir import Graph, Instruction, Node, Program, Ref, Shard, TensorType, ValueType, map_refs
+from ...rules import RULES, shard_units
+from ..model_check import digest
+
+DROPOUT = "aten.native_dropout"  # absent where a model evaluates; the executor lets it pass there
+
+
+class CannotCarry(PlanError):
+    """The new graph has other operators than the planned program."""
+
+
+def carry(planned: Program, graph: Graph, *, training: bool) -> Program:
+    """``planned`` for the shapes of ``graph``. Raises CannotCarry where the graph is not of the same
+    operators, or where the placements do not fit its shapes."""
+    made = _Carrier(planned, graph, training).program()
+    if digest(_without_passed(made, graph)) != digest(graph):
+        raise CannotCarry(
+            "the model computes something else for this shape",
+            expected=f"the {len(planned.graph.nodes)} planned operators, for other sizes",
+            got=f"{len(graph.nodes)} operators",
+        )
+    try:
+        check_program(made)
+    except VerificationError as error:
+        raise CannotCarry(
+            error.message, expected=error.expected, got=error.got, where=error.where, hint=error.hint
+        ) from None
+    return made
+
+
+class _Carrier:
+    def __init__(self, planned: Program, graph: Graph, training: bool) -> None:
+        self.planned, self.graph, self.training = planned, graph, training
+        self.values: dict[str, ValueType] = {}
+        self.logical: dict[str, str] = {}  # by name in the program, that in the graph
+        self._units: Mapping[str, tuple[int, ...]] | None = None
+
+    def program(self) -> Program:
+        instructions = tuple(map(self.instruction, self.planned.instructions))
+        return replace(self.planned, instructions=instructions)
+
+    def instruction(self, i: Instruction) -> Instruction:
+        if i.is_sink:
+            return i
+        if i.is_redistribution or self._is_passed(i):
+            (source, *_) = i.inputs
+            self._know(i, [self.values[source]] * len(i.results), [self.logical[source]] * len(i.results))
+            types = tuple(self._type(r, t) for r, t in zip(i.results, i.types))
+            return replace(i, types=types)
+        node = self._node(i)
+        self._know(i, node.types, node.results if i.is_leaf else i.results)
+        names = iter(i.inputs)
+        args = map_refs(node.args, lambda _: Ref(next(names)))
+        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
+        types = tuple(
+            replace(t, value=value) if i.op == "param" else self._placed(r, t, value)
+            for r, t, value in zip(i.results, i.types, node.types)
+        )
+        return replace(i, types=types, args=args, kwargs=kwargs)
+
+    def _is_passed(self, i: Instruction) -> bool:
+        return i.op == DROPOUT and not self.training and i.results[0] not in self.graph.producers
+
+    def _node(self, i: Instruction) -> Node:
+        """The node of the graph that an instruction stands for."""
+        name = next((r for r in i.results if r is not None), "")
+        node = self.graph.producers.get(name)
+        if i.is_leaf and node is None:
+            node = next((n for n in self.graph.nodes if (n.op, n.args) == (i.op, i.args)), None)
+            if node is None and i.op == "param":  # not used for this shape
+                return Node(i.results, tuple(t.value for t in i.types), i.op, i.args, i.kwargs)
+        if node is None or node.op != i.op or len(node.types) != len(i.types):
+            raise self._other(i, node)
+        if [self.logical[n] for n in i.inputs] != list(node.inputs):
+            raise self._other(i, node)
+        return node
+
+    def _know(self, i: Instruction, values, names) -> None:
+        for result, value, name in zip(i.results, values, names):
+            if result is not None:
+                self.values[result], self.logical[result] = value, name
+
+    def _type(self, result: str | None, t: TensorType) -> TensorType:
+        return t if result is None else self._placed(result, t, self.values[result])
+
+    def _placed(self, result: str | None, t: TensorType, value: ValueType) -> TensorType:
+        placement = t.placement
+        if isinstance(placement, Shard) and placement.unit > 1 and value != t.value:
+            if len(value.shape) != len(t.value.shape):
+                raise CannotCarry("a value has another number of dims", expected=str(t), got=str(value))
+            placement = replace(placement, unit=self._unit(result, placement, value))
+        return TensorType(value, (placement,), t.ratio)
+
+    def _unit(self, result: str | None, placement: Shard, value: ValueType) -> int:
+        if self._units is None:
+            self._units = shard_units(self.graph, RULES)
+        units = self._units.get(self.logical.get(result, ""))
+        unit = placement.unit if units is None else units[placement.dim]
+        if value.shape[placement.dim] % unit:
+            raise CannotCarry(
+                "a value cannot be cut as planned", expected=str(placement), got=f"{value}, units of {unit}"
+            )
+        return unit
+
+    def _other(self, i: Instruction, node: Node | None) -> CannotCarry:
+        return CannotCarry(
+            "the model has other operators for this shape",
+            expected=f"{i.op}, as planned",
+            got="no such operator" if node is None else f"{node.op}({', '.join(map(str, node.args))})",
+            where=i.location or (node.location if node is not None else ""),
+        )
+
+
+def _without_passed(made: Program, graph: Graph) -> Graph:
+    """What a program computes, without dropout that the graph does not have."""
+    alias: dict[str, Ref] = {}
+
+    def follow(ref: Ref) -> Ref:
+        return alias.get(ref.name, ref)
+
+    nodes: list[Node] = []
+    for node in made.graph.nodes:
+        args: Any = map_refs(node.args, follow)
+        kwargs = tuple((k, map_refs(v, follow)) for k, v in node.kwargs)
+        if node.op == DROPOUT and node.results[0] not in graph.producers:
+            alias[node.results[0]] = args[0]
+            continue
+        nodes.append(replace(node, args=args, kwargs=kwargs))
+    loss = follow(Ref(made.graph.loss)).name
+    return Graph(made.graph.name, tuple(nodes), loss)

@@ -1,0 +1,215 @@
+"""The programs of a parallel model, one per shape of its batch, made when the shape first comes.
+
+The first rank traces the model for the new shape, on fake tensors, and tells the others the program, or why
+there is none. As many are kept as was asked for; the one that was used longest ago goes first.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...errors import InputError, MixmeshError
+from ...ir import Graph, Program, batch_norm_of, outputs_of
+from ...ir.recompute import buffers_kept_for_backward
+from ...plan_file import Plan, accumulates
+from ...trace import trace
+from ...trace.outputs import first_part
+from ...trace.shapes import passes_for
+from ..batches import program_inputs
+from ..calls import Calls
+from ..comm import Comm
+from ..layout import meetings
+from ..micro_steps import MicroSteps
+from ..model_check import batch_of_shapes
+from ..original import traceable
+from ..outputs import Returns
+from .agree import SHAPES, Agreement, Shapes
+from .carry import CannotCarry, carry
+from .lower import lower
+from .parts import resized
+from .room import check_room
+
+PLANNED = "planned"
+Key = tuple[bool, bool, Shapes] | str  # training, with gradients, shapes
+
+
+@dataclass(frozen=True)
+class Form:
+    """A program for one shape of the batch. ``steps``: its micro-steps, None for one step at once.
+    ``kept_buffers`` are updated while the backward pass may read their old values; ``returns`` makes what a
+    call returns, None where that is the loss itself."""
+
+    key: Key
+    program: Program
+    steps: MicroSteps | None
+    kept_buffers: frozenset[str]
+    returns: Returns | None
+
+    @classmethod
+    def of(cls, key: Key, plan: Plan, comm: Comm) -> Form:
+        steps, kept = MicroSteps.of(plan, comm.rank), buffers_kept_for_backward(plan.program)
+        return cls(key, plan.program, steps, kept, Returns.of(plan, comm))
+
+
+@dataclass
+class Forms:
+    """``original`` is the model that was planned, in the mode ``training``. ``limit`` is how many programs
+    are kept beside the planned one."""
+
+    original: nn.Module
+    plan: Plan
+    calls: Calls
+    comm: Comm
+    planned: Form
+    training: bool
+    limit: int
+    agreement: Agreement
+    kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
+
+    @classmethod
+    def of(cls, original: nn.Module, plan: Plan | Program, calls: Calls, comm: Comm, limit: int) -> Forms:
+        if isinstance(plan, Program):
+            plan = Plan(plan, "", 0.0, (), "")
+        planned = Form.of(PLANNED, plan, comm)
+        comm.add([(SHAPES, comm.everyone)], backend="gloo")  # between hosts: no device waits
+        agreement = Agreement(plan.program, comm)
+        return cls(original, plan, calls, comm, planned, original.training, limit, agreement)
+
+    def form(
+        self, tensors: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any], *, training: bool
+    ) -> Form:
+        """The program for a call. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
+        PlanError."""
+        shapes = self.agreement.shapes(tensors)
+        if self._is_planned(shapes, training):
+            return self.planned
+        learns = torch.is_grad_enabled()
+        key = training, learns, shapes
+        if key not in self.kept:
+            self.kept[key] = self._made(key, args, kwargs)
+            if len(self.kept) > self.limit:
+                self.kept.popitem(last=False)
+        self.kept.move_to_end(key)
+        return self.kept[key]
+
+    def drop_gone(self, compiled: dict[tuple, Any]) -> None:
+        """Drops what was compiled, by key of its form and more, of programs that are kept no longer."""
+        for key in [key for key in compiled if key[0] != PLANNED and key[0] not in self.kept]:
+            del compiled[key]
+
+    def _is_planned(self, shapes: Shapes, training: bool) -> bool:
+        program = self.plan.program
+        if shapes != tuple(i.type.value.shape for i in program_inputs(program)):
+            return False
+        if training == self.training:
+            return True
+        # of a bare program it is not known what else the model does where it evaluates
+        return not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
+
+    def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:
+        told: list[Any] = [None]
+        failure: Exception | None = None
+        if self.comm.rank == 0:
+            try:
+                told = [self._plan_for(key, args, kwargs)]
+            except MixmeshError as error:
+                told = [error]
+            except Exception as error:  # the class may be unknown to pickle, or to the other ranks
+                failure, told = error, [MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")]
+        if self.comm.world_size > 1:
+            dist.broadcast_object_list(told, group=self.comm.groups["data", self.comm.everyone], group_src=0)
+        if isinstance(told[0], Exception):
+            raise failure or told[0]
+        program, micro_batches = told[0]
+        self.comm.add(meetings(program))
+        return Form.of(key, replace(self.plan, program=program, micro_batches=micro_batches), self.comm)
+
+    def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        training, learns, shapes = key
+        planned = self.plan.program
+        by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
+        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs)
+        with traceable(self.original), _mode(self.original, training, self.training):
+            graph = trace(
+                self.original,
+                batch,
+                passes=passes_for(planned),
+                batch_norm=batch_norm_of(planned),
+                outputs=dict.fromkeys(first_part(name) for name in outputs_of(planned)),
+                autocast=self.plan.autocast,
+            ).graph
+        plan, is_planned = self._placed(graph, training)
+        if planned.copies and not is_planned and learns:
+            raise InputError(
+                "this evaluation has no gradients under this plan",
+                expected="with torch.no_grad(): model(...)",
+                got="a model in evaluation mode, and gradients enabled",
+                hint="with torch.no_grad():",
+            )
+        larger = any(
+            now > before
+            for i, shape in zip(program_inputs(planned), shapes)
+            for now, before in zip(shape, i.type.value.shape)
+        )
+        if larger or (learns and not is_planned):
+            check_room(self.plan, plan, learns=learns, cuda=self.comm.device.type == "cuda")
+        return plan.program, plan.micro_batches
+
+    def _placed(self, graph: Graph, training: bool) -> tuple[Plan, bool]:
+        """A plan for a graph, and whether it has the planned placements."""
+        planned = self.plan.program
+        try:
+            program = carry(planned, graph, training=training)
+            return resized(self.plan, program), True
+        except CannotCarry as error:
+            if training:
+                self._check_may_lower(error)
+                warnings.warn(_warning(error), stacklevel=2)
+        return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
+
+    def _check_may_lower(self, error: CannotCarry) -> None:
+        """Raises the error where gradients would not be summed as the plan has it, or memory is not."""
+        planned = self.plan.program
+        if self.training and not (planned.copies or planned.factored or accumulates(self.plan.micro_batches)):
+            return
+        why = "" if self.training else "; it was planned in evaluation mode: model.train() before planning"
+        raise CannotCarry(
+            f"the plan does not serve a batch of this shape: {error.message}{why}",
+            expected=error.expected,
+            got=error.got,
+            where=error.where,
+            hint=(
+                "pad every batch to the planned lengths, and drop_last=True",
+                "plan for this shape, or with --planner ddp-proportional",
+            ),
+        ) from None
+
+
+def _warning(error: MixmeshError) -> str:
+    return (
+        "mixmesh: a batch of this shape is trained by plain data parallelism, not as planned: "
+        f"{error.message} ({error.got}); pad batches to the planned lengths to have the plan's speed"
+    )
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool, planned: bool) -> Iterator[None]:
+    """Within it a model is as it was planned, or all of it in the other mode."""
+    before = {module: module.training for module in model.modules()}
+    try:
+        if training != planned:
+            for module in before:
+                module.training = training
+        yield
+    finally:
+        for module, mode in before.items():
+            module.training = mode

@@ -1,0 +1,80 @@
+"""Does a batch of another shape fit in the memory that the plan was made for? By the memory model.
+
+What the planned step holds at its peak is known, and what the other one holds beside that: the difference
+counts. A plan knows what each device has for it; a bare program knows nothing, and then no shape may hold
+more than the planned one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...cost.memory import ALLOWANCE, SMALL_ALLOWANCE, Memory, Walked, flight_of
+from ...cost.memory.walk import Held
+from ...cost.micro_steps import costed_micro_step, largest_parts
+from ...errors import Infeasible
+from ...ir import Program, local_bytes
+from ...optimizer_states import ADAM
+from ...plan_file import Plan, accumulation, schedule
+from ...units import size_text
+
+SLACK_BYTES = 2**20  # that a step may hold more than planned: scalars, and what is rounded
+
+
+def check_room(planned: Plan, made: Plan, *, learns: bool, cuda: bool) -> None:
+    """Raises Infeasible, naming the rank, if ``made`` holds more than its device has, with gradients if it
+    ``learns``."""
+    before = _peaks(planned, cuda)
+    if learns:
+        after = _peaks(made, cuda)
+    else:
+        least = Memory(planned.program, ADAM, cuda=cuda).held_bytes(planned.program).min(axis=0)
+        lost = 0.0 if cuda else ALLOWANCE + SMALL_ALLOWANCE
+        after = np.minimum(least, before) + np.array(live_bytes(made.program)) * (1 + lost)
+    allowed = before + SLACK_BYTES
+    if planned.usable_bytes and planned.predicted_peak_memory_bytes:
+        spare = np.array(planned.usable_bytes) - np.array(planned.predicted_peak_memory_bytes)
+        allowed = allowed + np.maximum(spare, 0)
+    rank = int((after - allowed).argmax())
+    if after[rank] > allowed[rank]:
+        raise Infeasible(
+            "a batch of this shape needs more memory than the plan was made for",
+            expected=f"at most {size_text(float(allowed[rank]))} of tensors on rank {rank}",
+            got=f"{size_text(float(after[rank]))}, by the memory model",
+            hint=(
+                "a smaller batch, or a shorter one",
+                "plan with the largest batch that will come: the others are served by the same plan",
+            ),
+        )
+
+
+def live_bytes(program: Program) -> tuple[int, ...]:
+    """Per rank, the most bytes of values that live at once in a forward pass without gradients, parameters
+    and buffers as they are stored not counted."""
+    last = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+    ranks = range(program.world_size)
+    now, most = [0] * program.world_size, [0] * program.world_size
+    held: dict[str, list[int]] = {}
+    for n, i in enumerate(program.instructions):
+        for name, t in zip(i.results, i.types):
+            if name is not None and i.op not in ("param", "buffer"):
+                ratio = program.ratio(t.ratio)
+                held[name] = [local_bytes(t.value, t.placement, ratio, r) for r in ranks]
+                now = [a + b for a, b in zip(now, held[name])]
+        most = [max(a, b) for a, b in zip(most, now)]
+        for name in {*i.inputs, *(r for r in i.results if r is not None)}:
+            if last.get(name, n) <= n and name in held:
+                now = [a - b for a, b in zip(now, held.pop(name))]
+    return tuple(most)
+
+
+def _peaks(plan: Plan, cuda: bool) -> np.ndarray:
+    """The most bytes of tensors in a step, per rank."""
+    samples = accumulation(plan)
+    if samples is None:
+        return np.array(Memory(plan.program, ADAM, cuda=cuda).peaks(plan.program))
+    planned = schedule(plan.program, plan.micro_batches, samples)
+    step = costed_micro_step(plan.program, samples)
+    flight = flight_of(plan.program, samples, planned)
+    walked = Walked(step, ADAM, cuda=cuda, held=Held.of(planned.scatters), flight=flight)
+    return np.array(Memory(step, ADAM, cuda=cuda, walked=walked).peaks(step, largest_parts(planned)))
