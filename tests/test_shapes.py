@@ -1,0 +1,140 @@
+"""Programs of other shapes, all ranks in one process: carried over from the planned one, or lowered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_graphs import THREE, cluster
+from torch import nn
+
+from mixmesh.api import plan_traced
+from mixmesh.errors import MixmeshError
+from mixmesh.plan_file import MicroBatch
+from mixmesh.runtime.shapes.agree import _choices, resolve
+from mixmesh.runtime.shapes.carry import CannotCarry, carry
+from mixmesh.runtime.shapes.lower import lower
+from mixmesh.runtime.shapes.parts import resized
+from mixmesh.runtime.shapes.room import live_bytes
+from mixmesh.trace import PASSES, trace
+from mixmesh.trace.shapes import passes_for
+from mixmesh.verification import verify
+
+WORDS = 13
+
+
+class Attention(nn.Module):
+    """One mask for all samples and heads, expanded; a loss of what counts; batch norm if asked for."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.embedding, self.start = nn.Embedding(WORDS, 8), nn.Parameter(torch.randn(1, 1, 8))
+        self.qkv, self.head = nn.Linear(8, 24), nn.Linear(8, WORDS)
+        self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
+
+    def forward(self, ids, labels):
+        n, t = ids.shape
+        x = self.embedding(ids) + self.start.expand(n, t, 8)
+        q, k, v = self.qkv(x).view(n, t, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = self.norm((x + y.transpose(1, 2).reshape(n, t, 8)).flatten(0, 1))
+        return F.cross_entropy(self.head(x), labels.flatten(), ignore_index=0)
+
+
+def words(size: int, length: int) -> dict:
+    ids = torch.randint(WORDS, (size, length), generator=torch.Generator().manual_seed(size * 10 + length))
+    return {"ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def plan_with(planner: str, **kwargs):
+    return plan_traced(trace(Attention(**kwargs), words(12, 6)), cluster(THREE), planner=planner)
+
+
+def traced(plan, size: int, length: int, **kwargs):
+    return trace(Attention(**kwargs), words(size, length), passes=passes_for(plan.program))
+
+
+@pytest.mark.parametrize("planner", ["hap", "fsdp-even", "tensor-parallel"])
+def test_what_is_carried_over_is_the_single_device_s(planner):
+    plan = plan_with(planner)
+    for size, length in ((7, 3), (4, 1), (3, 9)):
+        program = carry(plan.program, traced(plan, size, length).graph, training=True)
+        assert [i.op for i in program.instructions] == [i.op for i in plan.program.instructions]
+        assert program.ratios == plan.program.ratios
+        assert verify(Attention(), words(size, length), program).ok, (size, length)
+
+
+@pytest.mark.parametrize("planner", ["hap", "fsdp-even", "tensor-parallel", "two-level"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_what_is_lowered_is_the_single_device_s(planner, norm):
+    plan = plan_with(planner, norm=norm)
+    for size, length in ((1, 6), (7, 4)):
+        program = lower(traced(plan, size, length, norm=norm).graph, plan.program)
+        assert verify(Attention(norm=norm), words(size, length), program).ok, (size, length)
+        stored = {(i.args[0], i.type) for i in plan.program.params}
+        assert {(i.args[0], i.type) for i in program.params} <= stored, "parameters are where they were"
+
+
+def test_data_parallelism_is_lowered_to_itself():
+    """Nothing but gradients travels."""
+    plan = plan_with("ddp-proportional")
+    program = lower(traced(plan, 7, 6).graph, plan.program)
+    moves = [i for i in program.instructions if i.is_redistribution]
+    planned = [i for i in plan.program.instructions if i.is_redistribution]
+    assert [i.op for i in moves] == [i.op for i in planned]
+
+
+def test_what_does_nothing_for_a_shape_is_kept():
+    plan = plan_with("hap")
+    with pytest.raises(CannotCarry, match="other operators"):
+        carry(plan.program, trace(Attention(), words(1, 1), passes=PASSES).graph, training=True)
+    assert len(traced(plan, 1, 1).graph.nodes) == len(plan.program.graph.nodes)
+
+
+def test_other_operators_are_not_carried_over():
+    plan = plan_with("hap")
+    for model in (Attention(norm=True), Attention(norm=True).eval()):
+        graph = trace(model, words(7, 6), passes=passes_for(plan.program)).graph
+        with pytest.raises(CannotCarry):
+            carry(plan.program, graph, training=True)
+
+
+def test_micro_batches_of_another_size():
+    plan = plan_with("ddp-proportional")
+    counts = [2, 2, 2]
+    rows = tuple(MicroBatch(n, 2, n) for n in counts)
+    program = plan.program.changed(ratios=((plan.program.ratios[0][0], (0.333334, 0.333333, 0.333333)),))
+    planned = type(plan)(program, "test", 0.0, (), "", micro_batches=rows)
+    made = resized(planned, carry(program, traced(plan, 5, 6).graph, training=True))
+    assert [sum(m.sizes) for m in made.micro_batches] == [2, 2, 1]
+    larger = resized(planned, carry(program, traced(plan, 24, 6).graph, training=True))
+    assert [m.steps for m in larger.micro_batches] == [4] * 3
+
+
+def test_a_forward_pass_holds_less_than_a_step():
+    plan = plan_with("ddp-proportional")
+    small, large = (carry(plan.program, traced(plan, n, 6).graph, training=True) for n in (6, 24))
+    assert all(a < b for a, b in zip(live_bytes(small), live_bytes(large)))
+
+
+def agreed(program, rows: list[tuple[int, int]], *, are_same: bool = False) -> tuple:
+    told = (tuple(rows), tuple(rows))
+    inputs = [i for i in program.instructions if i.op == "input"]
+    return resolve(program, told, [_choices(program, i, told[0]) for i in inputs], are_same=are_same)
+
+
+def test_ranks_agree_on_a_batch():
+    program = plan_with("ddp-proportional").program
+    program = program.changed(ratios=((program.ratios[0][0], (0.5, 0.333333, 0.166667)),))
+    assert agreed(program, [(12, 6)] * 3)[0] == (12, 6)
+    assert agreed(program, [(6, 6), (4, 6), (2, 6)])[0] == (12, 6)
+    assert agreed(program, [(6, 6), (12, 6), (2, 6)])[0] == (12, 6)
+    assert agreed(program, [(2, 4), (2, 4), (1, 4)])[0] == (5, 4)
+    assert agreed(program, [(1, 4), (0, 4), (0, 4)])[0] == (1, 4)
+    assert agreed(program, [(6, 6)] * 3)[0] == (6, 6)
+    assert agreed(program, [(1, 6)] * 3, are_same=True)[0] == (1, 6)
+    assert agreed(program, [(1, 6)] * 3)[0] == (3, 6)
+    for rows in ([(6, 6), (4, 5), (2, 6)], [(3, 6), (4, 6), (5, 6)], [(0, 6)] * 3):
+        with pytest.raises(MixmeshError, match="neither one whole batch"):
+            agreed(program, rows)
