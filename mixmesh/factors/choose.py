@@ -52,6 +52,12 @@ def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
     return cheapest_cut(products, gather_s)
 
 
+def most_saved_s(program: Program, costs: CostModel) -> float:
+    """Seconds of communication that are saved if all weights that gain by it travel as factors."""
+    gains = (sum(saved_s(program, i, costs) for i in users) for users in factorable(program).values())
+    return sum(gain for gain in gains if gain > 0)
+
+
 def best_factors(program: Program, costs: CostModel, judge: Callable[[Program], tuple]) -> Program | None:
     """The program with ``sfb`` where that makes ``judge`` (a key, least is best) less; None where it never
     does.

@@ -9,7 +9,7 @@ from functools import cached_property
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
-from ..factors import best_factors
+from ..factors import best_factors, most_saved_s
 from ..ir import PARTIAL, Program, Ratio, Shard, regions, support
 from ..ratios import with_ratio
 from ..recomputation import recomputed
@@ -122,8 +122,10 @@ class Synthesis:
         return ABOUT * self.least_s(ranks, prices) >= self.task.best_s
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
-        """About what no program on these devices is faster than."""
-        parallel = prices == DATA_PARALLEL_ONLY
+        """About what no program on these devices is faster than. Of a small one with data parallelism it is
+        known only when it has been made what factors save."""
+        large = len(self.task.graph.nodes) > SMALL_INSTRUCTIONS
+        parallel = prices == DATA_PARALLEL_ONLY and large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
 
     def most_sets(self, prices: Sequence[float | None]) -> int:
@@ -267,10 +269,12 @@ class Synthesis:
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
         """Whether a program whose step does not go below ``least_s`` whatever the buckets is not looked into.
-        Order may hide what a small one exchanges within its passes, and owners what its gradients do."""
+        Order may hide what a small one exchanges within its passes, owners what its gradients do, and factors
+        of gradients save some of that."""
         best_s = self.task.best_s
         if len(program.instructions) <= SMALL_INSTRUCTIONS:
-            lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s)
+            saved_s = most_saved_s(program, self.task.costs)
+            lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
         else:
             lost_s, far_s = LOST * best_s, FAR * best_s
         return least_s > lost_s or self.task.usual_s(self.planner, program) > far_s
