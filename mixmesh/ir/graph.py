@@ -154,8 +154,22 @@ class Graph:
 
 # what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made
 # of alone, and an optimizer does not even decay a parameter without one
+# (tests/rules/test_differentiable.py holds it against PyTorch's table of derivatives)
+_POLYNOMIALS = (
+    "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "
+    "hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p "
+    "shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v "
+    "shifted_chebyshev_polynomial_w"
+).split()
+_BESSEL = (
+    "airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1 "
+    "modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 "
+    "spherical_bessel_j0"
+).split()
 NOT_DIFFERENTIABLE = frozenset(
-    {"aten.detach", "mixmesh.sum_exp", *SINKS}
+    {"aten.detach", "aten.histc", "aten.view.dtype", "mixmesh.sum_exp", *SINKS}
+    | {f"aten.special_{what}" for what in _BESSEL}
+    | {f"aten.special_{what}{form}" for what in _POLYNOMIALS for form in ("", ".x_scalar", ".n_scalar")}
     | {f"aten.{what}_like" for what in ("zeros", "ones", "full", "empty", "rand", "randn")}
     | {f"aten.new_{what}" for what in ("zeros", "ones", "full", "empty")}
 )

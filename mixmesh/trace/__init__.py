@@ -152,7 +152,7 @@ def trace(
     check_trainable(graph)
     if captured.outputs:
         graph = mark_rows(graph)
-    warnings = tuple(_warnings(graph))
+    warnings = (*captured.warnings, *_warnings(graph))
     return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
 
 

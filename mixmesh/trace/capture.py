@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, TraceError
 from ..ir import Returned
+from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import past_checks
@@ -34,6 +35,7 @@ from .regions import inline_regions
 from .selections import targets_by_sample
 
 TENSOR = "tensor"
+WRAPPED = "model."  # before the model's names in what is exported
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Capture:
     arguments: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] = ()
     returned: Returned = Returned()
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,10 @@ class LossAndOutputs(nn.Module):
         self._batch = batch
         self._wanted = wanted
         self.found = Found()
+        self.attributes = Attributes(model)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with under(self._autocast):
+        with under(self._autocast), self.attributes.watched():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
         loss = check_loss(loss_of(output), output, where)
@@ -235,11 +239,12 @@ def capture(
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
+            check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
             targets_by_sample(program.graph_module)
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
-        raise explain(error) from error
+        raise explain(error, model) from error
     return Capture(
         program,
         flat.tensor_names,
@@ -247,6 +252,7 @@ def capture(
         flat.arguments,
         wrapper.found.outputs,
         wrapper.found.returned,
+        tuple(warnings_of(wrapper.attributes.replaced)),
     )
 
 
@@ -276,6 +282,7 @@ def _quiet() -> Iterator[None]:
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
+TIED = "expected compiled_fn to be GraphModule"  # of inputs that share memory and are updated
 # what PyTorch says -> what to do about it
 HINTS = (
     ("GuardOnDataDependent", BRANCH_HINT),
@@ -285,19 +292,27 @@ HINTS = (
     ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
     ("lifted_tensor", "register tensors that the model keeps with register_buffer"),
     ("aliases", "return the loss and keep no tensors on the module"),
+    (
+        "is not in the correct order or is not found in the exported program's user_output",
+        "give each buffer a value of its own: self.a.copy_(value); self.b.copy_(value.clone())",
+    ),
+    ("is mutated in the forward", 'self.register_buffer("name", tensor) in __init__, and update it in place'),
     ("assigned during export", "register the tensor with register_buffer, and update it in place"),
 )
 
 
 # PyTorch's name of an error -> what it means in the model
 MEANINGS = {
+    "SpecViolationError": "an update of a buffer whose value is another result too",
     "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
     "DynamicOutputShapeException": "a result whose shape depends on values",
 }
 
 
-def explain(error: Exception) -> TraceError:
+def explain(error: Exception, model: nn.Module) -> TraceError:
     """``error`` as a TraceError: the reason in a line or two, the user's line, and a way out."""
+    if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
+        return _of_tied_buffers(*tied)
     place = place_of_error(error)
     if isinstance(error, MixmeshError):
         fields = dict(expected=error.expected, got=error.got, hint=error.hint)
@@ -315,6 +330,28 @@ def explain(error: Exception) -> TraceError:
         got=_clip(got),
         where=str(place),
         hint=tuple(hints)[:1] or ("call the model once on this batch without mixmesh",),
+    )
+
+
+def _buffers_of_one_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the first two buffers that share memory."""
+    names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = names.setdefault(buffer.untyped_storage()._cdata, name)
+        if first != name:
+            return first, name
+    return None
+
+
+def _of_tied_buffers(one: str, other: str) -> TraceError:
+    return TraceError(
+        "a buffer that has two names is updated in the forward pass",
+        expected="one name for a buffer that is updated",
+        got=f"{one} and {other}, which share memory",
+        hint=(
+            f"register {one} once, and use it by that name in place of {other}",
+            "a module that is used in two places: self.again = [self.module], and self.again[0](x)",
+        ),
     )
 
 

@@ -1,8 +1,9 @@
 """Hooks, which export drops: those that change what is computed are traced, all others are refused.
 
 A forward hook runs while the model is traced, so what it does to tensors becomes part of the program, and
-what it does besides (looking, printing, collecting) would be done once and never in a step. A hook on a
-gradient is no operator, so nothing of it can be traced.
+what it does besides (looking, printing, collecting) would be done once and never in a step. So a hook that
+changes no tensor is refused, and one that collects beside. A hook on a gradient is no operator, so nothing
+of it can be traced.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import TraceError
 from .locate import Place, place_of_function
+from .reach import changed, reach
 
 GRADIENT_HINT = (
     "between loss.backward() and optimizer.step(): p.grad = f(p.grad) for p of the parallel model, where f "
@@ -113,7 +115,7 @@ def _observed(hook: Any) -> Any:
         return hook
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _state(module, args, kwargs)
+        before, kept = _state(module, args, kwargs), reach(_function(hook), hook, module)
         with _asking_for_gradients() as asked:
             result = hook(module, *args, **kwargs)
         if result is None and not asked and _state(module, args, kwargs) == before:
@@ -124,6 +126,14 @@ def _observed(hook: Any) -> Any:
                 got=f"a forward hook on {type(module).__name__} that returns nothing",
                 where=str(place_of_hook(hook)),
                 hint="take the hook off (handle.remove()) before planning, and look at the original model",
+            )
+        if (what := changed(kept, reach(_function(hook), hook, module))) is not None:
+            raise TraceError(
+                "a forward hook that collects would do so once, while the model is traced, never in a step",
+                expected="forward hooks that change tensors, and keep nothing",
+                got=f"a forward hook on {type(module).__name__} that changes {what}",
+                where=str(place_of_hook(hook)),
+                hint="take out of the hook what collects, and look at the original model for that",
             )
         return result
 

@@ -134,6 +134,68 @@ def test_a_forward_hook_that_changes_tensors_is_kept(name):
         assert not verify(model(), BATCH, program, traced=traced).ok, "the hook is not in the program"
 
 
+class Keeper:
+    def __init__(self) -> None:
+        self.last = None
+        self.by_name = {}
+
+    def attribute(self, module, inputs, output):
+        self.last = output
+        return output * 2
+
+    def entry(self, module, inputs, output):
+        self.by_name["first"] = output
+        return output * 2
+
+
+SEEN: list = []
+COUNTS = {"calls": 0}
+
+
+def into_a_global(module, inputs, output):
+    SEEN.append(output.mean())
+    return output * 2
+
+
+def counting(module, inputs, output):
+    COUNTS["calls"] += 1
+    return output * 2
+
+
+def into_a_closure():
+    kept = {"values": []}
+
+    def hook(module, inputs, output):
+        kept["values"].append(output)
+        output.mul_(2)
+
+    return hook
+
+
+def into_the_module(module, inputs, output):
+    module.seen = output
+    return output * 2
+
+
+COLLECTING = {
+    "SEEN": lambda: into_a_global,
+    "COUNTS['calls']": lambda: counting,
+    "kept['values']": into_a_closure,
+    "self.last": lambda: Keeper().attribute,
+    "self.by_name": lambda: Keeper().entry,
+    "the module.seen": lambda: into_the_module,
+}
+
+
+@pytest.mark.parametrize("what", COLLECTING)
+def test_a_forward_hook_that_changes_and_collects_is_refused(what):
+    hooked = model()
+    hooked.first.register_forward_hook(COLLECTING[what]())
+    with pytest.raises(TraceError, match="collects would do so once") as caught:
+        trace(hooked, BATCH)
+    assert what in caught.value.got and HERE in caught.value.where
+
+
 def later(_: None) -> None:
     """Hooks on the parallel model itself are refused by all ranks at its next call."""
     parallel, _ = parallelize(model(), None, PROGRAM, device="cpu", timeout_s=60)

@@ -1,0 +1,87 @@
+"""The things that a function can write to beside its arguments: what it closes over, the globals that it
+names, and the attributes of objects that it is a method of.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+DEPTH = 3  # of containers within each other that are looked into
+MOST = 2000  # things that are looked at
+PLAIN = (int, float, complex, str, bytes, bool, type(None))
+CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)
+OF_MODULES = ("_parameters", "_buffers", "_modules")  # which tell on their own
+
+Reached = dict[str, Any]  # by how it is written
+
+
+def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
+    """Everything that a hook on ``module`` can write to, by its name. ``function`` is what the hook runs."""
+    found: Reached = {}
+    for name, root in _roots(function, hook):
+        _visit(name, root, DEPTH, found)
+    _visit("the module", module, 1, found)
+    return found
+
+
+def changed(before: Reached, after: Reached) -> str | None:
+    """The name of the first thing that is another one; None if all is as it was."""
+    for name in {**before, **after}:
+        if name not in before or name not in after or not _is_same(before[name], after[name]):
+            return name
+    return None
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(a, PLAIN) and type(a) is type(b) and (a == b or a != a))
+
+
+def _roots(function: Any, hook: Any) -> Iterator[tuple[str, Any]]:
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, function.__closure__ or ()):
+            try:
+                yield name, cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+        for name in code.co_names:
+            if name in function.__globals__:
+                yield name, function.__globals__[name]
+        for n, default in enumerate(function.__defaults__ or ()):
+            yield f"default {n}", default
+    if (owner := getattr(hook, "__self__", None)) is not None:
+        yield "self", owner
+    elif not isinstance(hook, types.FunctionType):
+        yield "self", hook  # an object that is called, or a functools.partial
+        yield "arguments", (getattr(hook, "args", ()), getattr(hook, "keywords", {}))
+
+
+def _visit(name: str, value: Any, depth: int, found: Reached) -> None:
+    if len(found) >= MOST:
+        return
+    found[name] = value
+    if depth == 0 or isinstance(value, (*PLAIN, *CLOSED)):
+        return
+    for part, inner in _parts(value):
+        _visit(f"{name}{part}", inner, depth - 1, found)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        yield from ((f"[{key!r}]", inner) for key, inner in list(value.items())[:MOST])
+    elif isinstance(value, list | tuple | deque):
+        yield " (its length)", len(value)
+        yield from ((f"[{n}]", inner) for n, inner in enumerate(list(value)[:MOST]))
+    elif isinstance(value, set | frozenset):
+        yield " (its length)", len(value)
+    elif isinstance(value, nn.Module):
+        own = {k: v for k, v in vars(value).items() if k not in OF_MODULES and not k.endswith("_hooks")}
+        yield from ((f".{key}", inner) for key, inner in own.items())
+    elif hasattr(value, "__dict__"):
+        yield from ((f".{key}", inner) for key, inner in vars(value).items())

@@ -1,0 +1,168 @@
+"""What a model keeps from one call to the next: buffers that are updated in place, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_graphs import TWO, cluster
+from torch import nn
+
+from mixmesh.api import plan_traced
+from mixmesh.errors import TraceError
+from mixmesh.trace import trace
+from mixmesh.verification import verify
+
+BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0))}
+
+
+class Model(nn.Module):
+    """``body(model, h)`` is given the output of a layer, and gives what is added to it."""
+
+    def __init__(self, body, prepare=None) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("a", torch.ones(4))
+        self.register_buffer("b", torch.ones(4))
+        self.register_buffer("c", torch.ones(4), persistent=False)
+        self.plain, self.count = torch.ones(4), 0
+        self.body = body
+        if prepare is not None:
+            prepare(self)
+
+    def forward(self, x):
+        h = self.layer(x)
+        return (h + self.body(self, h)).square().sum()
+
+
+def mean(h):
+    return h.mean(0).detach()
+
+
+def replaced(m, h):
+    m.a = 0.9 * m.a + 0.1 * mean(h)
+    return m.a
+
+
+def replaced_data(m, h):
+    m.a.data = m.a + 1
+    return m.a
+
+
+def replaced_plain(m, h):
+    m.plain = m.plain + mean(h)
+    return m.plain
+
+
+def saved_and_not_read(m, h):
+    m.b = mean(h)
+    return m.b
+
+
+REPLACED = {"a": (replaced, replaced_data), "plain": (replaced_plain,), "b": (saved_and_not_read,)}
+
+
+@pytest.mark.parametrize(("name", "body"), [(name, body) for name, all in REPLACED.items() for body in all])
+def test_a_tensor_that_is_replaced_is_refused(name, body):
+    with pytest.raises(TraceError, match=f"replaces {name}, so every step") as caught:
+        trace(Model(body), BATCH)
+    assert caught.value.hint[0] == f"self.{name}.copy_(value) in forward"
+    assert "test_trace_state.py" in caught.value.where
+
+
+def averaged(m, h):
+    m.a.copy_(0.9 * m.a + 0.1 * mean(h))
+    m.aside = mean(h)
+    return m.a + m.aside
+
+
+def test_what_is_updated_in_place_is_in_the_program():
+    model = Model(averaged)
+    traced = trace(model, BATCH)
+    assert [n.args[0] for n in traced.graph.nodes if n.op == "update"] == ["a"]
+    plan = plan_traced(traced, cluster(TWO), planner="ddp-even")
+    assert verify(model, BATCH, plan, traced=traced, steps=2).ok
+
+
+def made_anew(m, h):
+    m.c = torch.arange(4.0)
+    return m.c
+
+
+def test_a_buffer_that_is_made_anew_in_every_call_is_no_state():
+    model = Model(made_anew)
+    assert trace(model, BATCH)
+    assert model.c.tolist() == [1.0] * 4 and type(model.c) is torch.Tensor
+
+
+def test_a_number_that_changes_is_warned_of():
+    def counted(m, h):
+        m.count += 1
+        return m.count
+
+    (warning,) = trace(Model(counted), BATCH).warnings
+    assert "the number count" in warning and "test_trace_state.py" in warning
+
+
+def one_value_for_two(m, h):
+    value = mean(h)
+    m.a.copy_(value)
+    m.b.copy_(value)
+    return m.a
+
+
+def one_value_each(m, h):
+    value = mean(h)
+    m.a.copy_(value)
+    m.b.copy_(value.clone())
+    return m.a
+
+
+def test_two_buffers_updated_with_one_value():
+    with pytest.raises(TraceError) as caught:
+        trace(Model(one_value_for_two), BATCH)
+    assert "self.b.copy_(value.clone())" in caught.value.hint[0]
+    model = Model(one_value_each)
+    updates = [n.args[0] for n in trace(model, BATCH).graph.nodes if n.op == "update"]
+    assert updates == ["a", "b"]
+
+
+def tie(m):
+    m.register_buffer("again", m.a)
+
+
+def update_tied(m, h):
+    m.a.add_(mean(h))
+    return m.again
+
+
+def update_once(m, h):
+    m.a.add_(mean(h))
+    return m.a
+
+
+def test_a_buffer_of_two_names():
+    with pytest.raises(TraceError, match="two names is updated") as caught:
+        trace(Model(update_tied, tie), BATCH)
+    assert caught.value.got == "a and again, which share memory"
+    assert caught.value.hint[0] == "register a once, and use it by that name in place of again"
+    assert trace(Model(update_once), BATCH)
+    assert trace(Model(lambda m, h: m.a + m.again, tie), BATCH)  # that is only read
+
+
+class Twice(nn.Module):
+    def __init__(self, hide: bool) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        self.again = [self.norm] if hide else self.norm
+
+    def forward(self, x):
+        again = self.again[0] if isinstance(self.again, list) else self.again
+        return again(self.norm(self.layer(x))).square().sum()
+
+
+def test_a_norm_of_two_names():
+    with pytest.raises(TraceError, match="two names is updated") as caught:
+        trace(Twice(hide=False), BATCH)
+    assert "self.again = [self.module]" in caught.value.hint[1]
+    assert trace(Twice(hide=True), BATCH)
