@@ -6,6 +6,7 @@ loop runs unchanged under ``torchrun``.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +38,9 @@ from .random import RandomPolicy
 from .shapes import Forms
 from .shard_tensor import ShardTensor, Whole, plain, shard
 from .shards import Stored, agree, stored_tensors
+from .shells import parallel_class
 from .start import check_values, start_together
+from .whole_model import own_module
 
 __all__ = [
     "Output", "ParallelModel", "full_optimizer_state_dict", "load_full_optimizer_state_dict", "parallelize",
@@ -95,8 +98,26 @@ def parallelize(
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()
-    calls = Calls.of(model, plan)
     agree((t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, TakenOver)), comm)
+    random = RandomPolicy(seed, exact=random_exact)
+    options = dict(check_model=check_model, kept_shapes=kept_shapes)
+    return _take(model, optimizer, plan, comm, stored, random, **options), optimizer
+
+
+def _take(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Any,
+    comm: Comm,
+    stored: Mapping[str, Stored],
+    random: RandomPolicy,
+    *,
+    check_model: bool,
+    kept_shapes: int,
+) -> ParallelModel:
+    """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
+    program = plan if isinstance(plan, Program) else plan.program
+    calls = Calls.of(model, plan)
     taken = _Taken(comm, stored, _owners(program, model))
     params = {name: taken.param(name, p) for name, p in model.named_parameters(remove_duplicate=False)}
     held_buffers = {name: taken.buffer(name, b) for name, b in model.named_buffers(remove_duplicate=False)}
@@ -115,7 +136,7 @@ def parallelize(
         comm,
         calls,
         Forms.of(model, plan, calls, comm, kept_shapes),
-        RandomPolicy(seed, exact=random_exact),
+        random,
         stored,
         {p: stored[name] for p, name in zip(taken.inner, first_names)},
         {},
@@ -127,9 +148,14 @@ def parallelize(
         reducer,
         Inner.of(taken.inner, learning, reducer),
         Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
+        model,
+        lambda twin: _take(
+            twin, None, plan, comm, stored, copy.copy(random), check_model=False, kept_shapes=kept_shapes
+        ),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
     )
-    parallel = ParallelModel(runtime, model, params, held_buffers)
+    made = parallel_class(ParallelModel, type(own_module(model)))
+    parallel = made(runtime, model, params, held_buffers)
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
     for whole, shown in taken.shown.items():
@@ -137,7 +163,7 @@ def parallelize(
             take_over(whole, shown)
     if comm.device.type == "cpu":
         trim_heap(0)  # what setting up took
-    return parallel, optimizer
+    return parallel
 
 
 @dataclass

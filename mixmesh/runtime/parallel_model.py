@@ -22,6 +22,7 @@ from .calls import Calls
 from .collectives import Handle, all_reduce, then
 from .comm import Comm
 from .executor import RankProgram, compile_program, local_piece
+from .face import Face
 from .gradients import GradientReducer, Sums
 from .guards import Guards, wrapped_twice
 from .hooks import HookWatch
@@ -39,6 +40,7 @@ from .shard_tensor import plain
 from .shards import Stored
 from .start import meets
 from .states import check_model_state
+from .whole_model import Loan
 from .window import Window
 
 
@@ -77,11 +79,14 @@ class Runtime:
     reducer: GradientReducer
     node: Inner
     guards: Guards
+    original: nn.Module  # taken over
+    again: Callable[[nn.Module], ParallelModel]  # makes another one of a module with whole weights
     unchecked: PlannedModel | None  # until the first call
     recorder: Recorder | None = None
+    loans: list[Loan] = field(default_factory=list)
 
 
-class ParallelModel(nn.Module):
+class ParallelModel(Face):
     """This rank's part of a model: its parameters under the model's own names, and how to run them.
 
     Outside of it everything reads as on one device. Parameters that are cut are ``ShardTensor``s, which stand
@@ -96,14 +101,9 @@ class ParallelModel(nn.Module):
         params: Mapping[str, nn.Parameter],
         buffers: Mapping[str, Tensor],
     ) -> None:
-        super().__init__()
-        self._runtime = runtime
-        transient = _transient_buffers(model)
-        for name, p in params.items():
-            _owner(self, name).register_parameter(name.rpartition(".")[2], p)
-        for name in buffers:
-            leaf = name.rpartition(".")[2]
-            _owner(self, name).register_buffer(leaf, buffers[name], persistent=name not in transient)
+        nn.Module.__init__(self)
+        self.__dict__["_runtime"] = runtime
+        self._wear(model, params, buffers)
         self.train(model.training)
         self.register_load_state_dict_post_hook(lambda *_: runtime.wholes.changed())
         self._hooks_seen = HookWatch(self)
@@ -370,11 +370,13 @@ class ParallelModel(nn.Module):
         for name, mine in own.items():
             plain(mine).copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))
         self._runtime.wholes.changed()
+        for loan in self._runtime.loans:
+            loan.note()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; also drops what ``no_sync`` has left to be summed."""
         with Off():
-            super().zero_grad(set_to_none)
+            nn.Module.zero_grad(self, set_to_none)
         self._runtime.reducer.drop()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
@@ -408,21 +410,3 @@ class _Loss(torch.autograd.Function):
             ctx.earlier.deliver(gradient)
             runtime.seed = next_seed(gradient, runtime.seed)
         return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens
-
-
-def _owner(root: nn.Module, name: str) -> nn.Module:
-    """The submodule that holds ``name``, made if need be."""
-    *path, _ = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]
-    return root
-
-
-def _transient_buffers(model: nn.Module) -> set[str]:
-    return {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }

@@ -1,0 +1,76 @@
+"""The side of a parallel model that is the original's: classes, attributes, copies, and the whole module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .shells import check_attribute, dress
+from .whole_model import lent, own_module
+
+
+class Face(nn.Module):
+    """A module that stands for another one. ``_runtime`` is set before anything else."""
+
+    def _wear(self, model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Takes on the modules and attributes of ``model``, with these tensors by name in place of its
+        own."""
+        original = own_module(model)
+        dress(self, original, {original: self})
+        for kind, tensors in (("_parameters", params), ("_buffers", buffers)):
+            for name, tensor in tensors.items():
+                owner, _, leaf = name.rpartition(".")
+                getattr(self.get_submodule(owner), kind)[leaf] = tensor
+
+    def whole(self) -> AbstractContextManager[nn.Module]:
+        """The original module with whole weights, for the time of a ``with`` block: its class, attributes and
+        hooks are the user's own, and it runs at any batch size.
+
+        Collective at the beginning; every rank holds all of the model meanwhile. Weights that are changed
+        within must be given back by ``load_full_state_dict``; raises InputError at the end if they were not,
+        or if a backward pass has left gradients.
+        """
+        run = self._runtime
+        return lent(own_module(run.original), self, run)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_attribute(self, name, value)
+        nn.Module.__setattr__(self, name, value)
+
+    def extra_repr(self) -> str:
+        return f"mixmesh: rank {self._runtime.comm.rank} of {self._runtime.comm.world_size}"
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> nn.Module:
+        """Refused: on pieces an initialisation is another one, or differs from rank to rank."""
+        raise InputError(
+            "apply on a parallel model would change pieces of parameters, on every rank by itself",
+            expected="a model that is initialised before it is parallel",
+            got="model.apply(function)",
+            hint=("model.apply(function) before parallelize", "model.load_full_state_dict(state)"),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        """Another parallel model with pieces of its own, in the same layout and over the same groups.
+        Collective; every rank holds the whole model meanwhile."""
+        with self.whole() as module:
+            twin = copy.deepcopy(module)
+        made = memo[id(self)] = self._runtime.again(twin)
+        for mine, its in zip(self.parameters(), made.parameters()):
+            its.requires_grad_(mine.requires_grad)
+        return made.train(self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InputError(
+            "a parallel model cannot be written as an object: it is a part of a model and its connections",
+            expected="a state, whole or in pieces",
+            got="torch.save(model) or pickle",
+            hint=(
+                'state = model.full_state_dict(), on every rank; then torch.save(state, "model.pt") on one',
+                "torch.distributed.checkpoint.save(model.state_dict())",
+            ),
+        )

@@ -1,0 +1,147 @@
+"""The modules of a parallel model: of the classes of the original's, with their attributes, and never run.
+
+``print(model)``, ``isinstance(model.a, nn.Linear)``, ``model.config`` and the model's own methods are as on
+one device. A module within a parallel model holds pieces of parameters, and its operators are those of the
+program: calling it is refused, and so are the few methods that could only be wrong (``generate``, say). The
+user's own module, with whole weights, is ``with model.whole() as m``.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+
+WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
+# instance attributes that every module has for itself, or that would run the original
+_OWN = frozenset({*nn.Module().__dict__, "forward", "__call__", "_compiled_call_impl", "_orig_mod"})
+# what modules of a parallel model take from nn.Module whatever the original makes of it: names and values are
+# those of the program
+_OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
+_OF_THE_WHOLE = (
+    "__call__", "__delattr__", "__setstate__", "state_dict", "load_state_dict", "parameters",
+    "named_parameters", "buffers", "named_buffers", "children", "named_children", "modules", "named_modules",
+    "train", "eval", *_OF_STATES,
+)  # fmt: skip
+_REFUSED = ("generate", "save_pretrained", "push_to_hub")
+
+
+class Shell(nn.Module):
+    """A module within a parallel model."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise InputError(
+            "a module within a parallel model does not run by itself: the program runs the whole model",
+            expected="a call of the parallel model",
+            got=f"a call of its {self._get_name()}",
+            hint=WHOLE_HINT,
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        check_attribute(self, name, value)
+        super().__setattr__(name, value)
+
+
+def check_attribute(module: nn.Module, name: str, value: Any) -> None:
+    """Raises InputError for another value of an attribute of the original: the program has been planned with
+    the one that it had."""
+    planned = module.__dict__.get("_planned_attributes", {})
+    if name in planned and value is not planned[name] and not _is_equal(value, planned[name]):
+        raise InputError(
+            f"{module._get_name()}.{name} was planned: another value would change nothing",
+            expected=f"{name} = {planned[name]!r}",
+            got=f"{name} = {value!r}",
+            hint="set it before planning, plan again, and parallelize that",
+        )
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    simple = (bool, int, float, str, type(None))
+    return type(value) is type(other) and isinstance(value, simple) and value == other
+
+
+def attributes_of(module: nn.Module) -> dict[str, Any]:
+    """The instance attributes of a module that are no tensors, and that no module has for itself."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name not in _OWN and not isinstance(value, Tensor)
+    }
+
+
+def shell_of(original: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+    """A shell of a module and of all within it, without tensors. Modules that are ``known`` have theirs."""
+    if original not in known:
+        shell = nn.Module.__new__(_class_of(type(original)))
+        nn.Module.__init__(shell)
+        known[original] = shell
+        dress(shell, original, known)
+    return known[original]
+
+
+def dress(shell: nn.Module, original: nn.Module, known: dict[nn.Module, nn.Module]) -> None:
+    """Gives a shell the attributes and modules of its original, and the places of its tensors."""
+    attributes = {name: value for name, value in attributes_of(original).items() if _is_free(shell, name)}
+    shell.__dict__.update(attributes, training=original.training, _planned_attributes=attributes)
+    for name, child in original._modules.items():
+        shell._modules[name] = None if child is None else shell_of(child, known)
+    shell._parameters.update(dict.fromkeys(original._parameters))
+    shell._buffers.update(dict.fromkeys(original._buffers))
+    shell._non_persistent_buffers_set.update(original._non_persistent_buffers_set)
+
+
+def _is_free(shell: nn.Module, name: str) -> bool:
+    """Whether an attribute of the original stands in the way of nothing that a parallel model has."""
+    return isinstance(shell, Shell) or name not in _reserved(type(shell))
+
+
+@lru_cache
+def _reserved(kind: type) -> frozenset[str]:
+    return frozenset(
+        name for base in kind.__mro__ if base.__module__.startswith("mixmesh.") for name in vars(base)
+    )
+
+
+@lru_cache
+def _class_of(original: type) -> type:
+    if issubclass(original, Shell):  # of a copy
+        return original
+    return _derived(Shell, original, {name: getattr(nn.Module, name) for name in _OF_STATES})
+
+
+@lru_cache
+def parallel_class(base: type, original: type) -> type:
+    """``base``, the class of parallel models, with the name, the methods and the class of the original."""
+    kept = {name: getattr(nn.Module, name) for name in _OF_THE_WHOLE if name not in vars(base)}
+    refused = {name: _refusal(name) for name in _REFUSED if hasattr(original, name)}
+    return _derived(base, original, kept | refused)
+
+
+def _derived(base: type, original: type, extra: dict[str, Any]) -> type:
+    members = {"__module__": original.__module__, "__qualname__": original.__qualname__, **extra}
+    if not issubclass(original, torch.jit.ScriptModule):
+        try:
+            return types.new_class(
+                original.__name__, (base, original), exec_body=lambda ns: ns.update(members)
+            )
+        except TypeError:  # a class that cannot be derived from so
+            pass
+    return type(original.__name__, (base,), members)
+
+
+def _refusal(name: str) -> Callable[..., Any]:
+    def refuse(self: nn.Module, *_: Any, **__: Any) -> Any:
+        raise InputError(
+            f"{name} needs the whole model, of which a rank holds a part",
+            expected="a module with whole weights",
+            got=f"{name} of a parallel model",
+            hint=f"with model.whole() as m: m.{name}(...)  # on every rank; let rank 0 alone write files",
+        )
+
+    return refuse

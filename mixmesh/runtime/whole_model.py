@@ -1,0 +1,134 @@
+"""The user's own module with whole weights, lent for a while: to evaluate, generate, export.
+
+It is the very object that ``parallelize`` took over, with its class, its hooks and its attributes. Afterwards
+it is empty again, so that it is never stale.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from .comm import Comm
+from .original import TakenOver, give_back, take_over
+from .shard_numbers import Off
+from .shard_tensor import plain
+from .shards import Stored
+
+WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
+
+
+def own_module(model: nn.Module) -> nn.Module:
+    """The user's module within one that computes a loss of its outputs; any other itself."""
+    return model.__dict__.get(WITHOUT_LOSS, model)
+
+
+@torch.no_grad()
+def whole_tensors(parallel: nn.Module, stored: Mapping[str, Stored], comm: Comm) -> dict[str, Tensor]:
+    """All parameters and buffers of a parallel model by every name, whole. Collective."""
+    every = chain(
+        parallel.named_parameters(remove_duplicate=False), parallel.named_buffers(remove_duplicate=False)
+    )
+    wholes: dict[int, Tensor] = {}
+    out = {}
+    for name, mine in every:
+        if id(mine) not in wholes:
+            wholes[id(mine)] = stored[name].whole(plain(mine), comm)
+        out[name] = wholes[id(mine)]
+    return out
+
+
+@dataclass
+class Loan:
+    """A module that has whole weights for a while. ``known`` are marks of its ``tensors`` (by name) as the
+    parallel model has them."""
+
+    module: nn.Module
+    tensors: dict[str, Tensor]
+    known: dict[str, tuple] = field(default_factory=dict)
+
+    def note(self) -> None:
+        """Its weights are those of the parallel model now."""
+        self.known = {name: _mark(x) for name, x in self.tensors.items()}
+
+    def changed(self) -> list[str]:
+        return [name for name, x in self.tensors.items() if _mark(x) != self.known[name]]
+
+
+@torch.no_grad()
+def _mark(x: Tensor) -> tuple:
+    """What tells a tensor from one that was changed, on every rank alike: a piece may be nobody's here."""
+    wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
+    return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())
+
+
+@contextmanager
+def lent(original: nn.Module, parallel: nn.Module, run: Any) -> Iterator[nn.Module]:
+    """``original`` with the values of ``parallel``, whose runtime is ``run``, and empty again afterwards.
+    Collective at the beginning.
+
+    One that was made whole before (``load_state_dict``) stays as it is, and a copy is given. Raises
+    InputError at the end if weights were changed or gradients left, both of which would be lost."""
+    with run.comm.call("whole"):
+        values = whole_tensors(parallel, run.stored, run.comm)
+    is_empty = all(isinstance(x, TakenOver) for x in _tensors(original).values())
+    module = original if is_empty else copy.deepcopy(original)
+    loan = Loan(module, _tensors(module))
+    modes = {m: m.training for m in module.modules()}
+    for name, x in loan.tensors.items():
+        _fill(x, values[name])
+    del values
+    for m in module.modules():
+        m.training = parallel.training
+    loan.note()
+    run.loans.append(loan)
+    try:
+        yield module
+        _check(loan)
+    finally:
+        run.loans.remove(loan)
+        for m, training in modes.items():
+            m.training = training
+        shown = _tensors(parallel)
+        for name, x in loan.tensors.items() if is_empty else ():
+            if not isinstance(x, TakenOver):
+                take_over(x, shown[name])
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    params, buffers = module.named_parameters, module.named_buffers
+    return {**dict(params(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
+
+
+@torch.no_grad()
+def _fill(x: Tensor, value: Tensor) -> None:
+    if isinstance(x, TakenOver):
+        with Off():
+            give_back(x)
+        x.data = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=value.device).copy_(value)
+    else:
+        x.data.copy_(value)
+
+
+def _check(loan: Loan) -> None:
+    changed, learnt = loan.changed(), [name for name, x in loan.tensors.items() if x.grad is not None]
+    if changed or learnt:
+        raise InputError(
+            "weights were changed within model.whole(), and would be lost"
+            if changed
+            else "a backward pass was made within model.whole(), whose gradients would be lost",
+            expected="evaluation (m.eval() for batch norm), or the changes given back",
+            got=", ".join((changed or learnt)[:3]),
+            hint=(
+                "model.load_full_state_dict(m.state_dict())  # within the block, on every rank, for weights",
+                "with torch.no_grad(): ...  # where no gradient is meant",
+            ),
+        )

@@ -1,0 +1,107 @@
+"""Copies of a parallel model, and averages of its weights: as on one device, or refused at once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from gloo_world import assert_passed
+from plans import PLANS, Mlp, batch, close, named, program
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from mixmesh.errors import InputError
+from mixmesh.runtime.parallel import parallelize
+
+
+def start(name: str):
+    single, mine = Mlp(0), Mlp(0)
+    sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, mine)]
+    model, optimizer = parallelize(mine, sgd[1], program(name), device="cpu", timeout_s=20)
+    return (single, sgd[0]), (model, optimizer)
+
+
+def step(pair, seed: int) -> None:
+    model, optimizer = pair
+    optimizer.zero_grad()
+    model(**batch(seed)).backward()
+    optimizer.step()
+
+
+def same_loss(single, model, seed: int, what: str) -> None:
+    with torch.no_grad():
+        close(model(**batch(seed)), single(**batch(seed)), what)
+
+
+def check_a_deep_copy_stands_for_itself(_) -> None:
+    for name in PLANS:
+        pairs = start(name)
+        for pair in pairs:
+            step(pair, 0)
+        copies = [copy.deepcopy(model) for model, _ in pairs]
+        for pair in pairs:
+            step(pair, 1)
+        same_loss(*copies, 2, f"{name}: the copy")
+        same_loss(*(model for model, _ in pairs), 3, f"{name}: the original of the copy")
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in copies]
+        for pair in zip(copies, optimizers):
+            step(pair, 4)
+        same_loss(*copies, 5, f"{name}: the copy, trained")
+
+
+def check_averaged_models(_) -> None:
+    averages = (dict(), dict(multi_avg_fn=get_ema_multi_avg_fn(0.9)))
+    for name in PLANS:
+        for options in averages:
+            pairs = start(name)
+            means = [AveragedModel(model, **options) for model, _ in pairs]
+            for n in range(3):
+                for pair, mean in zip(pairs, means):
+                    step(pair, n)
+                    mean.update_parameters(pair[0])
+            same_loss(*means, 7, f"{name} {options}")
+
+
+def check_averages_by_hand(_) -> None:
+    """As timm's ModelEma does it, over the state of a deep copy, and as a dict of shadows."""
+    for name in PLANS:
+        pairs = start(name)
+        copies = [copy.deepcopy(model).eval().requires_grad_(False) for model, _ in pairs]
+        shadows = [{n: p.detach().clone() for n, p in model.named_parameters()} for model, _ in pairs]
+        for n in range(3):
+            for pair, mean, shadow in zip(pairs, copies, shadows):
+                step(pair, n)
+                with torch.no_grad():
+                    for a, b in zip(mean.state_dict().values(), pair[0].state_dict().values()):
+                        if a.is_floating_point():
+                            a.copy_(0.9 * a + (1 - 0.9) * b)
+                    for key, p in pair[0].named_parameters():
+                        shadow[key].mul_(0.9).add_(p, alpha=0.1)
+        same_loss(*(m.train() for m in copies), 7, f"{name}: over the state")
+        for (model, _), shadow in zip(pairs, shadows):
+            with torch.no_grad():
+                for key, p in model.named_parameters():
+                    p.copy_(shadow[key])
+        same_loss(*(model for model, _ in pairs), 8, f"{name}: shadows")
+
+
+def check_an_average_made_of_the_original_is_refused_where_parameters_are_cut(_) -> None:
+    for name in ("fsdp", "tensor_parallel"):
+        mean = Mlp(0)  # a copy from before parallelize
+        model, _ = parallelize(Mlp(0), None, program(name), device="cpu", timeout_s=20)
+        with pytest.raises(InputError), torch.no_grad():
+            for a, p in zip(mean.parameters(), model.parameters()):
+                a.mul_(0.9).add_(p, alpha=0.1)
+
+
+IDIOMS = named(
+    check_a_deep_copy_stands_for_itself,
+    check_averaged_models,
+    check_averages_by_hand,
+    check_an_average_made_of_the_original_is_refused_where_parameters_are_cut,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_averages(outcomes, name):
+    assert_passed(outcomes[name])

@@ -1,0 +1,192 @@
+"""A parallel model shows the original's classes and attributes, and lends the original with whole weights."""
+
+from __future__ import annotations
+
+import copy
+import io
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed
+from plans import PLANS, Mlp, batch, close, named, plan_of, program
+from torch import nn
+
+from mixmesh.errors import InputError
+from mixmesh.runtime.parallel import parallelize
+
+
+class Speaker(nn.Module):
+    """A model with all that people hang on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = SimpleNamespace(width=8, name="speaker")
+        self.scale = 2.0
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.0)), nn.Linear(8, 4)]
+        )
+        self.double()
+
+    def logits(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x * self.scale
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.logits(x), y)
+
+    def num_weights(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+    def generate(self, x):
+        return self.logits(x).argmax(-1)
+
+    @property
+    def width(self) -> int:
+        return self.config.width
+
+
+def inputs(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return dict(
+        x=torch.randn(12, 6, dtype=torch.float64, generator=g), y=torch.randint(4, (12,), generator=g)
+    )
+
+
+def speaker(stage: int):
+    original = Speaker()
+    plan = plan_of(original, inputs(), stage)
+    model, _ = parallelize(original, None, plan, device="cpu", timeout_s=20, check_model=False)
+    return Speaker(), original, model
+
+
+def check_classes_and_attributes_are_the_originals(_) -> None:
+    for stage in (0, 2):
+        single, _, model = speaker(stage)
+        assert isinstance(model, Speaker) and isinstance(model.layers[0][0], nn.Linear)
+        assert len(model.layers) == 2 and isinstance(model.layers[0], nn.Sequential)
+        assert model.config.name == "speaker" and model.scale == 2.0 and model.width == 8
+        assert model.num_weights() == single.num_weights()
+        assert model.layers[1].in_features == 8 and model.layers[1].bias is not None
+        shown = repr(model).splitlines()
+        assert shown[0] == "Speaker(" and f"rank {dist.get_rank()} of 3" in shown[1]
+        assert [*shown[:1], *shown[2:]] == repr(single).splitlines()
+        assert list(model.state_dict()) == list(single.state_dict())
+        assert [n for n, _ in model.named_modules()] == [n for n, _ in single.named_modules()]
+        close(model(**inputs()), single(**inputs()))
+
+
+def check_what_would_run_pieces_is_refused(_) -> None:
+    for stage in (0, 2):
+        _, _, model = speaker(stage)
+        for use in (model.layers[1], model.logits, model.generate):
+            with pytest.raises(InputError) as caught:
+                use(inputs()["x"])
+            assert "with model.whole() as m" in str(caught.value)
+        with pytest.raises(InputError, match="before it is parallel|apply on a parallel"):
+            model.apply(lambda module: None)
+
+
+def check_an_attribute_that_was_planned_cannot_change(_) -> None:
+    for stage in (0, 2):
+        _, _, model = speaker(stage)
+        with pytest.raises(InputError, match="scale was planned"):
+            model.scale = 3.0
+        with pytest.raises(InputError, match=r"Dropout.p was planned"):
+            model.layers[0][2].p = 0.5
+        model.scale, model.epoch = 2.0, 7  # the same value, and one that nothing depends on
+        assert model.epoch == 7
+        model.eval()
+        assert not model.layers[0].training
+
+
+def check_the_whole_model_is_the_users_own(_) -> None:
+    for stage in (0, 2):
+        single, original, model = speaker(stage)
+        sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (single, model)]
+        for n in range(2):
+            for m, optimizer in zip((single, model), sgd):
+                optimizer.zero_grad()
+                m(**inputs(n)).backward()
+                optimizer.step()
+        with model.whole() as m:
+            assert m is original and type(m) is Speaker and type(m.layers[1].weight) is nn.Parameter
+            few = inputs(5)["x"][:5]
+            with torch.no_grad():
+                close(m.logits(few), single.logits(few))
+            assert torch.equal(m.eval().generate(few), single.generate(few))
+            file = io.BytesIO()
+            torch.save(m.state_dict(), file)
+        assert model.training
+        with pytest.raises(InputError, match="taken over by parallelize"):
+            original.logits(few)
+        file.seek(0)
+        for name, value in torch.load(file).items():
+            close(value, single.state_dict()[name], name)
+        close(model(**inputs()), single(**inputs()))
+
+
+def check_under_every_plan(_) -> None:
+    for name in PLANS:
+        single, original = Mlp(0), Mlp(0)
+        model, _ = parallelize(original, None, program(name), device="cpu", timeout_s=20)
+        with torch.no_grad(), model.whole() as m:
+            close(m(**batch(3)), single(**batch(3)), name)
+        with torch.no_grad():
+            close(model(**batch(0)), single(**batch(0)), name)
+
+
+def check_changes_within_are_given_back_or_refused(_) -> None:
+    for stage in (0, 2):
+        _, _, model = speaker(stage)
+        with pytest.raises(InputError, match="weights were changed"), model.whole() as m:
+            m.layers[1].weight.data.mul_(2)
+        with pytest.raises(InputError, match="gradients would be lost"), model.whole() as m:
+            m(**inputs()).backward()
+        with pytest.raises(KeyError), model.whole() as m:
+            m.layers[1].weight.data.mul_(2)
+            raise KeyError("of the user")
+        with model.whole() as m, torch.no_grad():
+            m.layers[1].weight.mul_(3)
+            model.load_full_state_dict(m.state_dict())
+            tripled = m.layers[1].weight.detach().clone()
+        close(model.full_state_dict()["layers.1.weight"], tripled)
+
+
+def check_an_original_that_was_made_whole_stays(_) -> None:
+    for stage in (0, 2):
+        _, original, model = speaker(stage)
+        original.load_state_dict(model.full_state_dict())
+        with torch.no_grad():
+            original.layers[1].weight.zero_()
+        with model.whole() as m:
+            assert m is not original and m.layers[1].weight.abs().sum() > 0
+        assert original.layers[1].weight.abs().sum() == 0
+
+
+def check_it_cannot_be_pickled(_) -> None:
+    _, _, model = speaker(2)
+    with pytest.raises(InputError, match="cannot be written as an object") as caught:
+        torch.save(model, io.BytesIO())
+    assert "full_state_dict" in str(caught.value)
+    assert copy.copy(model.config) == model.config
+
+
+IDIOMS = named(
+    check_classes_and_attributes_are_the_originals,
+    check_what_would_run_pieces_is_refused,
+    check_an_attribute_that_was_planned_cannot_change,
+    check_the_whole_model_is_the_users_own,
+    check_under_every_plan,
+    check_changes_within_are_given_back_or_refused,
+    check_an_original_that_was_made_whole_stays,
+    check_it_cannot_be_pickled,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_face(outcomes, name):
+    assert_passed(outcomes[name])
