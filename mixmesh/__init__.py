@@ -27,6 +27,7 @@ _EXPORTS = {
     "prepare": "preparation.script",
     "simulate": "api",
     "verify": "verification",
+    "whole": "runtime.whole_model",
     "MixmeshError": "errors",
     "InputError": "errors",
     "ClusterError": "errors",

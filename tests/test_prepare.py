@@ -91,3 +91,24 @@ def test_a_forward_that_takes_anything_is_refused():
 
     with pytest.raises(mixmesh.InputError, match="does not say"):
         with_loss(Anything(), F.mse_loss)(torch.ones(2, 2), torch.ones(2, 2))
+
+
+def test_a_loss_outside_gives_what_the_model_returns_if_it_is_asked_for():
+    model, x, y = nn.Linear(3, 2), torch.randn(4, 3), torch.randint(2, (4,))
+    out = with_loss(model, F.cross_entropy, ("logits",))(x, y)
+    assert torch.equal(out.loss, F.cross_entropy(model(x), y)) and torch.equal(out.logits, model(x))
+    assert out["logits"] is out.logits and torch.equal(out.gather().logits, out.logits) and out.rows is None
+
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    out = with_loss(Pair(3, 2), lambda made, y: F.cross_entropy(made[0], y), (1,))(x, y)
+    assert out[1] is x and out.loss.ndim == 0
+
+
+def test_on_one_device_the_whole_model_is_the_users_own():
+    model = nn.Linear(3, 2)
+    for made in (model, with_loss(model, F.cross_entropy)):
+        with mixmesh.whole(made) as m:
+            assert m is model

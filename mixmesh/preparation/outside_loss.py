@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
+from ..ir import Returned
+from ..runtime.outputs import Output
+from ..runtime.whole_model import WITHOUT_LOSS
+from ..trace.outputs import parts_of
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def with_loss(model: nn.Module, loss: Callable[..., Any]) -> nn.Module:
-    """``model`` called with a whole batch, returning ``loss(outputs, targets)``.
+def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[str | int] = ()) -> nn.Module:
+    """``model`` called with a whole batch, returning ``loss(outputs, targets)``; if any ``outputs`` are asked
+    for, an object with that ``.loss`` and all that the model returns: a tensor as ``.logits``, anything else
+    under its own names.
 
     Of a batch ``(x, y)`` as many values go to the model as its forward pass takes, the rest to the loss after
     the outputs; of a dict what the forward pass has names for, the rest to the loss by name. The parameters,
@@ -29,12 +35,21 @@ def with_loss(model: nn.Module, loss: Callable[..., Any]) -> nn.Module:
         own = {name: value for name, value in kwargs.items() if name in names}
         others = {name: value for name, value in kwargs.items() if name not in names}
         count = max(len(names) - len(own), 0)
-        outputs = original.forward(self, *args[:count], **own)
-        return loss(outputs, *args[count:], **others)
+        made = original.forward(self, *args[:count], **own)
+        value = loss(made, *args[count:], **others)
+        return _beside(value, made) if outputs else value
 
     wrapped = copy.copy(model)
+    wrapped.__dict__[WITHOUT_LOSS] = model
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+def _beside(loss: Any, made: Any) -> Output:
+    """The loss, and what a model returned."""
+    parts = [("logits", made)] if isinstance(made, Tensor) else parts_of(made)
+    values = {"loss": loss, **{str(name): value for name, value in parts if str(name) != "loss"}}
+    return Output(values, Returned(tuple(values)))
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ def prepare(
     Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
     same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
-    model = model if loss is None else with_loss(model, loss)
+    model = model if loss is None else with_loss(model, loss, outputs)
     if "RANK" not in os.environ:
         return model, optimizer, loader
     kind, defaults = type(optimizer), optimizer.defaults

@@ -16,6 +16,7 @@ from ..ir import Graph
 from ..rules import call_of
 from ..runtime.allocator import give_back
 from ..runtime.optimizers import fuse
+from ..trace.capture import loss_of
 from .children import attempt_on
 from .meter import REPEATS, Meter
 
@@ -57,8 +58,7 @@ def measure_steps(
 
     def backward(batch: Any) -> None:
         out = model(**batch) if isinstance(batch, dict) else model(*batch)
-        loss = out if isinstance(out, torch.Tensor) else out["loss"] if isinstance(out, dict) else out.loss
-        loss.backward()
+        loss_of(out).backward()
 
     def step(batch: Any) -> None:
         backward(batch)

@@ -78,9 +78,9 @@ class Output:
     def __getitem__(self, key: str | int | slice) -> Any:
         if isinstance(key, slice):
             return self.to_tuple()[key]
-        if isinstance(key, int):
+        if isinstance(key, int) and str(key) not in self._values:
             return _checked(self.to_tuple()[key])
-        return _checked(self._values[key])
+        return _checked(self._values[str(key)])
 
     def __getattr__(self, name: str) -> Any:
         values = self.__dict__.get("_values", {})

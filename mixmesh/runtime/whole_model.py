@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -24,6 +24,12 @@ from .shard_tensor import plain
 from .shards import Stored
 
 WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
+
+
+def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
+    """The user's own module with whole weights, for the time of a ``with`` block: of a parallel model
+    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too."""
+    return model.whole() if hasattr(model, "_runtime") else nullcontext(own_module(model))
 
 
 def own_module(model: nn.Module) -> nn.Module:

@@ -23,12 +23,13 @@ def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tens
     if isinstance(output, torch.Tensor):
         yield path, output
         return
-    for name, value in _parts(output, top=not path):
+    for name, value in parts_of(output, top=not path):
         yield from named_tensors(value, f"{path}.{name}" if path else str(name))
 
 
-def _parts(output: Any, *, top: bool) -> Iterator[tuple[Any, Any]]:
-    if isinstance(output, Mapping):
+def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Names and values in what a model returned; of what is no container its attributes, at the ``top``."""
+    if isinstance(output, Mapping) or hasattr(output, "items"):
         yield from output.items()
     elif isinstance(output, tuple) and hasattr(output, "_fields"):
         yield from zip(output._fields, output)
