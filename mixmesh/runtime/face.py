@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .shells import check_attribute, dress
-from .whole_model import lent, own_module
+from .whole_model import copy_tensors, lent, own_module
 
 
 class Face(nn.Module):
@@ -57,8 +57,11 @@ class Face(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Another parallel model with pieces of its own, in the same layout and over the same groups.
         Collective; every rank holds the whole model meanwhile."""
+        original = self._runtime.original
         with self.whole() as module:
-            twin = copy.deepcopy(module)
+            twin = copy.deepcopy(original)
+            if module is not own_module(original):  # that has values of its own
+                copy_tensors(module, own_module(twin))
         made = memo[id(self)] = self._runtime.again(twin)
         for mine, its in zip(self.parameters(), made.parameters()):
             its.requires_grad_(mine.requires_grad)

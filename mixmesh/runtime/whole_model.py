@@ -114,6 +114,13 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(params(remove_duplicate=False)), **dict(buffers(remove_duplicate=False))}
 
 
+def copy_tensors(source: nn.Module, to: nn.Module) -> None:
+    """Gives one module the values of another of the same kind."""
+    values = _tensors(source)
+    for name, x in _tensors(to).items():
+        _fill(x, values[name])
+
+
 @torch.no_grad()
 def _fill(x: Tensor, value: Tensor) -> None:
     if isinstance(x, TakenOver):

@@ -49,6 +49,16 @@ def check_a_deep_copy_stands_for_itself(_) -> None:
         same_loss(*copies, 5, f"{name}: the copy, trained")
 
 
+def check_a_copy_beside_an_original_that_was_made_whole(_) -> None:
+    for name in ("data_parallel", "fsdp"):
+        single, original = Mlp(0), Mlp(0)
+        model, _ = parallelize(original, None, program(name), device="cpu", timeout_s=20)
+        original.load_state_dict(model.full_state_dict())
+        with torch.no_grad():
+            original.fc1.weight.zero_()
+        same_loss(single, copy.deepcopy(model), 0, name)
+
+
 def check_averaged_models(_) -> None:
     averages = (dict(), dict(multi_avg_fn=get_ema_multi_avg_fn(0.9)))
     for name in PLANS:
@@ -96,6 +106,7 @@ def check_an_average_made_of_the_original_is_refused_where_parameters_are_cut(_)
 
 IDIOMS = named(
     check_a_deep_copy_stands_for_itself,
+    check_a_copy_beside_an_original_that_was_made_whole,
     check_averaged_models,
     check_averages_by_hand,
     check_an_average_made_of_the_original_is_refused_where_parameters_are_cut,

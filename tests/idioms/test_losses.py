@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -66,6 +68,8 @@ def check_a_loss_outside_gives_logits_beside_it(_) -> None:
             if kind != "tensor_parallel":  # where all ranks have all rows
                 dist.all_reduce(mine)
             assert mine == want, kind
+        means = [copy.deepcopy(model) for model, _ in pairs]
+        close(means[1](*batch(4)).loss, means[0](*batch(4)).loss, kind)
         # the user's own module, without the loss
         with pairs[1][0].whole() as m, mixmesh.whole(pairs[0][0]) as single, torch.no_grad():
             assert type(m) is Classifier and type(single) is Classifier
