@@ -69,7 +69,7 @@ def test_a_script_trains_as_on_one_device(tmp_path, planner, workers):
         torch.testing.assert_close(rank["losses"], single["losses"], rtol=1e-9, atol=1e-9)
         assert rank["batches"] == single["batches"] == 6
     if planner == "ddp-even":  # each loads its own rows alone, the second none of the last batch of one
-        assert [rank["rows"] for rank in ranks] == [52, 50]
+        assert sorted(rank["rows"] for rank in ranks) == [50, 52]
 
 
 def test_a_loss_outside_keeps_the_model_as_it_is():
