@@ -98,24 +98,29 @@ class Calls:
         known = None if arguments is None else {signature.named(name): text for name, text in arguments}
         return cls(signature, inputs, known)
 
-    def tensors(self, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The inputs of the program by its own names. Raises InputError for a call that it cannot answer."""
+    def tensors(
+        self, args: tuple, kwargs: Mapping[str, Any], *, evaluates: bool = False
+    ) -> dict[str, Tensor]:
+        """The inputs of the program by its own names; a call that ``evaluates`` may leave some out. Raises
+        InputError for a call that the program cannot answer."""
         bound = self.signature.bind(args, kwargs)
         leaves = flat(bound)
         if self.known is not None:
-            self._check(leaves)
+            self._check(leaves, evaluates)
         return {
             self.inputs[name]: leaf
             for name, leaf in leaves.items()
             if name in self.inputs and isinstance(leaf, Tensor)
         }
 
-    def _check(self, leaves: Mapping[str, Any]) -> None:
+    def _check(self, leaves: Mapping[str, Any], evaluates: bool) -> None:
         for name, leaf in leaves.items():
             text, known = describe_argument(leaf), self.known.get(name)
             if known is None and leaf is None:
                 continue  # as good as not passed
             if known == TENSOR and leaf is None:
+                if evaluates:
+                    continue
                 raise missing(name)
             if known is None and name in self.signature.names:
                 known = describe_argument(self.signature.names[name])  # its default, not passed when planned
@@ -152,9 +157,12 @@ def missing(name: str, given: str = "None") -> InputError:
     """An input that the call does not have: the program computes the loss, and the loss is made of it."""
     return InputError(
         f"the batch has no tensor {name!r}, and the planned loss is made of it",
-        expected=f"a tensor {name}, as in the batch that was planned with; to evaluate too",
+        expected=f"a tensor {name}, as in the batch that was planned with",
         got=given,
-        hint=f"pass {name}; without it: original.load_state_dict(model.full_state_dict()), original(...)",
+        hint=(
+            f"pass {name}",
+            "to evaluate without it: mixmesh.prepare(..., outputs=(...,)), and model.eval()",
+        ),
     )
 
 

@@ -82,13 +82,15 @@ def batch_of_shapes(
     shapes: Mapping[str, tuple[int, ...]],
     args: tuple,
     kwargs: Mapping[str, Any],
+    *,
+    evaluates: bool = False,
 ) -> Any:
     """The arguments of a call, passed as in planning, with tensors of other ``shapes``, by the names that
     the program has for its inputs."""
     inputs = {i.args[0]: i.type.value for i in program_inputs(program)}
     whole = {
         id(t): torch.empty(shapes[name], dtype=TORCH_DTYPE[inputs[name].dtype], device=t.device)
-        for name, t in calls.tensors(args, kwargs).items()
+        for name, t in calls.tensors(args, kwargs, evaluates=evaluates).items()
     }
     bound = calls.signature.bind(args, kwargs)
     planned = pytree.tree_map_only(Tensor, lambda t: whole.get(id(t), t), bound)

@@ -8,7 +8,7 @@ order of the batch. All others say what to write when they are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -181,11 +181,13 @@ class Kept:
 @dataclass(frozen=True)
 class Returns:
     """How a call's output is made: as what the model ``returned`` when it was planned, with the outputs that
-    are ``kept``. ``rows``: the samples of this rank."""
+    are ``kept``. ``rows``: the samples of this rank. ``has_loss``: a call that leaves out the labels gives
+    none."""
 
     returned: Returned
     kept: tuple[Kept, ...]
     rows: slice | None
+    has_loss: bool = True
 
     @classmethod
     def of(cls, plan: Any, comm: Comm) -> Returns | None:
@@ -202,6 +204,17 @@ class Returns:
         kept = tuple(Kept.of(program, i, flowing) for i in outputs.values())
         return cls(returned, kept, _own_rows(program, comm.rank))
 
+    def without_loss(self) -> Returns:
+        """The same for a call without a loss. Raises InputError for a tuple, whose places are others then."""
+        if self.returned.is_tuple:
+            raise InputError(
+                "a tuple has other places without the loss",
+                expected="a model that returns an object or a dict",
+                got="a tuple, and a call without what the loss is made of",
+                hint="pass the labels, or return an object with .loss and .logits",
+            )
+        return replace(self, has_loss=False)
+
     def __call__(self, loss: Tensor, shown: Mapping[str, list[Tensor]], comm: Comm) -> Output:
         """The output of one call, of what this rank holds."""
         mine = {k.name: k.shown(shown.get(k.name, []), comm) for k in self.kept}
@@ -213,7 +226,8 @@ class Returns:
 
         trees = self._trees(guarded)
         names = dict.fromkeys(map(first_part, self.returned.names))
-        values = {n: loss if n == self.returned.loss else trees.get(n, NotKept(n)) for n in names}
+        shown_loss = loss if self.has_loss else None
+        values = {n: shown_loss if n == self.returned.loss else trees.get(n, NotKept(n)) for n in names}
         return Output(values, self.returned, self.rows, gather)
 
     @staticmethod

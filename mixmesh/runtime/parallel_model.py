@@ -145,7 +145,7 @@ class ParallelModel(Face):
         run = self._runtime
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
-        tensors = run.calls.tensors(args, kwargs)
+        tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
         # what a rank sees to be wrong by itself it says before it waits for others
         form = run.forms.form(tensors, args, kwargs, training=self.training)
         steps = form.steps
@@ -155,7 +155,8 @@ class ParallelModel(Face):
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
         if run.random.step < COMPARED_STEPS:
             run.comm.compare(lambda: facts_of_batch(form.program, tensors))
-        self._check_planned(args, kwargs)
+        if self.training or form is run.forms.planned:
+            self._check_planned(args, kwargs)
         params = run.params
         buffers = {name: plain(b) for name, b in self.named_buffers(remove_duplicate=False)}
         read = buffers
@@ -167,7 +168,7 @@ class ParallelModel(Face):
         if steps is None:
             shown: dict[str, Tensor] = {}
             local, updated, tokens = self._compiled(form).run(params, read, inputs, shown=shown)
-            value = self._zero() if local is None else local.detach()
+            value = self._zero(form) if local is None else local.detach()
             done = _Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
             done, updated = self._accumulate(form, params, read, inputs)
@@ -206,7 +207,7 @@ class ParallelModel(Face):
                 earlier = Earlier(run.reducer, run.seed)
                 run.reducer.put_back(before)
             return _Forward(None, [], value, earlier), updated
-        value, start = self._zero(), 0
+        value, start = self._zero(form), 0
         pieces: dict[str, list[Tensor]] = {}
         for number, size in enumerate(steps.sizes):
             run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
@@ -215,7 +216,7 @@ class ParallelModel(Face):
             local, updated, tokens = self._compiled(form, size).run(params, buffers, part, shown=shown)
             for name, piece in shown.items():
                 pieces.setdefault(name, []).append(piece)
-            own = self._zero() if local is None else local.detach()
+            own = self._zero(form) if local is None else local.detach()
             value = value + own
             start += size
             if learns and number + 1 < len(steps.sizes):
@@ -237,7 +238,7 @@ class ParallelModel(Face):
         the loss, and new values of buffers."""
         run, steps = self._runtime, form.steps
         size, count = steps.sizes[0], len(steps.sizes)
-        value, updated = self._zero(), {}
+        value, updated = self._zero(form), {}
         if steps.stage is None:
             return value, updated
 
@@ -284,8 +285,8 @@ class ParallelModel(Face):
             )
         return run.compiled[key]
 
-    def _zero(self) -> Tensor:
-        dtype = TORCH_DTYPE[self.program.types[self.program.loss].value.dtype]
+    def _zero(self, form: Form) -> Tensor:
+        dtype = TORCH_DTYPE[form.program.types[form.program.loss].value.dtype]
         return torch.zeros((), dtype=dtype, device=self.comm.device)
 
     def _total(self, value: Tensor) -> Handle:

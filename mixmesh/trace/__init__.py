@@ -131,6 +131,7 @@ def trace(
     batch_norm: str = EXACT,
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
+    needs_loss: bool = True,
 ) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
@@ -140,11 +141,12 @@ def trace(
     norm takes in training: those of the whole batch ("exact") or of each rank's own samples ("local").
     ``outputs`` names what else of the model's output is kept: an attribute, a key, or a place in a tuple.
     The model is called under ``autocast``, a type of device and a dtype's name, and under no other such
-    context. Raises TraceError if PyTorch cannot export the model, or if it does not return a loss, InputError
-    for another kind of batch norm.
+    context. Unless it ``needs_loss``, a number stands in the place of a loss that the call does not give, and
+    ``returned.loss`` is "". Raises TraceError if PyTorch cannot export the model, or if it does not return a
+    loss, InputError for another kind of batch norm.
     """
     check_batch_norm(batch_norm)
-    captured = capture(model, batch, KNOWN, outputs, autocast)
+    captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss)
     graph = convert(captured, model, name or graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step

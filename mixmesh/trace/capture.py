@@ -143,8 +143,10 @@ class LossAndOutputs(nn.Module):
         batch: Batch,
         wanted: Collection[str | int] = (),
         autocast: Autocast | None = None,
+        needs_loss: bool = True,
     ) -> None:
         super().__init__()
+        self._needs_loss = needs_loss
         self.model = model
         self._autocast = autocast
         self.training = model.training
@@ -157,12 +159,23 @@ class LossAndOutputs(nn.Module):
         with under(self._autocast), self.attributes.watched():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
+        if not self._needs_loss and loss_of(output) is None:
+            return self._outputs(output, where)
         loss = check_loss(loss_of(output), output, where)
         named = {} if loss is output else dict(named_tensors(output))
         its_name = next((name for name, value in named.items() if value is loss), "loss")
         chosen = selected(tuple(named), its_name, self._wanted, where)
         self.found.set(loss is not output, chosen, Returned(tuple(named), its_name, _is_tuple(output)))
         return loss, *(named[name] for name in chosen)
+
+    def _outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
+        """The outputs of a call that gives no loss, after a number that stands in its place."""
+        named = dict(named_tensors(output))
+        chosen = selected(tuple(named), "", self._wanted, where)
+        floating = next((named[name] for name in chosen if named[name].is_floating_point()), None)
+        instead = check_loss(None if floating is None else floating.sum() * 0, output, where)
+        self.found.set(True, chosen, Returned(tuple(named), "", _is_tuple(output)))
+        return instead, *(named[name] for name in chosen)
 
 
 def loss_of(output: Any) -> Any:
@@ -228,14 +241,16 @@ def capture(
     known: Container[str],
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
+    needs_loss: bool = True,
 ) -> Capture:
     """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole,
-    called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name.
+    called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name; unless
+    it ``needs_loss``, a call without one gives a number in its place.
 
     Raises TraceError with PyTorch's own reason and the user's file and line.
     """
     flat = Batch.of(batch)
-    wrapper = LossAndOutputs(model, flat, outputs, autocast)
+    wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))

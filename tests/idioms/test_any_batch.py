@@ -290,7 +290,7 @@ def test_any_batch(outcomes, name):
 
 
 def test_labels_that_are_missing_are_named():
-    """Evaluation without labels: no word on dtypes or plans."""
+    """Training without labels: no word on dtypes or plans."""
     plan = replace(plan_of(Words(), words(12, 6), 0), arguments=(("ids", "tensor"), ("labels", "tensor")))
     calls = Calls.of(Words(), plan)
     for given in ({"labels": None}, {}):

@@ -23,7 +23,7 @@ from ..batches import program_inputs
 from ..calls import missing
 from ..comm import Comm
 
-Shapes = tuple[tuple[int, ...], ...]  # of a program's inputs, in its order
+Shapes = tuple[tuple[int, ...] | None, ...]  # of a program's inputs, in its order; None for one left out
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
 SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
@@ -38,10 +38,11 @@ class Agreement:
     program: Program
     comm: Comm
 
-    def shapes(self, tensors: Mapping[str, Tensor]) -> Shapes:
-        """The shapes of the whole batch. Collective. Raises InputError for tensors that cannot be the
-        program's inputs, and on all ranks where they are no parts of one batch."""
-        check_kinds(self.program, tensors, self.comm.rank)
+    def shapes(self, tensors: Mapping[str, Tensor], *, evaluates: bool) -> Shapes:
+        """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate.
+        Collective. Raises InputError for tensors that cannot be the program's inputs, and on all ranks where
+        they are no parts of one batch."""
+        check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
             return mine
@@ -53,7 +54,7 @@ class Agreement:
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
         names = [i.args[0] for i in program_inputs(self.program)]
-        return tuple(tuple(tensors[name].shape) if name in tensors else () for name in names)
+        return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
     def _told(self, tensors: Mapping[str, Tensor]) -> Told:
         """By input and rank, the shape that the rank was given; None for a rank that has no part in it."""
@@ -73,7 +74,8 @@ class Agreement:
     def _are_same(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether all ranks were given the same values, as far as some of them tell."""
         inputs = program_inputs(self.program)
-        mine = [digest(tensors[i.args[0]]) if self._takes_part(i) else ABSENT for i in inputs]
+        given = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
+        mine = [ABSENT if x is None else digest(x) for x in given]
         columns = [{n for n in column if n != ABSENT} for column in zip(*self._exchange(mine))]
         return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
 
@@ -100,12 +102,17 @@ def digest(x: Tensor) -> int:
     return zlib.crc32(some.view(torch.uint8).numpy())
 
 
-def check_kinds(program: Program, tensors: Mapping[str, Tensor], rank: int) -> None:
-    """Raises InputError for an input that is missing, or of another dtype or number of dims."""
+def check_kinds(
+    program: Program, tensors: Mapping[str, Tensor], rank: int, *, evaluates: bool = False
+) -> None:
+    """Raises InputError for an input that is missing, unless the call evaluates, or of another dtype or
+    number of dims."""
     for i in program_inputs(program):
         if rank not in program.participants(i.type):
             continue
         name, value, got = i.args[0], i.type.value, tensors.get(i.args[0])
+        if got is None and evaluates:
+            continue
         if got is None:
             raise missing(name, ", ".join(tensors) or "no tensors")
         dtype = TORCH_DTYPE[value.dtype]
@@ -127,8 +134,11 @@ def resolve(
     """The shapes of the whole batch, of the ``choices`` that each input leaves. Where the rows of all ranks
     may be a batch, and each rank's too, it is the latter if the ranks have the same (``are_same``). Raises
     InputError."""
-    agreed: list[tuple[int, ...]] = []
+    agreed: list[tuple[int, ...] | None] = []
     for i, given, found in zip(program_inputs(program), told, choices):
+        if all(given[r] is None for r in program.participants(i.type)):
+            agreed.append(None)
+            continue
         if not found:
             raise _no_batch(program, i, given)
         whole = next(shape for shape in given if shape is not None)
@@ -142,11 +152,11 @@ def resolve(
     return tuple(agreed)
 
 
-def _check_samples(program: Program, agreed: Sequence[tuple[int, ...]]) -> None:
+def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -> None:
     """Raises InputError where inputs that were planned with as many samples have not as many now."""
     counts: dict[int, tuple[str, int]] = {}  # by how many were planned
     for i, shape in zip(program_inputs(program), agreed):
-        if isinstance(i.type.placement, Shard):
+        if shape is not None and isinstance(i.type.placement, Shard):
             dim = i.type.placement.dim
             name, count = counts.setdefault(i.type.value.shape[dim], (i.args[0], shape[dim]))
             if count != shape[dim]:

@@ -25,7 +25,7 @@ from ...trace import trace
 from ...trace.outputs import first_part
 from ...trace.shapes import passes_for
 from ..batches import program_inputs
-from ..calls import Calls
+from ..calls import Calls, missing
 from ..comm import Comm
 from ..layout import meetings
 from ..micro_steps import MicroSteps
@@ -89,7 +89,7 @@ class Forms:
     ) -> Form:
         """The program for a call. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
         PlanError."""
-        shapes = self.agreement.shapes(tensors)
+        shapes = self.agreement.shapes(tensors, evaluates=not training)
         if self._is_planned(shapes, training):
             return self.planned
         learns = torch.is_grad_enabled()
@@ -129,25 +129,31 @@ class Forms:
             dist.broadcast_object_list(told, group=self.comm.groups["data", self.comm.everyone], group_src=0)
         if isinstance(told[0], Exception):
             raise failure or told[0]
-        program, micro_batches = told[0]
+        program, micro_batches, has_loss = told[0]
         self.comm.add(meetings(program))
-        return Form.of(key, replace(self.plan, program=program, micro_batches=micro_batches), self.comm)
+        form = Form.of(key, replace(self.plan, program=program, micro_batches=micro_batches), self.comm)
+        return form if has_loss else replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         training, learns, shapes = key
         planned = self.plan.program
         by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
-        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs)
+        outputs = dict.fromkeys(first_part(name) for name in outputs_of(planned))
+        absent = [name for name, shape in by_name.items() if shape is None]
+        if absent and not outputs:
+            raise missing(absent[0], "evaluation without it, and no outputs")
+        batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs, evaluates=not training)
         with traceable(self.original), _mode(self.original, training, self.training):
-            graph = trace(
+            traced = trace(
                 self.original,
                 batch,
                 passes=passes_for(planned),
                 batch_norm=batch_norm_of(planned),
-                outputs=dict.fromkeys(first_part(name) for name in outputs_of(planned)),
+                outputs=outputs,
                 autocast=self.plan.autocast,
-            ).graph
-        plan, is_planned = self._placed(graph, training)
+                needs_loss=not absent,
+            )
+        plan, is_planned = self._placed(traced.graph, training)
         if planned.copies and not is_planned and learns:
             raise InputError(
                 "this evaluation has no gradients under this plan",
@@ -158,11 +164,12 @@ class Forms:
         larger = any(
             now > before
             for i, shape in zip(program_inputs(planned), shapes)
-            for now, before in zip(shape, i.type.value.shape)
+            for now, before in zip(shape or (), i.type.value.shape)
         )
         if larger or (learns and not is_planned):
             check_room(self.plan, plan, learns=learns, cuda=self.comm.device.type == "cuda")
-        return plan.program, plan.micro_batches
+        has_loss = not absent or bool(traced.returned.loss)
+        return plan.program, plan.micro_batches, has_loss
 
     def _placed(self, graph: Graph, training: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""

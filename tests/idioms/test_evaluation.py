@@ -1,0 +1,94 @@
+"""Logits and metrics of batches of other sizes, with labels and without, in training and evaluation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from gloo_world import assert_passed
+from plans import close, named, output_plan, plan_of
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from mixmesh.errors import InputError
+from mixmesh.runtime.parallel import parallelize
+
+
+class Classifier(nn.Module):
+    """Batch norm and dropout; no loss without labels."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.dropout = nn.Dropout(0.5)
+        self.double()
+
+    def forward(self, x, labels=None):
+        logits = self.head(self.dropout(self.norm(self.inner(x)).relu()))
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+class Pair(Classifier):
+    def forward(self, x, labels=None):
+        made = super().forward(x, labels)
+        return (made.logits,) if made.loss is None else (made.loss, made.logits)
+
+
+def batch(size: int) -> dict:
+    g = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 6, generator=g, dtype=torch.float64)
+    return {"x": x, "labels": torch.randint(5, (size,), generator=g)}
+
+
+def parallel(kind: str, model=Classifier, outputs=("logits",)):
+    plan = output_plan(kind, model(), batch(12), outputs)
+    return parallelize(model(), None, plan, device="cpu", timeout_s=60)[0]
+
+
+def check_evaluation_of_any_size(_) -> None:
+    for kind in ("data_parallel", "fsdp", "tensor_parallel"):
+        single, model = Classifier().eval(), parallel(kind).eval()
+        for size in (12, 7, 1):
+            with torch.no_grad():
+                expected, out = single(**batch(size)), model(**batch(size))
+                close(out.loss, expected.loss, f"{kind} {size}")
+                close(out.logits, expected.logits[out.rows or slice(None)], f"{kind} {size}")
+                close(out.gather().logits, expected.logits, f"{kind} {size}, gathered")
+        with torch.no_grad():
+            for given in (batch(9)["x"], batch(12)["x"]):
+                for call in ({"x": given}, {"x": given, "labels": None}):
+                    out = model(**call)
+                    assert out.loss is None
+                    close(out.gather("logits"), single(given).logits, f"{kind}, no labels")
+        assert len(model._runtime.forms.kept) == 5
+        model.train()
+        out = model(**batch(5))
+        assert out.gather().logits.shape == (5, 5)
+        out.loss.backward()
+
+
+def check_what_cannot_go_without_labels(_) -> None:
+    model = parallel("data_parallel")
+    with pytest.raises(InputError, match="no tensor 'labels'"):
+        model(x=batch(12)["x"])
+    model.eval()
+    with pytest.raises(InputError, match="ranks were given|no tensor 'labels'"), torch.no_grad():
+        model(x=batch(12)["x"], labels=batch(12)["labels"] if model.comm.rank else None)
+    plain = plan_of(Classifier(), batch(12), 0)
+    plain, _ = parallelize(Classifier(), None, plain, device="cpu", timeout_s=60)
+    with pytest.raises(InputError, match="no tensor 'labels'"), torch.no_grad():
+        plain.eval()(x=batch(12)["x"])
+    pair = parallel("data_parallel", Pair, (1,)).eval()
+    with torch.no_grad():
+        close(pair(**batch(7)).gather(1), Pair().eval()(**batch(7))[1])
+
+
+IDIOMS = named(check_evaluation_of_any_size, check_what_cannot_go_without_labels)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_evaluation(outcomes, name):
+    assert_passed(outcomes[name])
