@@ -21,7 +21,7 @@ VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[str | int] = ()) -> nn.Module:
     """``model`` called with a whole batch, returning ``loss(outputs, targets)``; if any ``outputs`` are asked
     for, an object with that ``.loss`` and all that the model returns: a tensor as ``.logits``, anything else
-    under its own names.
+    under its own names. Then a call without targets gives no loss, and the outputs.
 
     Of a batch ``(x, y)`` as many values go to the model as its forward pass takes, the rest to the loss after
     the outputs; of a dict what the forward pass has names for, the rest to the loss by name. The parameters,
@@ -36,13 +36,27 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         others = {name: value for name, value in kwargs.items() if name not in names}
         count = max(len(names) - len(own), 0)
         made = original.forward(self, *args[:count], **own)
-        value = loss(made, *args[count:], **others)
+        targets = args[count:]
+        if outputs and not _can_call(loss, made, *targets, **others):
+            return _beside(None, made)  # evaluation without targets
+        value = loss(made, *targets, **others)
         return _beside(value, made) if outputs else value
 
     wrapped = copy.copy(model)
     wrapped.__dict__[WITHOUT_LOSS] = model
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a function takes these arguments; True where that is not known."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # not written in Python
+        return True
+    return True
 
 
 def _beside(loss: Any, made: Any) -> Output:

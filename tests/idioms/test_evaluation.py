@@ -11,8 +11,10 @@ from plans import close, named, output_plan, plan_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, TraceError
+from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
 
 
 class Classifier(nn.Module):
@@ -92,3 +94,14 @@ IDIOMS = named(check_evaluation_of_any_size, check_what_cannot_go_without_labels
 @pytest.mark.parametrize("name", IDIOMS)
 def test_evaluation(outcomes, name):
     assert_passed(outcomes[name])
+
+
+def test_a_loss_outside_is_left_out_with_its_targets():
+    model = with_loss(nn.Sequential(nn.Linear(6, 5).double()), cross_entropy, ("logits",)).eval()
+    given = batch(4)
+    assert model(given["x"]).loss is None and model(given["x"]).logits.shape == (4, 5)
+    assert model(given["x"], given["labels"]).loss.ndim == 0
+    traced = trace(model, (given["x"],), outputs=("logits",), needs_loss=False)
+    assert traced.returned.loss == "" and [n.op for n in traced.graph.batch_inputs] == ["input"]
+    with pytest.raises(TraceError, match="scalar loss"):
+        trace(model, (given["x"],), outputs=("logits",))
