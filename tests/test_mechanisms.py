@@ -6,17 +6,22 @@ it would be alike, and its case would fail.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS
 from small_graphs import graph
 
+import mixmesh
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.ir import Graph, Program, owned_type
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
+from mixmesh.planner.device_sets import device_sets
 from mixmesh.planner.make import QUICK
 
 # --- models and clusters -------------------------------------------------------------------------------
@@ -105,6 +110,10 @@ def same(_, proposal, **__):
     return proposal
 
 
+def smallest_first(synthesis) -> list[tuple[int, ...]]:
+    return sorted(device_sets(synthesis.task), key=lambda ranks: (len(ranks), ranks))
+
+
 def factors(program: Program) -> bool:
     return bool(program.factored)
 
@@ -178,6 +187,22 @@ CASES = {
         lambda: layers(512, [1024] * 5), gpus(1, [4, 4], [0.3]),
         {"hap.device_sets": lambda task: [task.ranks]}, 1.3, whole_parameters=True,
     ),
+    "several sets of devices within the budget": Case(
+        lambda: layers(64, [1024] * 13), gpus(10, [4, 4], [4, 4], [1, 1]),
+        {"hap.Synthesis.most_sets": lambda *_: 1}, 1.1, planner="auto",
+    ),
+    "the most hopeful sets first": Case(
+        lambda: layers(256, [256] * 13), gpus(2, [8, 8], [1, 1], [1, 1], link_gbit_per_s=50),
+        {"hap.Synthesis.sets": smallest_first}, 1.02, planner="auto",
+    ),
+    "several programs finished": Case(
+        lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
+        {"finished.FEW": 1}, 1.02, planner="auto", whole_parameters=True,
+    ),
+    "small programs finished in a quick plan": Case(
+        lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
+        {"finished.QUICK_INSTRUCTIONS": 0}, 1.02, planner="auto", whole_parameters=True,
+    ),
     "shares of their own for segments": Case(
         lambda: elementwise_then_products(16384, 256, 12, 24),
         gpus(100, [(10, 100)], [(2, 1000)]), {"segments.MAX_SEGMENTS": 1}, 1.08, planner="segments",
@@ -204,3 +229,30 @@ def test_a_plan_is_slower_without(name, monkeypatch):
     if case.shows is not None:
         assert not case.shows(without.program)
     assert without.predicted_step_s > case.gain * plan.predicted_step_s
+
+
+def test_owners_that_save_less_than_a_hundredth_are_left_out(monkeypatch):
+    """They keep optimizers to those that work by element."""
+
+    def plan() -> Plan:
+        return make_plan(
+            layers(4096, [512] * 3, "32, "), gpus(5, [4, 4], [2], link_gbit_per_s=50), planner="hap"
+        )
+
+    usual = plan()
+    assert not owners(usual.program)
+    monkeypatch.setattr("mixmesh.planner.synced.MARGIN", 0.0)
+    other = plan()
+    assert owners(other.program)
+    assert 0.99 * usual.predicted_step_s < other.predicted_step_s < usual.predicted_step_s
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutations_change_what_is_there(name):
+    """``python -m tests.mutations`` turns off what still exists."""
+    mutation = MUTATIONS[name]
+    text = (Path(mixmesh.__file__).parent / mutation.module).read_text()
+    assert re.search(rf"\b{mutation.name}\b", text)
+    assert all(
+        (Path(__file__).parent.parent / word).exists() for word in mutation.tests.split() if "/" in word
+    )

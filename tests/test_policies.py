@@ -534,12 +534,44 @@ def test_training_moves_probability_to_what_is_rewarded():
 
     evaluate = Evaluator(s, judge)
     training = Training(evaluate, Facts(s, ADAM, HEADROOM))
-    for step in range(30):
+    training.start.zero_()  # it would begin with what is best here
+    for step in range(40):
         training.step(with_elite=step % 3 == 2)
     assert evaluate.outcome.step_s == 1.0
     p = torch.softmax(training.policy(training.x, training.edges, training.sizes) + training.start, 1)
     mine = [n for n, a in enumerate(training.choices) if a.placed.ratio == wanted.ratio]
     assert p[:, mine].sum(1).min() > 0.8
+
+
+def trained(steps: int) -> Training:
+    """After so many steps, where each group is best on another device than the one before: no strategy that a
+    search begins with has that."""
+    s = space((FAST, SLOW), count=3)
+    singles = [[a.placed for a in s.actions(k) if a.shares == "single"] for k in range(len(s.groups))]
+
+    def judge(strategy) -> Outcome:
+        wrong = sum(p.ratio != of[k % len(of)].ratio for k, (p, of) in enumerate(zip(strategy, singles)))
+        return Outcome(1.0 + 4.0 * wrong, (0.5,) * 2, (1.0,) * 2)
+
+    training = Training(Evaluator(s, judge), Facts(s, ADAM, HEADROOM))
+    for step in range(steps):
+        training.step(with_elite=step % 3 == 2)
+    return training
+
+
+def scores_of(training: Training, edges=None, sizes=None) -> torch.Tensor:
+    edges = training.edges if edges is None else edges
+    return training.policy(training.x, edges, training.sizes if sizes is None else sizes)
+
+
+def test_scores_depend_on_what_groups_give_each_other():
+    """The network over the graph, which the one over the sequence does not stand for."""
+    training = trained(8)
+    scores = scores_of(training)
+    without = scores_of(training, training.edges[:, :0], training.sizes[:0])
+    larger = scores_of(training, sizes=training.sizes + 1)
+    for other in (without, larger):
+        assert (scores - other).abs().max() > 1e-3 * scores.abs().max()
 
 
 @pytest.mark.parametrize("planner", ["tag", "heterog"])

@@ -1,0 +1,174 @@
+"""Mechanisms turned off one by one, each with the tests that must then fail: ``python -m tests.mutations``.
+
+A mutation is a line of Python that is added to the end of a module, in a copy of the package: it gives
+another value to a name of that module. Mutations that no test notices are printed as SURVIVED, and the exit
+status is 1. ``python -m tests.mutations sfb order`` takes those whose name has one of the words. Not a part
+of ``make test``, which only looks whether the names still exist (``test_mechanisms.py``).
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_S = 600.0
+NO_TESTS = 5  # pytest's exit status where nothing was collected
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``line`` is added to ``module`` (a path below ``mixmesh``). ``tests`` are pytest's arguments."""
+
+    module: str
+    line: str
+    tests: str
+
+    @property
+    def name(self) -> str:
+        """The name of the module that is another one afterwards, or has another attribute or item."""
+        target = ast.parse(self.line).body[0].targets[0]
+        while not isinstance(target, ast.Name):
+            target = target.elts[0] if isinstance(target, ast.Tuple) else target.value
+        return target.id
+
+
+SAME = "lambda _, proposal, **__: proposal"
+MECHANISMS = "tests/test_mechanisms.py -k"
+MUTATIONS = {
+    # programs
+    "sfb": Mutation("planner/hap.py", "best_factors = lambda *_: None", f"{MECHANISMS} factors"),
+    "shares by linear programming": Mutation(
+        "planner/task.py",
+        "optimal_ratio = lambda program, *_, **__: program.ratio_of['r0']",
+        f"{MECHANISMS} 'linear'",
+    ),
+    "polishing": Mutation("planner/hap.py", f"polish = {SAME}", f"{MECHANISMS} samples"),
+    "recomputation": Mutation(
+        "recomputation.py", "recomputed = lambda program: program", "tests/test_recompute.py -k fits_only_so"
+    ),
+    "no more recomputation than needed": Mutation(
+        "planner/hap.py", f"fewest = {SAME}", "tests/test_recompute.py -k no_more_than"
+    ),
+    "cut queries": Mutation(
+        "rules/products.py",
+        "attention, _cut = (lambda call: _cut(call).replace(' s ', ' s! ')), attention",
+        "tests/test_cut_sequences.py",
+    ),
+    "causal masks of cut queries": Mutation(
+        "runtime/kernels.py",
+        "del KERNELS['aten.scaled_dot_product_attention']",
+        "tests/test_cut_sequences.py",
+    ),
+    "mixtures as operators": Mutation(
+        "trace/mixtures.py", "mixtures_as_operators = lambda graph: graph", "tests/test_mixtures.py"
+    ),
+    # sums
+    "sums by levels": Mutation("planner/task.py", "best_levels = lambda *_: None", f"{MECHANISMS} within"),
+    "shard owners": Mutation(
+        "planner/synced.py", "best_run = lambda program, *_: program", f"{MECHANISMS} owners"
+    ),
+    "buckets": Mutation("planner/task.py", "SMALLER_BYTES = LARGER_BYTES = ()", f"{MECHANISMS} buckets"),
+    "margin of owners": Mutation("planner/synced.py", "MARGIN = 0.0", f"{MECHANISMS} hundredth"),
+    "margin of owners too wide": Mutation("planner/synced.py", "MARGIN = 0.3", f"{MECHANISMS} owners"),
+    "weight gradients first": Mutation("planner/finished.py", f"apart = {SAME}", f"{MECHANISMS} apart"),
+    "order": Mutation("planner/finished.py", f"ordered = {SAME}", f"{MECHANISMS} order"),
+    "order: the list scheduler": Mutation(
+        "planner/ordered.py", "reordered = lambda *_: ()", f"{MECHANISMS} order"
+    ),
+    "zero: everything gathered again": Mutation(
+        "zero/stages.py",
+        "_needed_again = lambda _, names: set(names)",
+        "tests/test_zero_runtime.py -k gathered_once",
+    ),
+    "zero: nothing gathered again": Mutation(
+        "zero/stages.py", "_needed_again = lambda *_: set()", "tests/test_zero_runtime.py -k gathered_once"
+    ),
+    # placements
+    "ps or all-reduce": Mutation(
+        "placement/strategy.py", "SYNCS = SYNCS[:1]", "tests/test_placement.py tests/test_policies.py"
+    ),
+    "TAG's weights": Mutation(
+        "policies/tag.py", "load = lambda *_: Policy().eval()", "tests/test_tag_weights.py"
+    ),
+    "HeteroG's graph network": Mutation(
+        "policies/heterog.py",
+        "Policy.forward = lambda self, x, *_: self.leave(torch.tanh(self.enter(x)))",
+        "tests/test_policies.py -k groups_give_each_other",
+    ),
+    "HeteroG's training": Mutation(
+        "policies/heterog.py", "LEARNING_RATE = 0.0", "tests/test_policies.py -k moves_probability"
+    ),
+    # which devices
+    "sets of devices": Mutation(
+        "planner/hap.py", "device_sets = lambda task: [task.ranks]", f"{MECHANISMS} devices"
+    ),
+    "order of sets": Mutation(
+        "planner/hap.py",
+        "Synthesis.sets = lambda self: sorted(device_sets(self.task), key=lambda r: (len(r), r))",
+        f"{MECHANISMS} hopeful",
+    ),
+    "budget of sets": Mutation(
+        "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
+    ),
+    "two levels on sets": Mutation(
+        "planner/make.py", "del ON_MACHINE_SETS['two-level']", f"{MECHANISMS} sets"
+    ),
+    "pipelines on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['pipeline']", f"{MECHANISMS} sets"),
+    "two levels": Mutation("planner/make.py", "QUICK['two-level'] = lambda _: iter(())", f"{MECHANISMS} two"),
+    "pipelines": Mutation(
+        "planner/make.py", "QUICK['pipeline'] = lambda _: iter(())", f"{MECHANISMS} pipelines"
+    ),
+    # at the end
+    "several are finished": Mutation("planner/finished.py", "FEW = 1", f"{MECHANISMS} finished"),
+    "finished in time": Mutation("planner/finished.py", "QUICK_INSTRUCTIONS = 0", f"{MECHANISMS} finished"),
+    "warning of whole batches": Mutation(
+        "planner/make.py", "whole_batch_warnings = lambda *_: iter(())", "tests/test_mixtures.py -k warn"
+    ),
+    "offers are checked": Mutation(
+        "planner/offered.py", "check_program = lambda *_: None", "tests/corpus/test_offered.py"
+    ),
+}
+
+
+def survives(mutation: Mutation) -> bool:
+    """Whether the tests pass with the mechanism turned off."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        shutil.copytree(ROOT / "mixmesh", copy / "mixmesh", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("tests", "examples", "pyproject.toml"):
+            (copy / name).symlink_to(ROOT / name)
+        path = copy / "mixmesh" / mutation.module
+        path.write_text(f"{path.read_text()}\n\n{mutation.line}\n")
+        done = subprocess.run(
+            f"{sys.executable} -m pytest -q -x -p no:cacheprovider --rootdir {copy} {mutation.tests}",
+            shell=True, cwd=copy, env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
+            capture_output=True, text=True, timeout=LIMIT_S,
+        )  # fmt: skip
+    if done.returncode == NO_TESTS:
+        raise SystemExit(f"no tests: {mutation.tests}")
+    return done.returncode == 0
+
+
+def main(words: list[str]) -> int:
+    chosen = {n: m for n, m in MUTATIONS.items() if not words or any(w.lower() in n.lower() for w in words)}
+    survivors = 0
+    for name, mutation in chosen.items():
+        started = time.monotonic()
+        survived = survives(mutation)
+        survivors += survived
+        state = "SURVIVED" if survived else "noticed"
+        print(f"{state:9} {name}  {time.monotonic() - started:.0f} s  ({mutation.tests})", flush=True)
+    print(f"{len(chosen)} mutations, {survivors} survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
