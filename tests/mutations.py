@@ -42,6 +42,7 @@ class Mutation:
 
 SAME = "lambda _, proposal, **__: proposal"
 MECHANISMS = "tests/test_mechanisms.py -k"
+PARTS = "tests/test_subsets.py -k not_slower"
 MUTATIONS = {
     # programs
     "sfb": Mutation("planner/hap.py", "best_factors = lambda *_: None", f"{MECHANISMS} factors"),
@@ -118,11 +119,9 @@ MUTATIONS = {
     "budget of sets": Mutation(
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
-    "two levels on sets": Mutation(
-        "planner/make.py", "del ON_MACHINE_SETS['two-level']", f"{MECHANISMS} sets"
-    ),
-    "pipelines on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['pipeline']", f"{MECHANISMS} sets"),
-    "two levels": Mutation("planner/make.py", "QUICK['two-level'] = lambda _: iter(())", f"{MECHANISMS} two"),
+    "two levels on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['two-level']", PARTS),
+    "pipelines on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['pipeline']", PARTS),
+    "two levels": Mutation("planner/make.py", "QUICK['two-level'] = lambda _: iter(())", PARTS),
     "pipelines": Mutation(
         "planner/make.py", "QUICK['pipeline'] = lambda _: iter(())", f"{MECHANISMS} pipelines"
     ),
@@ -152,9 +151,7 @@ def survives(mutation: Mutation) -> bool:
             shell=True, cwd=copy, env={**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"},
             capture_output=True, text=True, timeout=LIMIT_S,
         )  # fmt: skip
-    if done.returncode == NO_TESTS:
-        raise SystemExit(f"no tests: {mutation.tests}")
-    return done.returncode == 0
+    return done.returncode in (0, NO_TESTS)
 
 
 def main(words: list[str]) -> int:
