@@ -72,8 +72,8 @@ def shown(rows: list[Row], before: dict[tuple[str, str], dict]) -> str:
     worst = max((r.times for r in rows), default=1.0)
     strictly = sum(r.times <= 1 + TOLERANCE for r in rows)
     said = (
-        f"{strictly} of {len(rows)} within 1 %, {len(rows) - len(missed)} within that and what the sum of the "
-        f"loss over all ranks takes; the worst is {worst:.3f} times as slow"
+        f"{strictly} of {len(rows)} within 1 %, {len(rows) - len(missed)} within that and what the sum of "
+        f"the loss over all ranks takes; the worst is {worst:.3f} times as slow"
     )
     if before:
         had = [old for r in rows if (old := before.get((r.job, r.cluster)))]
