@@ -1,0 +1,25 @@
+"""The Hugging Face Trainer. Needs transformers and accelerate, which mixmesh itself does not.
+
+Reading order: ``refusals`` (which arguments cannot be kept), ``one_process`` (N ranks look like one process
+to Trainer and Accelerate), ``loss`` (the Trainer's own loss as part of the model), ``weights`` (the whole
+weights back in the script's model), ``trainer``.
+"""
+
+from __future__ import annotations
+
+from ...errors import InputError
+
+try:
+    import accelerate  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    raise InputError(
+        "mixmesh.hf needs transformers and accelerate",
+        expected="both installed",
+        got=str(error),
+        hint="pip install transformers accelerate",
+    ) from error
+
+from .trainer import Trainer
+
+__all__ = ["Trainer"]

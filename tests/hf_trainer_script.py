@@ -1,0 +1,136 @@
+"""A script for one device that trains tiny models with a Trainer: ``python hf_trainer_script.py FOLDER LIBRARY``.
+
+``test_hf_trainer`` runs it with the Trainer of ``transformers``, and under torchrun with that of ``mixmesh.hf``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainingArguments,
+    set_seed,
+)
+
+FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
+Trainer = importlib.import_module(LIBRARY).Trainer
+if LIBRARY == "mixmesh.hf":
+
+    def trainer_with(planner: str):
+        return partial(Trainer, planning={"profile_s": 0, "planner": planner, "cache": FOLDER / "cache"})
+else:
+
+    def trainer_with(planner: str):
+        return Trainer
+
+
+def arguments(name: str, **changed) -> TrainingArguments:
+    options = dict(
+        output_dir=str(FOLDER / name), per_device_train_batch_size=4, num_train_epochs=2, learning_rate=1e-2,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=3,
+        dataloader_pin_memory=False,
+    )  # fmt: skip
+    return TrainingArguments(**{**options, **changed})
+
+
+def language_model() -> GPT2LMHeadModel:
+    set_seed(0)
+    sizes = dict(vocab_size=32, n_positions=12, n_embd=16, n_layer=1, n_head=2)
+    dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0)).double()
+
+
+def sentences(count: int) -> list[dict]:
+    """Tokens with labels, of which each has another number to be left out."""
+    rows = torch.randint(32, (count, 8), generator=torch.Generator().manual_seed(1))
+    return [
+        {"input_ids": row, "labels": row.where(torch.arange(8) >= n % 5, torch.tensor(-100))}
+        for n, row in enumerate(rows)
+    ]
+
+
+def with_random_tokens(rows: list[dict]) -> dict:
+    """A batch of the length that its first row asks for, some of its tokens drawn anew."""
+    length = 6 + int(rows[0]["input_ids"][0]) % 3
+    batch = {key: torch.stack([row[key] for row in rows])[:, :length] for key in rows[0]}
+    tokens = batch["input_ids"]
+    drawn = torch.rand(tokens.shape) < 0.2
+    return {**batch, "input_ids": torch.where(drawn, torch.randint(32, tokens.shape), tokens)}
+
+
+def classifier() -> BertForSequenceClassification:
+    set_seed(0)
+    sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    config = BertConfig(**sizes, **dropout, intermediate_size=32, max_position_embeddings=12, num_labels=3)
+    return BertForSequenceClassification(config).double()
+
+
+def labelled(count: int) -> list[dict]:
+    tokens = torch.randint(32, (count, 6), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": row, "labels": int(row[0]) % 3} for row in tokens]
+
+
+def accuracy(predicted) -> dict[str, float]:
+    return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
+
+
+def done(name: str, trainer) -> None:
+    """Saves the model, and tells what was logged on this rank."""
+    trainer.save_model(str(FOLDER / name / "final"))
+    timed = ("runtime", "per_second", "time", "flos")
+    history = [
+        {key: value for key, value in row.items() if not any(word in key for word in timed)}
+        for row in trainer.state.log_history
+    ]
+    print(json.dumps({"name": name, "history": history}) + "\n", end="", flush=True)
+
+
+def language(name: str, planner: str, resumed_at: str | None = None, **changed) -> None:
+    """Unequal numbers of tokens per batch, a smaller last one, two batches a step, clipping, evaluation and
+    checkpoints between."""
+    args = arguments(
+        name, gradient_accumulation_steps=2, max_grad_norm=0.3, eval_strategy="epoch", save_strategy="epoch",
+        weight_decay=0.1, warmup_steps=1, **changed,
+    )  # fmt: skip
+    data = dict(train_dataset=sentences(11), eval_dataset=sentences(5), data_collator=with_random_tokens)
+    trainer = trainer_with(planner)(language_model(), args, **data)
+    trainer.train(resume_from_checkpoint=resumed_at)
+    done(name, trainer)
+
+
+def short(name: str, planner: str, **changed) -> None:
+    """Regions that are computed again, in float32 or under autocast."""
+    args = arguments(name, activation_checkpointing=True, max_steps=1, **changed)
+    trainer = trainer_with(planner)(language_model().float(), args, train_dataset=sentences(8))
+    trainer.train()
+    done(name, trainer)
+
+
+def classes(name: str, planner: str) -> None:
+    """A loss outside of the model, metrics, and the best model in the end."""
+    args = arguments(
+        name, label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=2, save_strategy="steps",
+        save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss", optim="sgd",
+    )  # fmt: skip
+    data = dict(train_dataset=labelled(10), eval_dataset=labelled(7), compute_metrics=accuracy)
+    trainer = trainer_with(planner)(classifier(), args, **data)
+    trainer.train()
+    trainer.log({f"after_{key}": value for key, value in trainer.evaluate().items() if "per" not in key})
+    done(name, trainer)
+
+
+if __name__ == "__main__":  # workers of a loader may import it
+    language("cut", "tensor-parallel")
+    language("resumed", "ddp-even", str(FOLDER / "cut" / "checkpoint-2"), dataloader_num_workers=1)
+    classes("classes", "ddp-proportional")
+    short("whole", "ddp-even")
+    short("half", "ddp-even", bf16=True)
