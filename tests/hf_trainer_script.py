@@ -1,6 +1,6 @@
-"""A script for one device that trains tiny models with a Trainer: ``python hf_trainer_script.py FOLDER LIBRARY``.
+"""A script for one device that trains tiny models with the Trainer of a library: arguments FOLDER LIBRARY.
 
-``test_hf_trainer`` runs it with the Trainer of ``transformers``, and under torchrun with that of ``mixmesh.hf``."""
+``test_hf_trainer`` runs it with that of ``transformers``, and under torchrun with that of ``mixmesh.hf``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    TrainerCallback,
     TrainingArguments,
     set_seed,
 )
@@ -83,6 +85,21 @@ def accuracy(predicted) -> dict[str, float]:
     return {"accuracy": float((predicted.predictions.argmax(-1) == predicted.label_ids).mean())}
 
 
+class Modes(TrainerCallback):
+    """Tells whether the modules of the script's model train, at every step of the optimizer."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **_):
+        modes = {module.training for module in model.modules()}
+        state.log_history.append({"all_train": float(modes == {True}), "step": state.global_step})
+
+
+def tokens_loss(outputs, labels, num_items_in_batch=None):
+    """The mean over the tokens of all batches of a step, with a penalty on large logits."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    entropy = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return (entropy + 1e-2 * logits.square().mean(-1).sum()) / num_items_in_batch
+
+
 def done(name: str, trainer) -> None:
     """Saves the model, and tells what was logged on this rank."""
     trainer.save_model(str(FOLDER / name / "final"))
@@ -102,15 +119,16 @@ def language(name: str, planner: str, resumed_at: str | None = None, **changed) 
         weight_decay=0.1, warmup_steps=1, **changed,
     )  # fmt: skip
     data = dict(train_dataset=sentences(11), eval_dataset=sentences(5), data_collator=with_random_tokens)
-    trainer = trainer_with(planner)(language_model(), args, **data)
+    trainer = trainer_with(planner)(language_model(), args, **data, callbacks=[Modes()])
     trainer.train(resume_from_checkpoint=resumed_at)
     done(name, trainer)
 
 
 def short(name: str, planner: str, **changed) -> None:
-    """Regions that are computed again, in float32 or under autocast."""
+    """A loss function, and regions that are computed again, in float32 or under autocast."""
     args = arguments(name, activation_checkpointing=True, max_steps=1, **changed)
-    trainer = trainer_with(planner)(language_model().float(), args, train_dataset=sentences(8))
+    data = dict(train_dataset=sentences(8), compute_loss_func=tokens_loss)
+    trainer = trainer_with(planner)(language_model().float(), args, **data)
     trainer.train()
     done(name, trainer)
 
