@@ -97,8 +97,8 @@ def test_parameters_are_cut_in_one_of_the_scenarios(runs):
 
 
 def test_autocast_is_that_of_the_arguments(runs):
-    """With a loss function, and regions that are computed again. Sums in bfloat16 in another order differ by a part of what
-    bfloat16 changes."""
+    """With a loss function, and regions that are computed again. Sums in bfloat16 in another order differ by
+    a part of what bfloat16 changes."""
     (half,) = (first_loss(history) for history in histories(runs, "transformers", "half"))
     (whole,) = (first_loss(history) for history in histories(runs, "transformers", "whole"))
     for history in histories(runs, "mixmesh.hf", "half"):
