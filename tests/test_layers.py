@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
-    "tuning", "detection", "preparation", "integrations",
+    "tuning", "detection", "preparation", "integrations", "hf",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 
