@@ -302,5 +302,7 @@ def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
         where=f"{print_instruction(i)}  {made.location}".rstrip(),
         expected="data parallelism or a chain of stages, and no value of the whole batch that depends on "
         "parameters",
-        hint="plan without accumulation; of batch norm, take group norm",
+        hint="leave it out of outputs="
+        if i.op == "output"
+        else "plan without accumulation; of batch norm, take group norm",
     )
