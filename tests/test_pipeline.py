@@ -28,7 +28,7 @@ from pipelines import (
 from torch import nn
 
 from mixmesh.check import check_plan
-from mixmesh.errors import CollectiveError, InputError, PlanError
+from mixmesh.errors import CollectiveError, MixmeshError, PlanError
 from mixmesh.ir import (
     in_flight,
     micro_step_program,
@@ -342,12 +342,14 @@ def check_parts(_) -> None:
 
 
 def check_part_alone(_) -> None:
-    """A part of a batch is refused before any rank is waited for."""
+    """A part of a batch is refused, and the ranks that have whole ones do not wait for long."""
     plan = plan_of("two stages, 3, with owners")
     model, _ = parallelize(model_of(), None, plan, device="cpu", timeout_s=60)
-    if model.comm.rank in (1, 2):
-        with pytest.raises(InputError, match="whole batches"):
-            model(**{name: x[:6] for name, x in batch().items()})
+    rows = {1: slice(6), 2: slice(6, 12)}.get(model.comm.rank, slice(12))
+    started = time.monotonic()
+    with pytest.raises(MixmeshError, match="whole batches" if rows != slice(12) else "rank (1|2) has failed"):
+        model(**{name: x[rows] for name, x in batch().items()})
+    assert time.monotonic() - started < 30
 
 
 def check_dropout(_) -> None:
@@ -389,6 +391,22 @@ def check_train(_) -> None:
     assert moved <= names, moved - names
 
 
+def check_other_sizes(_) -> None:
+    """As many micro-batches of fewer samples; evaluation of any size, at once."""
+    single = model_of()
+    model, _ = parallelize(model_of(), None, plan_of("three stages, 2"), device="cpu", timeout_s=60)
+    expected, loss = single(**batch(1, 6)), model(**batch(1, 6))
+    close(loss, expected)
+    expected.backward()
+    loss.backward()
+    same_gradients(single, model)
+    with pytest.raises(PlanError, match="number of micro-batches does not divide"):
+        model(**batch(1, 8))
+    model.eval()
+    with torch.no_grad():
+        close(model(**batch(2, 5)), single(**batch(2, 5)))
+
+
 def check_stuck(_) -> None:
     """A stage that never comes is a timeout that names the rank and the message."""
     plan = replace(plan_of("four stages, 2"), graph_fingerprint="")  # rank 1 is late already for the check
@@ -418,6 +436,7 @@ CHECKS = {
     "parts": check_parts,
     "dropout": check_dropout,
     "train": check_train,
+    "other sizes": check_other_sizes,
     "stuck": check_stuck,  # the last: its groups are lost
 }
 

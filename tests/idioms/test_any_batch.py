@@ -183,6 +183,9 @@ def check_dropout(_) -> None:
     random.step = 1
     expected = interpret(form.program, dict(Words(0.5).named_parameters()), batch, random=random).loss
     close(loss, expected.to(loss.dtype), "the single device's numbers")
+    model._runtime.forms.original.eval()  # as a script may leave it after model.whole()
+    model(**words(7, 4))
+    assert "native_dropout" in str(list(model._runtime.forms.kept.values())[-1].program)
     single = Words(0.5).eval()
     model.eval()
     with torch.no_grad():

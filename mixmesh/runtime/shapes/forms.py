@@ -62,8 +62,8 @@ class Form:
 
 @dataclass
 class Forms:
-    """``original`` is the model that was planned, in the mode ``training``. ``limit`` is how many programs
-    are kept beside the planned one."""
+    """``original`` is the model that was planned, in the mode ``training`` and its modules in ``modes``.
+    ``limit`` is how many programs are kept beside the planned one."""
 
     original: nn.Module
     plan: Plan
@@ -73,6 +73,7 @@ class Forms:
     training: bool
     limit: int
     agreement: Agreement
+    modes: Mapping[nn.Module, bool]
     kept: OrderedDict[Key, Form] = field(default_factory=OrderedDict)
 
     @classmethod
@@ -82,7 +83,8 @@ class Forms:
         planned = Form.of(PLANNED, plan, comm)
         comm.add([(SHAPES, comm.everyone)], backend="gloo")  # between hosts: no device waits
         agreement = Agreement(plan.program, comm)
-        return cls(original, plan, calls, comm, planned, original.training, limit, agreement)
+        modes = {module: module.training for module in original.modules()}
+        return cls(original, plan, calls, comm, planned, original.training, limit, agreement, modes)
 
     def form(
         self, tensors: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any], *, training: bool
@@ -143,7 +145,7 @@ class Forms:
         if absent and not outputs:
             raise missing(absent[0], "evaluation without it, and no outputs")
         batch = batch_of_shapes(self.calls, planned, by_name, args, kwargs, evaluates=not training)
-        with traceable(self.original), _mode(self.original, training, self.training):
+        with traceable(self.original), self._mode(training):
             traced = trace(
                 self.original,
                 batch,
@@ -154,7 +156,7 @@ class Forms:
                 needs_loss=not absent,
             )
         plan, is_planned = self._placed(traced.graph, training)
-        if planned.copies and not is_planned and learns:
+        if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
             raise InputError(
                 "this evaluation has no gradients under this plan",
                 expected="with torch.no_grad(): model(...)",
@@ -170,6 +172,20 @@ class Forms:
             check_room(self.plan, plan, learns=learns, cuda=self.comm.device.type == "cuda")
         has_loss = not absent or bool(traced.returned.loss)
         return plan.program, plan.micro_batches, has_loss
+
+    @contextmanager
+    def _mode(self, training: bool) -> Iterator[None]:
+        """Within it the model is as it was planned, or all of it in the other mode; after it as the user left
+        it."""
+        before = {module: module.training for module in self.original.modules()}
+        try:
+            for module in before:
+                as_planned = self.modes.get(module, self.training)
+                module.training = as_planned if training == self.training else training
+            yield
+        finally:
+            for module, mode in before.items():
+                module.training = mode
 
     def _placed(self, graph: Graph, training: bool) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""
@@ -206,17 +222,3 @@ def _warning(error: MixmeshError) -> str:
         "mixmesh: a batch of this shape is trained by plain data parallelism, not as planned: "
         f"{error.message} ({error.got}); pad batches to the planned lengths to have the plan's speed"
     )
-
-
-@contextmanager
-def _mode(model: nn.Module, training: bool, planned: bool) -> Iterator[None]:
-    """Within it a model is as it was planned, or all of it in the other mode."""
-    before = {module: module.training for module in model.modules()}
-    try:
-        if training != planned:
-            for module in before:
-                module.training = training
-        yield
-    finally:
-        for module, mode in before.items():
-            module.training = mode
