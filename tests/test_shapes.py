@@ -100,6 +100,22 @@ def test_other_operators_are_not_carried_over():
             carry(plan.program, graph, training=True)
 
 
+class Shorter(Attention):
+    """Short batches count twice: one more operator, after all that was planned."""
+
+    def forward(self, ids, labels):
+        loss = super().forward(ids, labels)
+        return loss * 2 if ids.shape[1] < 5 else loss
+
+
+def test_what_a_model_does_besides_for_a_shape_is_not_left_out():
+    plan = plan_traced(trace(Shorter(), words(12, 6)), cluster(THREE), planner="hap")
+    graph = trace(Shorter(), words(7, 4), passes=passes_for(plan.program)).graph
+    with pytest.raises(CannotCarry, match="computes something else"):
+        carry(plan.program, graph, training=True)
+    assert verify(Shorter(), words(7, 4), lower(graph, plan.program)).ok
+
+
 def test_micro_batches_of_another_size():
     plan = plan_with("ddp-proportional")
     counts = [2, 2, 2]
