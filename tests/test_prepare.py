@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import mixmesh
 from mixmesh.preparation.outside_loss import with_loss
+from mixmesh.preparation.script import maker_like
 
 SCRIPT = """
 import json, os, sys
@@ -112,3 +113,20 @@ def test_on_one_device_the_whole_model_is_the_users_own():
     for made in (model, with_loss(model, F.cross_entropy)):
         with mixmesh.whole(made) as m:
             assert m is model
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "NAdam", "RMSprop", "Adagrad", "Adafactor", "own"])
+def test_the_profiled_optimizer_is_of_the_same_settings(kind):
+    """AdamW keeps a default that is no argument of it."""
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    if kind == "own":
+
+        class Own(torch.optim.SGD):
+            def __init__(self, params, lr=0.1, **others):
+                super().__init__(params, lr=lr, **others)
+
+        given = Own([weight], lr=0.3, momentum=0.5)
+    else:
+        given = getattr(torch.optim, kind)([weight], lr=0.3)
+    made = maker_like(given)([torch.nn.Parameter(torch.ones(3))])
+    assert type(made) is type(given) and made.defaults == given.defaults

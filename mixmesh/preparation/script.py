@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,11 @@ def prepare(
     model = model if loss is None else with_loss(model, loss, outputs)
     if "RANK" not in os.environ:
         return model, optimizer, loader
-    kind, defaults = type(optimizer), optimizer.defaults
     with same_random_numbers():
         job = Job(
             model,
             example_batch(loader),
-            optimizer=lambda params: kind(params, **defaults),
+            optimizer=maker_like(optimizer),
             outputs=outputs,
         )
         prepared = prepare_job(
@@ -82,3 +82,14 @@ def prepare(
             model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed, check_model=False
         )  # it was traced just now
     return parallel, optimizer, own_loader(loader, prepared.plan)
+
+
+def maker_like(optimizer: torch.optim.Optimizer) -> Callable[[Iterable], torch.optim.Optimizer]:
+    """A function that makes an optimizer of the same class and settings for other parameters. Defaults that
+    the class sets by itself, as AdamW does, are not among its arguments."""
+    kind, settings = type(optimizer), optimizer.defaults
+    arguments = signature(kind).parameters.values()
+    if not any(a.kind is a.VAR_KEYWORD for a in arguments):
+        names = {a.name for a in arguments}
+        settings = {name: value for name, value in settings.items() if name in names}
+    return lambda params: kind(params, **settings)
