@@ -81,7 +81,8 @@ class Forms:
         if isinstance(plan, Program):
             plan = Plan(plan, "", 0.0, (), "")
         planned = Form.of(PLANNED, plan, comm)
-        comm.add([(SHAPES, comm.everyone)], backend="gloo")  # between hosts: no device waits
+        backend = "gloo" if dist.get_backend() == "nccl" else None  # between hosts: no device waits
+        comm.add([(SHAPES, comm.everyone)], backend)
         agreement = Agreement(plan.program, comm)
         modes = {module: module.training for module in original.modules()}
         return cls(original, plan, calls, comm, planned, original.training, limit, agreement, modes)
