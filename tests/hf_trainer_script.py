@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import random
 import sys
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,10 @@ from transformers import (
     set_seed,
 )
 
+from mixmesh.errors import InputError
+
 FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
+SEEN: list[int] = []  # a sum over the tokens of each batch that this process made
 Trainer = importlib.import_module(LIBRARY).Trainer
 if LIBRARY == "mixmesh.hf":
 
@@ -65,7 +70,9 @@ def with_random_tokens(rows: list[dict]) -> dict:
     batch = {key: torch.stack([row[key] for row in rows])[:, :length] for key in rows[0]}
     tokens = batch["input_ids"]
     drawn = torch.rand(tokens.shape) < 0.2
-    return {**batch, "input_ids": torch.where(drawn, torch.randint(32, tokens.shape), tokens)}
+    tokens = torch.where(drawn, random.randrange(32), tokens)
+    SEEN.append(int(tokens.sum()))
+    return {**batch, "input_ids": tokens}
 
 
 def classifier() -> BertForSequenceClassification:
@@ -94,7 +101,9 @@ class Modes(TrainerCallback):
 
 
 def tokens_loss(outputs, labels, num_items_in_batch=None):
-    """The mean over the tokens of all batches of a step, with a penalty on large logits."""
+    """The mean over the tokens of all batches of a step, with a penalty on large logits. It draws a number
+    when it is traced, which the first rank does for every new length."""
+    random.random()
     logits = outputs.logits[:, :-1].flatten(0, 1)
     entropy = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
     return (entropy + 1e-2 * logits.square().mean(-1).sum()) / num_items_in_batch
@@ -108,7 +117,13 @@ def done(name: str, trainer) -> None:
         {key: value for key, value in row.items() if not any(word in key for word in timed)}
         for row in trainer.state.log_history
     ]
-    print(json.dumps({"name": name, "history": history}) + "\n", end="", flush=True)
+    print(
+        json.dumps({"name": name, "history": history, "seen": SEEN, "writes": trainer.args.should_save})
+        + "\n",
+        end="",
+        flush=True,
+    )
+    SEEN.clear()
 
 
 def language(name: str, planner: str, resumed_at: str | None = None, **changed) -> None:
@@ -126,8 +141,8 @@ def language(name: str, planner: str, resumed_at: str | None = None, **changed) 
 
 def short(name: str, planner: str, **changed) -> None:
     """A loss function, and regions that are computed again, in float32 or under autocast."""
-    args = arguments(name, activation_checkpointing=True, max_steps=1, **changed)
-    data = dict(train_dataset=sentences(8), compute_loss_func=tokens_loss)
+    args = arguments(name, activation_checkpointing=True, max_steps=5, **changed)
+    data = dict(train_dataset=sentences(12), data_collator=with_random_tokens, compute_loss_func=tokens_loss)
     trainer = trainer_with(planner)(language_model().float(), args, **data)
     trainer.train()
     done(name, trainer)
@@ -138,6 +153,7 @@ def classes(name: str, planner: str) -> None:
     args = arguments(
         name, label_smoothing_factor=0.1, eval_strategy="steps", eval_steps=2, save_strategy="steps",
         save_steps=2, load_best_model_at_end=True, metric_for_best_model="eval_loss", optim="sgd",
+        use_cpu=False,
     )  # fmt: skip
     data = dict(train_dataset=labelled(10), eval_dataset=labelled(7), compute_metrics=accuracy)
     trainer = trainer_with(planner)(classifier(), args, **data)
@@ -146,9 +162,20 @@ def classes(name: str, planner: str) -> None:
     done(name, trainer)
 
 
+def unlike(name: str, planner: str) -> None:
+    """Every rank has samples of its own: refused."""
+    data = dict(train_dataset=sentences(8)[int(os.environ["RANK"]) :])
+    try:
+        trainer_with(planner)(language_model(), arguments(name), **data).train()
+    except InputError as error:
+        print(json.dumps({"name": name, "error": str(error)}) + "\n", end="", flush=True)
+
+
 if __name__ == "__main__":  # workers of a loader may import it
     language("cut", "tensor-parallel")
     language("resumed", "ddp-even", str(FOLDER / "cut" / "checkpoint-2"), dataloader_num_workers=1)
     classes("classes", "ddp-proportional")
     short("whole", "ddp-even")
     short("half", "ddp-even", bf16=True)
+    if LIBRARY == "mixmesh.hf":
+        unlike("unlike", "ddp-even")

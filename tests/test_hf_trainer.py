@@ -42,7 +42,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
         folder = tmp_path_factory.mktemp(library.replace(".", "_"))
         command = [sys.executable, *how, str(SCRIPT), str(folder), library]
         with open(folder / "out", "w") as out, open(folder / "errors", "w") as errors:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             started[library] = folder, subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
     told = {}
     for library, (folder, process) in started.items():
@@ -94,6 +94,24 @@ def test_parameters_are_cut_in_one_of_the_scenarios(runs):
     plans = [p.read_text() for p in (runs["mixmesh.hf"][0] / "cache" / "plans").iterdir()]
     cut = [[line for line in plan.splitlines() if "= param(" in line and " S(" in line] for plan in plans]
     assert any(cut) and not all(cut)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_writes(runs, name):
+    assert sorted(told["writes"] for told in runs["mixmesh.hf"][1] if told["name"] == name) == [False, True]
+
+
+def test_batches_are_alike_on_all_ranks(runs):
+    """Also where one of them draws more random numbers in a step."""
+    for name in ("cut", "whole", "half"):
+        ranks = [told["seen"] for told in runs["mixmesh.hf"][1] if told["name"] == name]
+        assert len(ranks) == RANKS and len(set(ranks[0])) > LEAST_ROWS - 1
+        assert ranks[0] == ranks[1]
+
+
+def test_batches_of_each_rank_are_refused(runs):
+    errors = [told["error"] for told in runs["mixmesh.hf"][1] if told["name"] == "unlike"]
+    assert len(errors) == RANKS and all("2 different batches" in error for error in errors)
 
 
 def test_autocast_is_that_of_the_arguments(runs):

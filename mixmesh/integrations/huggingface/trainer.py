@@ -18,7 +18,7 @@ from ...preparation.loading import load, same_random_numbers
 from ...preparation.script import prepare
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
 from .loss import NUM_ITEMS, with_trainer_loss
-from .one_process import as_first_process, is_launched, look_like_one_process
+from .one_process import as_first_process, check_alike, is_launched, look_like_one_process
 from .refusals import check_args, check_dataset, check_methods, check_model, check_version, refused
 from .weights import fill, whole_weights
 
@@ -125,6 +125,7 @@ class Trainer(transformers.Trainer):
             raise refused("outputs are not kept in training", "trainer.predict(dataset), or compute_metrics")
         if num_items_in_batch is not None:
             inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
+        check_alike(inputs)
         return model(**inputs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
