@@ -140,6 +140,7 @@ def wrapped_twice(wrapper: str) -> InputError:
         got=f"{wrapper} around it",
         hint=(
             "leave the wrapper out: mixmesh sums the gradients and cuts the batches",
-            "in place of a Trainer or Accelerator: a loop (docs/guide/training-loop.md)",
+            "in place of a Trainer: from mixmesh.hf import Trainer (docs/guide/trainers.md)",
+            "in place of an Accelerator: a loop (docs/guide/training-loop.md)",
         ),
     )
