@@ -23,6 +23,7 @@ from .source import build
 from .steps import Steps
 
 START_S = 300.0  # processes import PyTorch, all at once
+STARTS = 3  # that are tried: a machine with much else to do is no reason to end an hour of cases
 COLLECTIVE_S = 30.0  # what a collective may take; a case that takes longer than twice that hangs
 LATER_S = 5.0  # after a rank failed, what others get to say why they did
 
@@ -62,6 +63,14 @@ class World:
         self.pipes: list[Connection] = []
 
     def start(self) -> None:
+        """Raises RuntimeError if processes do not start, however often."""
+        for _ in range(STARTS):
+            if self._started():
+                return
+            self.close()
+        raise RuntimeError(f"{self.world_size} processes do not start within {START_S:g} s")
+
+    def _started(self) -> bool:
         context = multiprocessing.get_context("spawn")
         port = free_port()
         for rank in range(self.world_size):
@@ -73,8 +82,9 @@ class World:
             self.pipes.append(mine)
         for pipe in self.pipes:
             if not pipe.poll(START_S):
-                raise RuntimeError("the processes do not start")
+                return False
             pipe.recv_bytes()
+        return True
 
     def close(self) -> None:
         for process in self.processes:
