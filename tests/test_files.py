@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from fuzz import files, seeds
+from fuzz import checkpoints, files, seeds
 from torch import nn
 
 from mixmesh.check import check_loaded, check_placements, check_program
@@ -19,6 +19,16 @@ from mixmesh.runtime.parallel import parallelize
 from mixmesh.testbed import journal
 from mixmesh.trace import overload, trace
 from mixmesh.verification import verify
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pretended_world_is_left():
+    """Checkpoints are made in one, which tests that follow in this process must not find."""
+    yield
+    checkpoints.made.cache_clear()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
 
 SMALL = """\
 program p world=2 {

@@ -134,9 +134,14 @@ def compare(pair: Pair, search_s: float | None = None) -> Row:
         planner=planner,
         auto_s=auto_s,
         others_s={name: step_s for name, step_s in others.items() if step_s is not None},
-        loss_s=Exchange("all_reduce", 4, tuple(range(cluster.world_size))).seconds(CostModel(cluster)),
+        loss_s=loss_seconds(cluster),
         planning_s=planning_s,
     )
+
+
+def loss_seconds(cluster: Cluster) -> float:
+    """Seconds of the sum of the loss over all ranks."""
+    return Exchange("all_reduce", 4, tuple(range(cluster.world_size))).seconds(CostModel(cluster))
 
 
 def parts(cluster: Cluster) -> list[Cluster]:

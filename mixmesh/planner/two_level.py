@@ -168,7 +168,8 @@ class TwoLevel:
         between machines as within the slowest of them."""
         exchanges = [Exchange("all_reduce", self.task.gradient_bytes, ranks) for ranks in self.machines]
         within_s = max(busiest_link_s(self.task, e) for e in exchanges if len(e.ranks) > 1)
-        times = between_machines_s(self.task, self.machines) / within_s
+        between_s = between_machines_s(self.task, self.machines)
+        times = between_s / within_s if between_s and within_s else 1.0  # nothing is trained
         return sorted(PRICES, key=lambda price: abs(log(price / times)))
 
     def dealt(self, price: float, speeds: list[float]) -> Iterator[Program]:

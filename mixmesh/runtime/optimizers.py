@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, optim
 
-from ..errors import InputError
+from ..errors import InputError, PlanError
 from ..job import can_be_fused, is_elementwise
 from .comm import Comm
 from .shard_numbers import Off
@@ -246,4 +246,11 @@ def load_full_state(
             state[n] = {k: _cut(k, v, s, comm.rank, comm.device) for k, v in entries.items()}
             if isinstance(p, ShardTensor):
                 state[n] = {k: _shown(v, p) for k, v in state[n].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
+    except TypeError as error:
+        raise PlanError(
+            "the optimizer's state cannot be loaded",
+            expected="what full_optimizer_state_dict or the optimizer's state_dict() gave",
+            got=str(error),
+        ) from None
