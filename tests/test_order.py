@@ -198,7 +198,8 @@ def check_one_order(comm: Comm) -> None:
     everyones: list = [None] * 3
     dist.all_gather_object(everyones, issued)
     assert everyones[0] == everyones[1] == everyones[2]
-    assert len(issued) == 3 * (1 + 4 + 2)  # the loss, exchanges there and back, two buckets
+    steps = [name for name in issued if "of the batch's shapes" not in str(name)]
+    assert len(steps) == 3 * (1 + 4 + 2)  # the loss, exchanges there and back, two buckets
     reference = torch.optim.SGD(single.parameters(), lr=0.1)
     for value in losses:
         loss = single(**batch)
