@@ -18,12 +18,12 @@ from ..cluster import Cluster
 from ..cost import Profile
 from ..detection import Cache, detect, read_inventory
 from ..detection.cache import key_of
-from ..errors import MixmeshError
 from ..job import needs_whole_parameters, optimizer_states
 from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
+from ..runtime.first_rank import from_first_rank
 from ..trace import Traced, trace
 
 T = TypeVar("T")
@@ -189,22 +189,3 @@ class _Phases:
                 self.cache.save(file, lambda path: write(value, path))
         self.done.append(Phase(name, time.perf_counter() - started, was_kept))
         return value
-
-
-def from_first_rank(make: Callable[[], T]) -> T:
-    """Runs ``make`` on the first rank and returns its value on every rank. Collective; an error there is
-    raised everywhere."""
-    box: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except MixmeshError as error:
-            box[1] = failure = error
-        except Exception as error:
-            # the class may be unknown to pickle, or to the other ranks
-            failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise failure or box[1]
-    return box[0]

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
@@ -16,6 +15,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ...errors import InputError
 from ...preparation.loading import load, same_random_numbers
 from ...preparation.script import prepare
+from ...runtime.first_rank import from_first_rank
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
 from .loss import NUM_ITEMS, with_trainer_loss
 from .one_process import as_first_process, check_alike, is_launched, look_like_one_process
@@ -145,7 +145,7 @@ class Trainer(transformers.Trainer):
         if self.parallel is None:
             return output
         # devices may round otherwise, and what is decided by a metric must be decided alike on all ranks
-        return output._replace(metrics=_from_first_rank(output.metrics))
+        return output._replace(metrics=from_first_rank(lambda: output.metrics))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.parallel is None or state_dict is not None:
@@ -157,7 +157,7 @@ class Trainer(transformers.Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.parallel is not None:  # another rank may have looked for the folder before it was written
-            self.state.best_model_checkpoint = _from_first_rank(self.state.best_model_checkpoint)
+            self.state.best_model_checkpoint = from_first_rank(lambda: self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.parallel is None:
@@ -182,10 +182,3 @@ class Trainer(transformers.Trainer):
                 got=str(error),
                 hint="leave load_best_model_at_end out, or share the folder",
             ) from error
-
-
-def _from_first_rank(value: Any) -> Any:
-    """Rank 0's ``value``, on every rank. Collective."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]

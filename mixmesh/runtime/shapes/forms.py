@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ...trace.shapes import passes_for
 from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
+from ..first_rank import from_first_rank
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
@@ -121,20 +123,9 @@ class Forms:
         return not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
 
     def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:
-        told: list[Any] = [None]
-        failure: Exception | None = None
-        if self.comm.rank == 0:
-            try:
-                told = [self._plan_for(key, args, kwargs)]
-            except MixmeshError as error:
-                told = [error]
-            except Exception as error:  # the class may be unknown to pickle, or to the other ranks
-                failure, told = error, [MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")]
-        if self.comm.world_size > 1:
-            dist.broadcast_object_list(told, group=self.comm.groups["data", self.comm.everyone], group_src=0)
-        if isinstance(told[0], Exception):
-            raise failure or told[0]
-        program, micro_batches, has_loss = told[0]
+        make = partial(self._plan_for, key, args, kwargs)
+        group = self.comm.groups.get(("data", self.comm.everyone))  # none of one rank
+        program, micro_batches, has_loss = make() if group is None else from_first_rank(make, group)
         self.comm.add(meetings(program))
         form = Form.of(key, replace(self.plan, program=program, micro_batches=micro_batches), self.comm)
         return form if has_loss else replace(form, returns=form.returns.without_loss())
