@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from .cluster import Cluster
 from .cost import CostModel, Profile
-from .plan_devices import planned_devices
 from .plan_file import Plan
 from .timeline import Timeline
 
@@ -82,7 +81,7 @@ def plan_traced(
 
     made = make_plan(traced, cluster, profile=load_profile(profile), **options)
     extra = tuple(w for w in traced.warnings if w not in made.warnings)
-    return replace(made, warnings=made.warnings + extra, devices=planned_devices(cluster))
+    return replace(made, warnings=made.warnings + extra)
 
 
 def load_profile(profile: Profile | str | Path | None) -> Profile | None:

@@ -7,10 +7,10 @@ from .cut import Product, cheapest_cut
 __all__ = [
     "Product",
     "best_factors",
-    "most_saved_s",
     "cheapest_cut",
     "cut_factors",
     "factorable",
+    "most_saved_s",
     "repeated_s",
     "saved_s",
     "with_factors",

@@ -10,12 +10,7 @@ from ..cost.placed import supports
 from .apart import GAIN, apart
 from .hap import DDP_TUNED
 from .ordered import ordered
-from .synced import (
-    flat,
-    is_hurried,
-    synced,
-    without_needless_directness,
-)
+from .synced import flat, is_hurried, synced, without_needless_directness
 from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 FEW = 8  # proposals that are finished

@@ -32,9 +32,8 @@ WEIGHT = 1.01  # the search may return a program this much dearer than the cheap
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
-ABOUT = (
-    0.9  # of what a step on some devices takes at least by estimate: steps were found that are 6 % shorter
-)
+# of what a step on some devices takes at least by estimate: steps were found that are 6 % shorter
+ABOUT = 0.9
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
@@ -108,11 +107,11 @@ class Synthesis:
         if most >= len(sets):
             return [*sets]
         worth = [ranks for ranks in sets if not self.is_slower(ranks, prices)]
+        if most < FEW_SETS:
+            return worth[:most]
         machine_of = task.costs.cluster.machine_index_of
         machines = [ranks for ranks in worth if len(ranks) > 1 and len({*map(machine_of, ranks)}) == 1]
         wanted = [task.ranks, *sorted(machines, key=task.least_seconds)[:1]]
-        if most < FEW_SETS:
-            return worth[:most]
         others = [ranks for ranks in worth if ranks not in wanted]
         chosen = {*others[: most - len(wanted)], *wanted}
         return [ranks for ranks in worth if ranks in chosen]

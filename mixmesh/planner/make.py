@@ -18,6 +18,7 @@ from ..cost.placed import Sheet
 from ..errors import InputError
 from ..ir import Graph, Returned, regions, without_needless_names
 from ..optimizer_states import ADAM, OptimizerStates
+from ..plan_devices import planned_devices
 from ..plan_file import Candidate, Plan
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
@@ -87,6 +88,8 @@ class Traced(Protocol):
     def arguments(self) -> tuple[tuple[str, str], ...] | None: ...
     @property
     def autocast(self) -> tuple[str, str] | None: ...
+    @property
+    def returned(self) -> Returned: ...
 
 
 def check_planner(planner: str) -> None:
@@ -229,14 +232,12 @@ def _make_plans(
         chosen = finish(task, chosen, every)
     planning_s = time.perf_counter() - started
     others = finalists(task, chosen, count) if count > 1 else []
-    output_has_loss = False if isinstance(traced, Graph) else traced.output_has_loss
-    arguments = None if isinstance(traced, Graph) else traced.arguments
-    returned = Returned() if isinstance(traced, Graph) else traced.returned
-    autocast = None if isinstance(traced, Graph) else traced.autocast
+    # a bare graph does not say how its model is called
+    names = () if isinstance(traced, Graph) else ("output_has_loss", "arguments", "returned", "autocast")
+    called = {name: getattr(traced, name) for name in names}
 
     def made_of(p: Proposal) -> Plan:
-        made = plan_of(task, checkpointed(task, p), output_has_loss, planning_s)
-        return replace(made, arguments=arguments, returned=returned, autocast=autocast)
+        return replace(plan_of(task, checkpointed(task, p), planning_s), **called)
 
     instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
@@ -304,7 +305,7 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
     return min(near, key=lambda p: p.key)
 
 
-def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: float) -> Plan:
+def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
     """The plan of a proposal, with what the task has found beside it."""
     cluster, graph = task.costs.cluster, task.graph
     candidates = sorted(task.proposed.values(), key=lambda p: p.key)
@@ -320,7 +321,6 @@ def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: f
         cluster_fingerprint=cluster.fingerprint,
         cluster_name=cluster.name,
         graph_fingerprint=graph.fingerprint,
-        output_has_loss=output_has_loss,
         planning_s=planning_s,
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
@@ -335,6 +335,7 @@ def plan_of(task: Task, proposal: Proposal, output_has_loss: bool, planning_s: f
             *gaps(program, task.costs),
         ),
         micro_batches=proposal.micro_batches,
+        devices=planned_devices(cluster),
         usable_bytes=tuple(int(size) for size in task.usable_bytes),
         notes=notes_of(program, sheet),
     )

@@ -12,7 +12,6 @@ from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..errors import CollectiveError, MixmeshError
 from ..job import needs_whole_parameters, optimizer_states
-from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..planner import make_plans
 from ..runtime.comm import default_device, initialise
@@ -136,7 +135,6 @@ class _Planning:
                 "whole_parameters": needs_whole_parameters(job.optimizer),
             }
         self.progress("planning")
-        plans = make_plans(
+        return make_plans(
             cluster=self.cluster, count=count, planner=self.planner, profile=profile, **self._known
         )
-        return tuple(replace(plan, devices=planned_devices(self.cluster)) for plan in plans)

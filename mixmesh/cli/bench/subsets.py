@@ -63,11 +63,11 @@ def _read(path: Path | None) -> dict[tuple[str, str], dict]:
 
 
 def shown(rows: list[Row], before: dict[tuple[str, str], dict]) -> str:
+    from ...bench.subsets import TOLERANCE
+
     header = ("job", "cluster", "Gbit/s", "auto, ms", "planner", "fastest other", "ms", "times", "before",
               "auto before, ms", "planning, s")  # fmt: skip
     lines = [_line(r, before.get((r.job, r.cluster))) for r in rows]
-    from ...bench.subsets import TOLERANCE
-
     missed = [r for r in rows if not r.met]
     worst = max((r.times for r in rows), default=1.0)
     strictly = sum(r.times <= 1 + TOLERANCE for r in rows)
