@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -83,6 +85,16 @@ def test_a_loss_outside_keeps_the_model_as_it_is():
     assert isinstance(wrapped, nn.Bilinear) and type(model) is nn.Bilinear
     assert dict(wrapped.named_parameters()).keys() == dict(model.named_parameters()).keys()
     assert all(p is q for p, q in zip(wrapped.parameters(), model.parameters()))
+
+
+def test_a_forward_of_the_object_alone_is_called():
+    """As Accelerate gives a model under mixed precision."""
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    for bind in (MethodType, partial):
+        model = nn.Linear(3, 2)
+        model.forward = bind(lambda self, input: 2 * nn.Linear.forward(self, input), model)
+        expected = F.mse_loss(model(x), y)
+        assert torch.equal(with_loss(model, F.mse_loss)(x, y), expected)
 
 
 def test_a_forward_that_takes_anything_is_refused():

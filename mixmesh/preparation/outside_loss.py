@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Collection
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,17 +26,20 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
 
     Of a batch ``(x, y)`` as many values go to the model as its forward pass takes, the rest to the loss after
     the outputs; of a dict what the forward pass has names for, the rest to the loss by name. The parameters,
-    their names and the class stay the model's own. Raises InputError where the forward pass does not say what
-    it takes (``*args``, ``**kwargs``).
+    their names and the class stay the model's own; a ``forward`` of the object alone is called in place of
+    the class's. Raises InputError where the forward pass does not say what it takes (``*args``,
+    ``**kwargs``).
     """
     original = type(model)
     names = input_names(model)
+    patched = vars(model).get("forward")
+    own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in kwargs.items() if name in names}
         others = {name: value for name, value in kwargs.items() if name not in names}
         count = max(len(names) - len(own), 0)
-        made = original.forward(self, *args[:count], **own)
+        made = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
         if outputs and not _can_call(loss, made, *targets, **others):
             return _beside(None, made)  # evaluation without targets
@@ -43,9 +47,15 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         return _beside(value, made) if outputs else value
 
     wrapped = copy.copy(model)
+    wrapped.__dict__.pop("forward", None)
     wrapped.__dict__[WITHOUT_LOSS] = model
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that was set as an object's ``forward``, as a method."""
+    return lambda self, *args, **kwargs: function(*args, **kwargs)
 
 
 def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:

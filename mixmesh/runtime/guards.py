@@ -141,6 +141,6 @@ def wrapped_twice(wrapper: str) -> InputError:
         hint=(
             "leave the wrapper out: mixmesh sums the gradients and cuts the batches",
             "in place of a Trainer: from mixmesh.hf import Trainer (docs/guide/trainers.md)",
-            "in place of an Accelerator: a loop (docs/guide/training-loop.md)",
+            "in place of an Accelerator: from mixmesh.accelerate import Accelerator",
         ),
     )

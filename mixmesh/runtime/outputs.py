@@ -44,7 +44,7 @@ class Output:
         values: Mapping[str, Any],
         returned: Returned,
         rows: slice | None = None,
-        gather: Callable[[], Mapping[str, Any]] | None = None,
+        gather: Callable[..., Mapping[str, Any]] | None = None,
     ) -> None:
         self._values, self._returned, self._gather = dict(values), returned, gather
         self.rows = rows
@@ -59,6 +59,13 @@ class Output:
         values = self._values if self._gather is None else {**self._values, **self._gather()}
         whole = Output(values, self._returned)
         return whole if name is None else whole[name]
+
+    def everywhere(self) -> Output:
+        """The same output with the rows of all ranks. Collective if outputs are kept. As through this rank's
+        rows, a backward pass through them is refused."""
+        if self._gather is None:
+            return self
+        return Output({**self._values, **self._gather(is_guarded=True)}, self._returned)
 
     def keys(self) -> Iterable[str]:
         return self._values.keys()
@@ -220,9 +227,12 @@ class Returns:
         mine = {k.name: k.shown(shown.get(k.name, []), comm) for k in self.kept}
         guarded = {k.name: _guarded(mine[k.name], k) for k in self.kept}
 
-        def gather() -> dict[str, Any]:
+        def gather(*, is_guarded: bool = False) -> dict[str, Any]:
             with comm.call("gather of outputs"), torch.no_grad():
-                return self._trees({k.name: k.held.whole(mine[k.name], comm) for k in self.kept})
+                wholes = {k.name: k.held.whole(mine[k.name], comm) for k in self.kept}
+            if is_guarded:
+                wholes = {k.name: _guarded(wholes[k.name], k) for k in self.kept}
+            return self._trees(wholes)
 
         trees = self._trees(guarded)
         names = dict.fromkeys(map(first_part, self.returned.names))

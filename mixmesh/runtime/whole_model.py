@@ -63,14 +63,14 @@ class Loan:
 
     def note(self) -> None:
         """Its weights are those of the parallel model now."""
-        self.known = {name: _mark(x) for name, x in self.tensors.items()}
+        self.known = {name: mark(x) for name, x in self.tensors.items()}
 
     def changed(self) -> list[str]:
-        return [name for name, x in self.tensors.items() if _mark(x) != self.known[name]]
+        return [name for name, x in self.tensors.items() if mark(x) != self.known[name]]
 
 
 @torch.no_grad()
-def _mark(x: Tensor) -> tuple:
+def mark(x: Tensor) -> tuple:
     """What tells a tensor from one that was changed, on every rank alike: a piece may be nobody's here."""
     wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
     return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())

@@ -17,8 +17,9 @@ from ...preparation.loading import load, same_random_numbers
 from ...preparation.script import prepare
 from ...runtime.first_rank import from_first_rank
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ..accelerate.one_process import as_first_process, look_like_one_process
+from ..launched import check_alike, is_launched
 from .loss import NUM_ITEMS, with_trainer_loss
-from .one_process import as_first_process, check_alike, is_launched, look_like_one_process
 from .refusals import check_args, check_dataset, check_methods, check_model, check_version, refused
 from .weights import fill, whole_weights
 
@@ -52,7 +53,8 @@ class Trainer(transformers.Trainer):
             args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
             check_args(args)
             check_methods(type(self), Trainer)
-            look_like_one_process(args)
+            look_like_one_process(args.distributed_state)  # Accelerate joins the other processes here
+            args.average_tokens_across_devices = False  # every rank sees all tokens
         super().__init__(model, args, *others, **kwargs)
         if is_launched():
             check_model(self.model)
@@ -64,7 +66,7 @@ class Trainer(transformers.Trainer):
         if not is_launched():
             return super()._get_dataloader(dataset, *args, **kwargs)
         check_dataset(dataset)
-        with as_first_process(self.args):  # workers are seeded by the rank
+        with as_first_process(self.args.distributed_state):  # workers are seeded by the rank
             return super()._get_dataloader(dataset, *args, **kwargs)
 
     def _example_batch(self, loader: Any) -> dict[str, Any]:

@@ -1,0 +1,7 @@
+"""``from mixmesh.accelerate import Accelerator``: that of Accelerate, training under torchrun by a plan."""
+
+from __future__ import annotations
+
+from .integrations.accelerate import Accelerator
+
+__all__ = ["Accelerator"]

@@ -1,0 +1,255 @@
+"""A script for one device that trains tiny models with an Accelerator: arguments FOLDER LIBRARY.
+
+``test_accelerate`` runs it with that of ``accelerate``, and under torchrun with ``mixmesh.accelerate``'s."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.tracking import GeneralTracker, on_main_process
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from mixmesh.errors import InputError
+
+FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
+PARALLEL = LIBRARY == "mixmesh.accelerate"
+RANK = int(os.environ.get("RANK", "0"))
+Accelerator = importlib.import_module(LIBRARY).Accelerator
+
+
+def accelerator_with(planner: str, planning: dict | None = None, **options):
+    """In both libraries what differs is how a parallel step is planned."""
+    AcceleratorState._reset_state()  # every scenario stands for a script of its own
+    chosen = {"profile_s": 0, "planner": planner, "cache": FOLDER / "cache", **(planning or {})}
+    return Accelerator(cpu=True, **options, **({"planning": chosen} if PARALLEL else {}))
+
+
+class Net(nn.Module):
+    """Gives the loss where there are labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64, bias=False)  # whose gradient would be zero up to rounding
+        self.norm, self.last = nn.BatchNorm1d(64), nn.Linear(64, 4)
+
+    def forward(self, x, labels=None):
+        logits = self.last(torch.tanh(self.norm(self.first(x))))
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class Plain(nn.Module):
+    """Gives logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+class Written(GeneralTracker):
+    """Keeps what is logged on the rank that logs."""
+
+    name, requires_logging_directory, tracker = "written", False, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[dict] = []
+
+    def store_init_configuration(self, values) -> None:
+        self.rows.append(values)
+
+    @on_main_process
+    def log(self, values, step=None, **_) -> None:
+        self.rows.append(values)
+
+
+class Epochs:
+    """A state of the script's own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def samples(count: int) -> list[dict]:
+    drawn = torch.Generator().manual_seed(1)
+    xs = torch.randn(count, 8, generator=drawn, dtype=torch.float64)
+    return [{"x": x, "labels": int(x[0] > 0) + 2 * int(x[1] > 0)} for x in xs]
+
+
+def pairs(count: int) -> list[tuple]:
+    return [(row["x"], row["labels"]) for row in samples(count)]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+def tell(name: str, **values) -> None:
+    print(json.dumps({"name": name, "rank": RANK, **values}) + "\n", end="", flush=True)
+
+
+def labelled(name: str, planner: str, resumed: bool = False) -> None:
+    """The usual loop: batch norm, accumulation, clipping, a scheduler, a smaller last batch, evaluation,
+    checkpoints."""
+    seed(0)
+    written, epochs = Written(), Epochs()
+    accelerator = accelerator_with(planner, gradient_accumulation_steps=2, log_with=[written])
+    accelerator.init_trackers("tiny")
+    accelerator.register_for_checkpointing(epochs)
+    with accelerator.main_process_first():
+        first = FOLDER / name / "first"
+        found = first.exists()
+        first.parent.mkdir(exist_ok=True)
+        first.touch()
+    model, teacher = Net().double(), accelerator.prepare(Plain().double())
+    seed(RANK)  # ranks go on as the first one
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 * accelerator.num_processes)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = DataLoader(samples(22), batch_size=4, shuffle=True)
+    held_out = DataLoader(samples(7), batch_size=3)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(
+        model, optimizer, loader, held_out, scheduler
+    )
+    told = []
+    if resumed:
+        accelerator.load_state(FOLDER / "labelled" / "state")
+        loader = accelerator.skip_first_batches(loader, 2)
+    for epoch in range(1 if resumed else 2):
+        model.train()
+        epochs.count += 1
+        if epoch:
+            accelerator.save_state(FOLDER / name / "state")
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(**batch)["loss"]
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    told.append(accelerator.clip_grad_norm_(model.parameters(), 0.3).item())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            told += [loss.item(), len(batch["labels"]), scheduler.get_last_lr()[0]]
+        model.eval()
+        right = 0
+        for batch in held_out:
+            with torch.no_grad():
+                logits = model(batch["x"])["logits"]
+            logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
+            right += int((logits.argmax(-1) == labels).sum())
+            told.append(logits.square().sum().item())
+            told.append(teacher(batch["x"]).sum().item())
+        told += [right, epochs.count]
+        accelerator.log({"right": right})
+    if RANK == 0:
+        accelerator.set_trigger()
+    told.append(accelerator.check_trigger())
+    accelerator.save_model(model, FOLDER / name / "model")
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        torch.save(accelerator.unwrap_model(model).state_dict(), FOLDER / name / "unwrapped.pt")
+    accelerator.end_training()
+    tell(
+        name,
+        told=told,
+        kind=type(accelerator.unwrap_model(model)).__name__,
+        processes=[accelerator.num_processes, accelerator.process_index],
+        main=accelerator.is_main_process,
+        logged=len(written.rows),
+        found=found,
+    )
+
+
+def criterion(name: str, planner: str, **options) -> None:
+    """A loss outside of the model, logits in training, and parameters that were listed before ``prepare``. At
+    the end weights change between evaluations."""
+    seed(1)
+    planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
+    accelerator = accelerator_with(planner, planning, **options)
+    model = Plain() if options else Plain().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    listed = list(model.parameters())
+    loader = DataLoader(pairs(10), batch_size=4)
+    # the loop casts what the loader gives
+    called_with = torch.zeros(4, 8, dtype=listed[0].dtype), torch.zeros(4, dtype=torch.long)
+    planned = {"planning": {"batch": called_with}} if PARALLEL else {}
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader, **planned)
+    told = []
+    for x, y in loader:
+        x = x.to(listed[0].dtype)
+        if PARALLEL:
+            out = model(x, y)
+            loss, logits = out.loss, out.logits
+        else:
+            logits = model(x)
+            loss = F.cross_entropy(logits, y)
+        accelerator.backward(loss)
+        told += [loss.item(), accelerator.clip_grad_norm_(listed, 0.2).item()]
+        told.append(logits.detach().square().sum().item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        told.append(model(x).sum().item())
+        for p in model.parameters():
+            p.data.mul_(0.5)
+        told.append(model(x).sum().item())
+    tell(name, told=told)
+
+
+def refused(name: str) -> None:
+    """What only a prepared model can refuse."""
+    planning = {"loss": F.cross_entropy, "outputs": ("logits",)}
+    accelerator = accelerator_with("ddp-even", planning)
+    seed(1)
+    model = Plain().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, _ = accelerator.prepare(model, optimizer, DataLoader(pairs(8), batch_size=4))
+    errors = []
+
+    def expect(action) -> None:
+        try:
+            action()
+        except InputError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+
+    x, y = torch.ones(4, 8, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
+    expect(lambda: model(x + RANK, y))
+    expect(lambda: accelerator.backward(model(x, y).logits.sum()))
+    with torch.no_grad():
+        accelerator.unwrap_model(model).last.bias.zero_().add_(1)
+    expect(lambda: model(x, y))
+    model(x, y)  # and goes on
+    tell(name, errors=errors)
+
+
+if __name__ == "__main__":
+    labelled("labelled", "tensor-parallel")
+    labelled("resumed", "ddp-even", resumed=True)
+    criterion("criterion", "ddp-even")
+    criterion("half", "tensor-parallel", mixed_precision="bf16")
+    if PARALLEL:
+        refused("refused")
+    else:
+        criterion("whole", "", mixed_precision="no")
