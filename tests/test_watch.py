@@ -39,7 +39,7 @@ FIRST_ONLY = {
     "killed": "rank 1 has ended without a word",
     "stopped": "rank 1 is stopped",
 }
-LAST_ONLY = {"stopped first": "rank 0 is stopped"}
+LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "rank 0 is stopped"}
 
 
 @pytest.fixture(scope="module")

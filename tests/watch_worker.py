@@ -21,6 +21,7 @@ from mixmesh.errors import MixmeshError
 from mixmesh.ir import parse_program
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.runtime.watch import Watch
 
 WORLD = 2
 LIMIT_S = 150.0  # of all worlds together, on a busy machine
@@ -81,7 +82,9 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seed = rank if scenario == "seed" else 0
-    heartbeat_s = 3.0 if scenario in ("stopped", "stopped first") else 30.0
+    heartbeat_s = 3.0 if scenario.startswith("stopped") else 30.0
+    if scenario == "stopped before a beat":
+        Watch._read = lambda watch: None  # as if the others stopped before the first one
     model, optimizer = parallelize(
         model, optimizer, parse_program(TEXT % (WORLD, shares, op)), device="cpu", heartbeat_s=heartbeat_s,
         timeout_s=150, seed=seed,
@@ -100,7 +103,7 @@ def train_in_trouble(scenario: str, rank: int) -> None:
         "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "slow": lambda: time.sleep(14),
     }
-    if scenario == "stopped first":
+    if scenario in ("stopped first", "stopped before a beat"):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
     elif last and scenario in trouble:

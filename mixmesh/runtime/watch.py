@@ -128,11 +128,21 @@ class Watch:
         key = f"mixmesh/facts/{self.number}"
         self.waiting = (what, time.monotonic())
         try:
-            return exchange(
+            told = exchange(
                 facts, self.own_store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
             )
+            self._meet()
+            return told
         finally:
             self.waiting = None
+
+    def _meet(self) -> None:
+        """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
+        next beat is known then."""
+        unseen = [rank for rank in self._others() if rank not in self._seen]
+        texts = self.own_store.multi_get([self._key(rank) for rank in unseen]) if unseen else []
+        for rank, text in zip(unseen, texts):
+            self._seen.setdefault(rank, (Seen(**json.loads(text)), time.monotonic()))
 
     def raise_verdict(self) -> None:
         if self._verdict is not None:
@@ -228,7 +238,7 @@ class Watch:
 
     def _judge(self) -> None:
         """Concludes what can be concluded from what was read."""
-        states = {rank: seen for rank, (seen, _) in self._seen.items()}
+        states = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
         for seen in states.values():
             if seen.verdict is not None:
                 return self._conclude(CollectiveError(**seen.verdict))
