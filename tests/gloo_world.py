@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fuzz.world import forking
 from torch import nn
 
 from mixmesh.ir import Program
@@ -38,7 +39,9 @@ def run_world(world_size: int, checks: dict, make_comm=nothing) -> dict[str, lis
     ``make_comm()`` is called once per process, and its value passed to each check.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_worker, (world_size, free_port(), checks, make_comm, folder), nprocs=world_size)
+        args = (world_size, free_port(), checks, make_comm, folder)
+        method = forking().get_start_method()
+        mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         per_rank = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
     return {name: [results.get(name, "did not run") for results in per_rank] for name in checks}
 
