@@ -4,11 +4,13 @@ accumulation, checkpoints; and failures that say where they happened."""
 from __future__ import annotations
 
 import copy
+import datetime
 import os
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from torch import nn
 
@@ -137,6 +139,7 @@ PROGRAMS = {
       %loss = aten.mean(%s) : f64[] P(sum)@r1
       return %loss
     }""",
+    "one_listens": f"ratio r0 = [0, 0.75, 0.25] {BATCH} {stored('R@r0')} {BODY} {TAIL}",
     "counted": f"""{UNEVEN} {BATCH} {stored("R")} {BODY}
       %d = aten.sub.Tensor(%o, %y) : f64[12, 4] S(0)@r0
       %s = aten.mul.Tensor(%d, %d) : f64[12, 4] S(0)@r0
@@ -495,6 +498,27 @@ def check_state_of_a_parameter_without_dims(_) -> None:
             close(model.full_state_dict()["scale"], single.scale.detach(), f"{make.__name__}, step {n}")
 
 
+def check_nobody_waits_for_ranks_that_compute_nothing(_) -> None:
+    """Rank 0 begins its last step when the others have ended theirs. It has the same losses."""
+    assert program("one_listens").working_ranks == (1, 2)
+    single, optimizer, model, mine = build("one_listens")
+    store, last = dist.distributed_c10d._get_default_store(), COMPARED_STEPS + 2
+    for n in range(last + 1):
+        if n == last and model.comm.rank == 0:
+            store.wait(["stepped without rank 0"], datetime.timedelta(seconds=20))
+        expected, loss = single(**batch(n)), model(**batch(n))
+        for value, o in ((expected, optimizer), (loss, mine)):
+            value.backward()
+            o.step()
+            o.zero_grad()
+        if n == last and model.comm.rank == 1:
+            store.set("stepped without rank 0", "")
+        close(loss, expected, f"step {n}")
+    for name, value in model.full_state_dict().items():
+        if name != "count":
+            close(value, single.state_dict()[name], name)
+
+
 def check_refusals(_) -> None:
     with pytest.raises(InputError, match="LBFGS"):
         build("data_parallel", lambda p: torch.optim.LBFGS(p))
@@ -554,6 +578,7 @@ CHECKS |= {
         check_a_warm_optimizer,
         check_state_of_an_optimizer_of_whole_parameters,
         check_state_of_a_parameter_without_dims,
+        check_nobody_waits_for_ranks_that_compute_nothing,
         check_refusals,
     )
 }

@@ -4,9 +4,6 @@ A plan for some of the machines is a plan for all of them in which the others ha
 planner that is asked alone proposes nothing that ``auto`` could not. So ``auto`` should never be slower than
 either, in simulation. Jobs and clusters are drawn at random: two to four machines of one to four devices,
 joined at 0.5 to 100 Gbit/s; the papers' models, those of ``mixmesh.bench.jobs``, and small random ones.
-
-One difference is allowed: the loss is summed over all ranks in every step, so that all of them know it, and a
-sum between machines may take longer than a short step has time to hide (``loss_s``).
 """
 
 from __future__ import annotations
@@ -24,8 +21,6 @@ import torch
 from torch import nn
 
 from ..cluster import Cluster
-from ..cost import CostModel
-from ..cost.placed import Exchange
 from ..errors import Infeasible, InputError
 from ..ir import Graph
 from ..job import Job
@@ -56,8 +51,8 @@ class Pair:
 @dataclass(frozen=True)
 class Row:
     """Seconds of ``auto``'s predicted step on all machines, and of what it must not be slower than: ``auto``
-    on a part of them, or a planner alone; None where nothing fits. ``loss_s`` is the sum of the loss over all
-    ranks, ``planning_s`` the time that ``auto`` took."""
+    on a part of them, or a planner alone; None where nothing fits. ``planning_s`` is the time that ``auto``
+    took."""
 
     job: str
     cluster: str
@@ -65,7 +60,6 @@ class Row:
     planner: str | None
     auto_s: float | None
     others_s: dict[str, float]
-    loss_s: float
     planning_s: float
 
     @property
@@ -82,11 +76,11 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether ``auto`` is not slower by more than the tolerance, and what the sum of the loss takes."""
+        """Whether ``auto`` is not slower by more than the tolerance."""
         if self.auto_s is None:
             return not self.others_s
         least_s = min(self.others_s.values(), default=self.auto_s)
-        return self.auto_s <= least_s * (1 + TOLERANCE) + self.loss_s
+        return self.auto_s <= least_s * (1 + TOLERANCE)
 
 
 def draw_pairs(count: int, seed: int = 0, *, small: bool = False) -> list[Pair]:
@@ -134,14 +128,8 @@ def compare(pair: Pair, search_s: float | None = None) -> Row:
         planner=planner,
         auto_s=auto_s,
         others_s={name: step_s for name, step_s in others.items() if step_s is not None},
-        loss_s=loss_seconds(cluster),
         planning_s=planning_s,
     )
-
-
-def loss_seconds(cluster: Cluster) -> float:
-    """Seconds of the sum of the loss over all ranks."""
-    return Exchange("all_reduce", 4, tuple(range(cluster.world_size))).seconds(CostModel(cluster))
 
 
 def parts(cluster: Cluster) -> list[Cluster]:

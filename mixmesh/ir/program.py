@@ -230,6 +230,16 @@ class Program:
         return {None: participants(None, self.world_size), **named}
 
     @cached_property
+    def working_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute anything. The others hold nothing, and are only told what the loss is."""
+        shares = [ratio for _, ratio in self.ratios]
+        if not shares or all(map(any, zip(*shares))):
+            return self._taking_part[None]
+        held = ("param", "buffer")  # some hold what no one computes with
+        names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
+        return tuple(sorted({r for name in names for r in self._taking_part[name]}))
+
+    @cached_property
     def graph(self) -> Graph:
         """The program without its placements and redistributions: what it computes."""
         alias: dict[str, str] = {}

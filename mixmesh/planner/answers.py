@@ -89,11 +89,7 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
         seen.add(node.op)
         place = f" ({node.location}{', ' + node.source if node.source else ''})" if node.location else ""
         yield f"no sharding rule for {node.op}{place}; it runs replicated on every device"
-    working = {
-        r for i in program.instructions if is_computation(i) for t in i.types for r in program.participants(t)
-    }
-    idle = [r for r in range(program.world_size) if r not in working]
-    if idle:
+    if idle := sorted(set(range(program.world_size)) - set(program.working_ranks)):
         yield f"ranks {idle} take no part: the step is faster without them"
 
 

@@ -26,6 +26,7 @@ from .comm import Comm
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .layout import Layout
+from .loss import LossSum
 from .model_check import PlannedModel
 from .node import Inner
 from .optimizer_check import check_new_optimizers, check_optimizer, common_holders
@@ -146,6 +147,7 @@ def _take(
         planned_bytes(plan, comm),
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
+        LossSum(program, comm),
         Inner.of(taken.inner, learning, reducer),
         Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
         model,

@@ -19,13 +19,14 @@ from .agreement import COMPARED_STEPS, facts_of_batch
 from .allocator import trim_heap
 from .batches import local_inputs
 from .calls import Calls
-from .collectives import Handle, all_reduce, then
+from .collectives import Handle
 from .comm import Comm
 from .executor import RankProgram, compile_program, local_piece
 from .face import Face
 from .gradients import GradientReducer, Sums
 from .guards import Guards, wrapped_twice
 from .hooks import HookWatch
+from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
 from .node import Inner
@@ -48,7 +49,8 @@ from .window import Window
 class _Forward:
     """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
     the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
-    name, a piece for every micro-step, and how the call ``returns`` all that."""
+    name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
+    the addends of all ranks."""
 
     local: Tensor | None
     tokens: list[Tensor]
@@ -56,6 +58,7 @@ class _Forward:
     earlier: Earlier | None = None
     shown: dict[str, list[Tensor]] = field(default_factory=dict)
     returns: Returns | None = None
+    total: Handle | None = None
 
 
 @dataclass
@@ -77,6 +80,7 @@ class Runtime:
     planned_bytes: int  # what this process may hold as planned; 0 where that is not known
     params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
     reducer: GradientReducer
+    loss_sum: LossSum
     node: Inner
     guards: Guards
     original: nn.Module  # taken over
@@ -125,14 +129,14 @@ class ParallelModel(Face):
         """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
         Inputs are whole batches or this rank's parts."""
         done = self._run(args, kwargs)
-        loss = self._shown(self._rooted(self._total(done.value).wait(), done))
+        loss = self._shown(self._rooted(done.total.wait(), done))
         return loss if done.returns is None else done.returns(loss, done.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
         the global loss. Waits for other ranks only to agree on the batch, and where the program does."""
         done = self._run(args, kwargs)
-        return self._shown(self._rooted(done.value.clone(), done)), self._total(done.value)
+        return self._shown(self._rooted(done.value.clone(), done)), done.total
 
     def _run(self, args, kwargs) -> _Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
@@ -176,7 +180,8 @@ class ParallelModel(Face):
         with torch.no_grad():
             for name, value in updated.items():
                 buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
-        return replace(done, returns=form.returns)
+        total = run.loss_sum.start(self.comm, done.value, form.program)
+        return replace(done, returns=form.returns, total=total)
 
     def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
         """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
@@ -288,12 +293,6 @@ class ParallelModel(Face):
     def _zero(self, form: Form) -> Tensor:
         dtype = TORCH_DTYPE[form.program.types[form.program.loss].value.dtype]
         return torch.zeros((), dtype=dtype, device=self.comm.device)
-
-    def _total(self, value: Tensor) -> Handle:
-        wide = value if value.dtype == torch.float64 else value.float()
-        channel = self.comm.channel(self.comm.everyone, "all_reduce of the loss")
-        handle = all_reduce(channel, wide, async_op=True)
-        return then(lambda total: total.to(value.dtype), handle)
 
     def _rooted(self, value: Tensor, done: _Forward) -> Tensor:
         if not torch.is_grad_enabled():

@@ -25,7 +25,8 @@ link that gets faster can make the predicted step longer. That decides what is a
 - A gradient sum that some rank joins only at the end of its pass slows nobody's computing meanwhile.
 - Gradients that arrive during the pass are taken in at its end, those out of gathered factors computed then.
 - A rank of a pipeline computes a pass whole before it sends what other stages need of it (``pipeline``).
-- The sum of the loss is awaited with the gradients; the runtime waits for it after the optimizer.
+- The sum of the loss is awaited with the gradients; the runtime waits for it after the optimizer. Ranks that
+  compute nothing are told it by one of the others, which waits for none of them: that takes no time here.
 """
 
 from ..timeline import Timeline

@@ -373,8 +373,9 @@ class Simulation:
         return self._sums[key]
 
     def _loss(self, program: Program) -> Call | None:
-        """The sum of the loss over all ranks, for the user to see: in no instruction, but in every step."""
-        if program.world_size < 2:
+        """The sum of the loss over the ranks that compute, for the user to see: in no instruction, but in
+        every step."""
+        if len(program.working_ranks) < 2:
             return None
         width = 8 if program.types[program.loss].value.dtype == "f64" else 4
-        return self.call(Exchange("all_reduce", width, tuple(range(program.world_size))))
+        return self.call(Exchange("all_reduce", width, program.working_ranks))

@@ -68,17 +68,12 @@ def shown(rows: list[Row], before: dict[tuple[str, str], dict]) -> str:
     header = ("job", "cluster", "Gbit/s", "auto, ms", "planner", "fastest other", "ms", "times", "before",
               "auto before, ms", "planning, s")  # fmt: skip
     lines = [_line(r, before.get((r.job, r.cluster))) for r in rows]
-    missed = [r for r in rows if not r.met]
     worst = max((r.times for r in rows), default=1.0)
-    strictly = sum(r.times <= 1 + TOLERANCE for r in rows)
-    said = (
-        f"{strictly} of {len(rows)} within 1 %, {len(rows) - len(missed)} within that and what the sum of "
-        f"the loss over all ranks takes; the worst is {worst:.3f} times as slow"
-    )
+    said = f"{sum(r.met for r in rows)} of {len(rows)} within 1 %; the worst is {worst:.3f} times as slow"
     if before:
         had = [old for r in rows if (old := before.get((r.job, r.cluster)))]
-        strictly = sum((old["times"] or float("inf")) <= 1 + TOLERANCE for old in had)
-        said += f"; before, {strictly} and {sum(old['met'] for old in had)} of {len(had)}"
+        within = sum((old["times"] or float("inf")) <= 1 + TOLERANCE for old in had)
+        said += f"; before, {within} of {len(had)}"
     return table(header, lines) + f"\n\n{said}"
 
 

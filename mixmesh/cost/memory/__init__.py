@@ -212,9 +212,9 @@ class PeakMemory:
             held = Held.of(planned.scatters) if several else Held.NOTHING
             kinds.append((device.kind, held))
         tensors = {key: self.of(step, *key, flight).peaks(step, part) for key in dict.fromkeys(kinds)}
-        constant = self.costs.memory_constant_bytes
+        constant, working = self.costs.memory_constant_bytes, set(program.working_ranks)
         return tuple(
-            round(constant(rank, idle=is_idle(program, rank)) + tensors[key][rank])
+            round(constant(rank, idle=rank not in working) + tensors[key][rank])
             for rank, key in enumerate(kinds)
         )
 
@@ -273,11 +273,6 @@ def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
         first = min((stage for stage in stages if stage is not None), default=count)
         others[name] = max(in_flight(first, count, micro_steps) - 1, 0)
     return Flight(tuple(others.items()), samples.transfers)
-
-
-def is_idle(program: Program, rank: int) -> bool:
-    """Whether a rank takes part in nothing."""
-    return bool(program.ratios) and all(ratio[rank] == 0 for _, ratio in program.ratios)
 
 
 def held_by_cut(program: Program, optimizer_states: OptimizerStates) -> Sizes:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,22 +20,29 @@ from ...ir import Instruction, Program, Shard, shard_sizes
 from ...trace.dtypes import TORCH_DTYPE
 from ..batches import program_inputs
 from ..calls import missing
+from ..collectives import done
 from ..comm import Comm
+from ..listeners import Listeners
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # of a program's inputs, in its order; None for one left out
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
 SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
 ABSENT = -1
-SHAPES = "shapes"  # a purpose of messages
+SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
-@dataclass(frozen=True)
 class Agreement:
     """How the ranks of a program agree on a batch."""
 
-    program: Program
-    comm: Comm
+    def __init__(self, program: Program, comm: Comm) -> None:
+        self.program, self.comm = program, comm
+        self._listeners = Listeners(program)
+        self._was_unclear = False  # whether the call before needed digests; the same on all ranks
+
+    def groups(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The groups that agree, and that are told, with their purposes."""
+        return ((SHAPES, self._listeners.working), (TOLD, self._listeners.told))
 
     def shapes(self, tensors: Mapping[str, Tensor], *, evaluates: bool) -> Shapes:
         """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate.
@@ -46,49 +52,67 @@ class Agreement:
         mine = self.given(tensors)
         if self.comm.world_size == 1:
             return mine
-        told = self._told(tensors)
+        told, digests = self._told(tensors, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
-        same = any(len(found) > 1 for found in choices) and self._are_same(tensors)
-        return resolve(self.program, told, choices, are_same=same)
+        self._was_unclear = any(len(found) > 1 for found in choices)
+        if self._was_unclear and digests is None:
+            digests = self._exchange(self._digests(tensors))
+        return resolve(self.program, told, choices, are_same=self._was_unclear and _are_same(digests))
 
     def given(self, tensors: Mapping[str, Tensor]) -> Shapes:
         """The shapes that this rank was given."""
         names = [i.args[0] for i in program_inputs(self.program)]
         return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
-    def _told(self, tensors: Mapping[str, Tensor]) -> Told:
-        """By input and rank, the shape that the rank was given; None for a rank that has no part in it."""
+    def _told(
+        self, tensors: Mapping[str, Tensor], *, with_digests: bool
+    ) -> tuple[Told, list[list[int]] | None]:
+        """By input and rank, the shape that the rank was given; None for a rank that has no part in it. And
+        by rank its digests, if they were sent along."""
         inputs, numbers = program_inputs(self.program), []
         for i in inputs:
             given = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
             numbers += [ABSENT] * (num_dims + 1) if given is None else [num_dims, *given.shape]
-        rows = [iter(row) for row in self._exchange(numbers)]
+        length = len(numbers)
+        table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
+        rows = [iter(row[:length]) for row in table]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
             dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
             told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
-        return tuple(told)
+        return tuple(told), [row[length:] for row in table] if with_digests else None
 
-    def _are_same(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all ranks were given the same values, as far as some of them tell."""
+    def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
+        """A number by input that follows from its values."""
         inputs = program_inputs(self.program)
         given = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
-        mine = [ABSENT if x is None else digest(x) for x in given]
-        columns = [{n for n in column if n != ABSENT} for column in zip(*self._exchange(mine))]
-        return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
+        return [ABSENT if x is None else digest(x) for x in given]
 
     def _takes_part(self, i: Instruction) -> bool:
         return self.comm.rank in self.program.participants(i.type)
 
     def _exchange(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of every rank. Collective."""
+        """The numbers of every rank; of one that computes nothing, that it has none. Collective."""
+        comm, working = self.comm, self._listeners.working
         mine = torch.tensor(numbers or [0], dtype=torch.int64)
-        everyones = [torch.empty_like(mine) for _ in range(self.comm.world_size)]
-        channel = self.comm.channel(self.comm.everyone, "all_gather of the batch's shapes", SHAPES)
-        channel.finish(channel.start(dist.all_gather, everyones, mine))
-        return [x.tolist() for x in everyones]
+        table = torch.full((comm.world_size, len(mine)), ABSENT, dtype=torch.int64)
+        if comm.rank in working and len(working) > 1:
+            channel = comm.channel(working, "all_gather of the batch's shapes", SHAPES)
+            everyones = [torch.empty_like(mine) for _ in working]
+            channel.finish(channel.start(dist.all_gather, everyones, mine))
+            table[list(working)] = torch.stack(everyones)
+        elif comm.rank in working:
+            table[comm.rank] = mine
+        return self._listeners.tell(comm, done(table), "the batch's shapes", TOLD).wait().tolist()
+
+
+def _are_same(digests: list[list[int]]) -> bool:
+    """Whether all ranks were given the same values, as far as some of them tell. ``digests``: by rank and
+    input."""
+    columns = [{n for n in column if n != ABSENT} for column in zip(*digests)]
+    return all(len(column) <= 1 for column in columns) and any(any(column) for column in columns)
 
 
 def digest(x: Tensor) -> int:

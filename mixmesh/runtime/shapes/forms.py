@@ -34,7 +34,7 @@ from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
 from ..original import traceable
 from ..outputs import Returns
-from .agree import SHAPES, Agreement, Shapes
+from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
 from .lower import lower
 from .parts import resized
@@ -84,8 +84,8 @@ class Forms:
             plan = Plan(plan, "", 0.0, (), "")
         planned = Form.of(PLANNED, plan, comm)
         backend = "gloo" if dist.get_backend() == "nccl" else None  # between hosts: no device waits
-        comm.add([(SHAPES, comm.everyone)], backend)
         agreement = Agreement(plan.program, comm)
+        comm.add(agreement.groups(), backend)
         modes = {module: module.training for module in original.modules()}
         return cls(original, plan, calls, comm, planned, original.training, limit, agreement, modes)
 

@@ -1,0 +1,36 @@
+"""The loss of the whole batch on every rank, from the addends of those that compute."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..ir import Program
+from ..timeline import LOSS_SUM
+from .collectives import Handle, all_reduce, done, then
+from .comm import Comm
+from .listeners import Listeners
+
+TOLD = "loss, told"  # a purpose of messages
+
+
+class LossSum:
+    """How the ranks of a program sum its loss. Collective."""
+
+    def __init__(self, program: Program, comm: Comm) -> None:
+        self._listeners = Listeners(program)
+        comm.add((("data", self._listeners.working), (TOLD, self._listeners.told)))
+
+    def start(self, comm: Comm, addend: Tensor, form: Program) -> Handle:
+        """A handle on the sum of the addends of all ranks that compute in ``form``: the planned program, or
+        that of another batch. Collective, and so is ``wait`` of the handle."""
+        wide = addend if addend.dtype == torch.float64 else addend.float()
+        working = self._listeners.working
+        if not set(form.working_ranks) <= set(working):
+            total = all_reduce(comm.channel(comm.everyone, LOSS_SUM), wide, async_op=True)
+        else:
+            total = done(wide.clone())
+            if comm.rank in working:
+                total = all_reduce(comm.channel(working, LOSS_SUM), wide, async_op=True)
+            total = self._listeners.tell(comm, total, "the loss", TOLD)
+        return then(lambda whole: whole.to(addend.dtype), total)
