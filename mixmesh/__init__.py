@@ -25,6 +25,7 @@ _EXPORTS = {
     "parse_program": "ir",
     "plan": "api",
     "prepare": "preparation.script",
+    "save": "preparation.saving",
     "simulate": "api",
     "verify": "verification",
     "whole": "runtime.whole_model",

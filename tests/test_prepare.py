@@ -10,14 +10,17 @@ from functools import partial
 from pathlib import Path
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 
 import mixmesh
+from mixmesh.preparation.loading import same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
-from mixmesh.preparation.script import maker_like
+from mixmesh.preparation.script import made_inputs, maker_like
 
 SCRIPT = """
 import json, os, sys
@@ -142,3 +145,56 @@ def test_the_profiled_optimizer_is_of_the_same_settings(kind):
         given = getattr(torch.optim, kind)([weight], lr=0.3)
     made = maker_like(given)([torch.nn.Parameter(torch.ones(3))])
     assert type(made) is type(given) and made.defaults == given.defaults
+
+
+def test_values_that_the_loss_needs_are_not_for_optional_arguments():
+    class Masked(nn.Linear):
+        def forward(self, x, mask=None):
+            return super().forward(x if mask is None else x * mask)
+
+    model, x, y, mask = Masked(3, 2), torch.randn(4, 3), torch.randn(4, 2), torch.rand(4, 1)
+    wrapped = with_loss(model, F.mse_loss)
+    assert torch.equal(wrapped(x, y), F.mse_loss(model(x), y))
+    assert torch.equal(wrapped(x, mask, y), F.mse_loss(model(x, mask), y))
+    assert torch.equal(wrapped(x, mask, target=y), F.mse_loss(model(x, mask), y))
+    assert torch.equal(wrapped(x, y, mask=mask), F.mse_loss(model(x, mask), y))
+    assert torch.equal(with_loss(model, nn.MSELoss())(x, y), F.mse_loss(model(x), y))
+    both = with_loss(model, lambda made, y, weight: (weight * (made - y)).mean())
+    assert torch.equal(both(x, y, mask), (mask * (model(x) - y)).mean())
+
+
+def test_inputs_are_what_the_loop_makes_of_a_batch():
+    def noised(x):
+        return x + np.random.rand(), x
+
+    np.random.seed(3)
+    with same_random_numbers():
+        first = made_inputs(noised, (torch.ones(2),))
+    assert torch.equal(first[0], noised(torch.ones(2))[0])  # numpy's numbers too are drawn again
+    assert made_inputs(None, first) is first
+    (alone,) = made_inputs(lambda x: 2 * x, torch.ones(2))
+    assert torch.equal(alone, torch.full((2,), 2.0))
+    made = made_inputs(lambda x, y: {"x": x, "y": y}, {"y": 1, "x": 2})
+    assert made == {"x": 2, "y": 1}
+
+
+def test_saving_on_one_device_is_that_of_torch(tmp_path):
+    model = with_loss(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), F.mse_loss)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(4, 3), torch.randn(4, 2)).backward()
+    optimizer.step()
+    parts = {"model": model, "ema": AveragedModel(model), "optimizer": optimizer}
+    mixmesh.save(tmp_path / "ours", **parts, epoch=3)
+    torch.save({**{name: part.state_dict() for name, part in parts.items()}, "epoch": 3}, tmp_path / "plain")
+    ours, plain = (torch.load(tmp_path / name) for name in ("ours", "plain"))
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    assert list(ours) == list(plain)
+
+
+def test_an_average_of_a_model_with_a_loss_is_evaluated_without_it():
+    model = nn.Linear(3, 2)
+    average, x = AveragedModel(with_loss(model, F.mse_loss)), torch.randn(4, 3)
+    inner = average.module
+    with mixmesh.whole(average) as whole:
+        assert whole is average and torch.equal(average(x), model(x))
+    assert average.module is inner

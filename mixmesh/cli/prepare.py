@@ -45,8 +45,7 @@ def prepared_plan(
     from ..detection import Cache
     from ..detection.cache import default_folder
     from ..job import load_job
-    from ..preparation import Device, Options, prepare_job
-    from ..testbed import enter_device, leave_device
+    from ..preparation import Options, prepare_job
 
     with telling(rank, "preparing") as say:
         say("loading the job")
@@ -55,7 +54,6 @@ def prepared_plan(
             world_size,
             options=Options(profile_s=profile_s, planner=planner, batch_norm=batch_norm),
             cache=Cache(None if is_fresh else folder or default_folder()),
-            device=Device(enter_device, leave_device),
             progress=say,
         )
     if rank == 0:

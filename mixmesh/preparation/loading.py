@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
@@ -45,12 +46,13 @@ def example_batch(loader: Iterable) -> Any:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it."""
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         torch.set_rng_state(torch_state)
         random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def has_indices(loader: Iterable) -> bool:

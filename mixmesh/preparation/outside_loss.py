@@ -25,20 +25,24 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     under its own names. Then a call without targets gives no loss, and the outputs.
 
     Of a batch ``(x, y)`` as many values go to the model as its forward pass takes, the rest to the loss after
-    the outputs; of a dict what the forward pass has names for, the rest to the loss by name. The parameters,
-    their names and the class stay the model's own; a ``forward`` of the object alone is called in place of
+    the outputs; optional arguments of the forward pass get no value that the loss needs. Of a dict what
+    the forward pass has names for goes to the model, the rest to the loss by name. The parameters, their
+    names and the class stay the model's own; a ``forward`` of the object alone is called in place of
     the class's. Raises InputError where the forward pass does not say what it takes (``*args``,
     ``**kwargs``).
     """
     original = type(model)
     names = input_names(model)
+    needed = needed_names(model)
+    needed_targets = max(len(needed_names(loss)) - 1, 0)  # beside the outputs
     patched = vars(model).get("forward")
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: value for name, value in kwargs.items() if name in names}
         others = {name: value for name, value in kwargs.items() if name not in names}
-        count = max(len(names) - len(own), 0)
+        count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
+        count = max(count, len([name for name in needed if name not in own]))
         made = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
         if outputs and not _can_call(loss, made, *targets, **others):
@@ -74,6 +78,18 @@ def _beside(loss: Any, made: Any) -> Output:
     parts = [("logits", made)] if isinstance(made, Tensor) else parts_of(made)
     values = {"loss": loss, **{str(name): value for name, value in parts if str(name) != "loss"}}
     return Output(values, Returned(tuple(values)))
+
+
+def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of arguments by place that a function, or a module's forward pass, cannot do without; none
+    where that is not known."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:  # not written in Python
+        return ()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in by_place and p.default is p.empty)
 
 
 def input_names(model: nn.Module) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..detection.cache import default_folder
 from ..explain.headline import headline
 from ..job import Job
 from ..runtime.parallel import parallelize
+from ..testbed import enter_device
 from ..trace.autocast import autocast_for
 from .loading import example_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
@@ -29,6 +30,7 @@ def prepare(
     loader: Iterable,
     *,
     loss: Callable[..., Any] | None = None,
+    inputs: Callable[..., Any] | None = None,
     planner: str = "auto",
     profile_s: float = 15.0,
     cache: str | Path | None = None,
@@ -51,6 +53,12 @@ def prepare(
     or its dtype; without one it is the context that ``prepare`` is called under. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
+    ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
+    mixtures of samples: the function that does so, called as ``inputs(*batch)`` or ``inputs(**batch)``, whose
+    result the model is called with. The script keeps its loader then, with whole batches on every rank, and
+    draws the same numbers on all of them, from one seed; the first three steps are compared, and refused if
+    they differ.
+
     Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
     same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
@@ -60,7 +68,7 @@ def prepare(
     with same_random_numbers():
         job = Job(
             model,
-            example_batch(loader),
+            made_inputs(inputs, example_batch(loader)),
             optimizer=maker_like(optimizer),
             outputs=outputs,
         )
@@ -81,7 +89,19 @@ def prepare(
         parallel, optimizer = parallelize(
             model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed, check_model=False
         )  # it was traced just now
-    return parallel, optimizer, own_loader(loader, prepared.plan)
+    enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
+    return parallel, optimizer, loader if inputs is not None else own_loader(loader, prepared.plan)
+
+
+def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:
+    """What a model is called with for a batch of the loader: a tuple of arguments, or a dict of them."""
+    if inputs is None:
+        return batch
+    if isinstance(batch, Mapping):
+        made = inputs(**batch)
+    else:
+        made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
+    return made if isinstance(made, Mapping | tuple) else (made,)
 
 
 def maker_like(optimizer: torch.optim.Optimizer) -> Callable[[Iterable], torch.optim.Optimizer]:

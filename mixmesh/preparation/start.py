@@ -24,6 +24,7 @@ from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
 from ..runtime.first_rank import from_first_rank
+from ..testbed import enter_device, leave_device
 from ..trace import Traced, trace
 
 T = TypeVar("T")
@@ -43,10 +44,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Device:
-    """Callbacks around computing on a rank's device: ``on_start`` before, ``on_end`` after."""
+    """Callbacks around computing on a rank's device: ``on_start`` before, ``on_end`` after. By default they
+    enter and leave the CPU quota of an emulated device; outside of the testbed these do nothing."""
 
-    on_start: Callable[[], object] = lambda: None
-    on_end: Callable[[], object] = lambda: None
+    on_start: Callable[[], object] = enter_device
+    on_end: Callable[[], object] = leave_device
 
 
 @dataclass(frozen=True)

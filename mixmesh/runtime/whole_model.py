@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -28,8 +28,36 @@ WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss kee
 
 def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """The user's own module with whole weights, for the time of a ``with`` block: of a parallel model
-    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too."""
-    return model.whole() if hasattr(model, "_runtime") else nullcontext(own_module(model))
+    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too. A
+    module that holds parallel models, an average of one for instance, has them whole within the block."""
+    if hasattr(model, "_runtime"):
+        return model.whole()
+    places = _lent_places(model)
+    return _with_whole_parts(model, places) if places else nullcontext(own_module(model))
+
+
+def _lent_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Where modules within ``model`` are others than the user's own: the parent, and the name in it."""
+    return [
+        (parent, name)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "_runtime") or WITHOUT_LOSS in child.__dict__
+    ]
+
+
+@contextmanager
+def _with_whole_parts(model: nn.Module, places: list[tuple[nn.Module, str]]) -> Iterator[nn.Module]:
+    before = [parent._modules[name] for parent, name in places]
+    with ExitStack() as stack:
+        lent = [stack.enter_context(whole(child)) for child in before]
+        try:
+            for (parent, name), module in zip(places, lent):
+                parent._modules[name] = module
+            yield model
+        finally:
+            for (parent, name), child in zip(places, before):
+                parent._modules[name] = child
 
 
 def own_module(model: nn.Module) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -31,12 +31,13 @@ def device_of(model: nn.Module) -> str:
 
 def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
     """The context that a model is to be traced under: the one ``wanted``, a ``torch.autocast``, a dtype for
-    the model's own device or False for none, or else the one in effect. Raises InputError for another
+    the model's own device, False or an empty context (``nullcontext()`` or ``suppress()``, which scripts use
+    where nothing is to be cast) for none, or else the one in effect. Raises InputError for another
     device's, whose casts are others."""
     device = device_of(model)
     if wanted is None:
         return autocast_now(device)
-    if wanted is False:
+    if wanted is False or isinstance(wanted, nullcontext | suppress):
         return None
     if isinstance(wanted, torch.dtype) and wanted in DTYPE_NAME:
         return device, DTYPE_NAME[wanted]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,7 @@ import mixmesh
 from mixmesh.errors import InputError
 from mixmesh.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace.autocast import autocast_for
 
 BF16 = torch.bfloat16
 
@@ -116,3 +119,12 @@ def test_what_is_no_context_for_the_model(wanted):
     wanted = torch.autocast("cuda", BF16) if wanted is torch.autocast else wanted
     with pytest.raises(InputError, match="autocast"):
         mixmesh.plan(Tagger(), tokens(8), cluster(TWO), autocast=wanted)
+
+
+def test_an_empty_context_casts_nothing():
+    with casting():
+        assert (
+            autocast_for(Tagger(), nullcontext()) is None
+            and autocast_for(Tagger(), suppress(ValueError)) is None
+        )
+        assert autocast_for(Tagger()) == ("cpu", "bf16")

@@ -1,0 +1,54 @@
+"""``mixmesh.save``: one line in place of a script's ``torch.save``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..runtime.first_rank import from_first_rank
+from ..runtime.parallel import full_optimizer_state_dict
+from ..runtime.whole_model import whole
+
+
+def save(path: str | Path, **parts: Any) -> None:
+    """Writes the file that ``torch.save({"model": model.state_dict(), ...}, path)`` writes on one device.
+
+    ``parts`` are models (parallel ones, averages of them, any module), optimizers, schedulers and whatever
+    else has a ``state_dict``, and plain values. An optimizer's state is made whole where its model is among
+    the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
+    go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
+    ``torch.save``.
+    """
+    models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
+    states = {name: full_state(part, models) for name, part in parts.items()}
+    if dist.is_initialized():
+        from_first_rank(lambda: torch.save(states, path))
+    else:
+        torch.save(states, path)
+
+
+def parallel_models(module: nn.Module) -> list[nn.Module]:
+    """The parallel models that a module is or holds."""
+    return [m for m in module.modules() if hasattr(m, "_runtime")]
+
+
+def full_state(part: Any, models: list[nn.Module]) -> Any:
+    """The state of one part as on a single device; a plain value is its own state. Collective."""
+    if isinstance(part, nn.Module):
+        with whole(part) as module:
+            # the weights are lent
+            return {name: _kept(value) for name, value in module.state_dict().items()}
+    if isinstance(part, torch.optim.Optimizer):
+        own = {p for group in part.param_groups for p in group["params"]}
+        for model in models:
+            if not own.isdisjoint(model._runtime.by_param):
+                return full_optimizer_state_dict(model, part)
+    return part.state_dict() if hasattr(part, "state_dict") else part
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
