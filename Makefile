@@ -15,6 +15,8 @@ setup: .setup-done    ## a virtual environment in .venv, with everything that te
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	# without what they need: there may be no torchvision for this build of PyTorch (mixmesh/bench/vision.py)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/vision torchvision==0.28.0 timm==1.0.31
 	touch $@
 
 demo: setup    ## plan and train a small GPT on an emulated mixed cluster, beside DDP

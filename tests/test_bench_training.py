@@ -19,9 +19,18 @@ from mixmesh.bench.torch_baselines import (
     parallel_step,
     single_step,
 )
-from mixmesh.bench.training import cases, dealt_evenly, loss_error, single_losses
+from mixmesh.bench.training import cases, dealt_evenly, single_losses
 from mixmesh.bench.training_cases import CASES, QUICK, Race, Sweep, cluster_of, padded
-from mixmesh.bench.training_results import Measured, RaceResult, SweepResult, Timing, Tried, bump, report
+from mixmesh.bench.training_results import (
+    Measured,
+    RaceResult,
+    SweepResult,
+    Timing,
+    Tried,
+    bump,
+    loss_error,
+    report,
+)
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.ir import make_ratio

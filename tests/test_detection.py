@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,15 @@ def test_measured_devices_of_one_speed_are_one_type():
     assert [m.name for m in cluster.machines] == ["a", "b"]
     assert cluster.bandwidth_bytes_per_s == 1.25e8 and cluster.latency_s == 1e-4
     assert Cluster.parse(cluster.to_toml()) == cluster
+
+
+def test_a_start_is_known_by_its_devices_and_not_by_its_cgroup():
+    one = Inventory((found("a", pool="job 1"), found("a", pool="job 1"), found("b", pool="job 1, b")))
+    other = Inventory((found("a", pool="job 2"), found("a", pool="job 2"), found("b", pool="job 2, b")))
+    apart = Inventory((found("a", pool="job 1"), found("a", pool="job 2"), found("b", pool="job 1, b")))
+    emulated = Inventory(tuple(replace(device, emulated="quota") for device in one.devices))
+    assert one.fingerprint == other.fingerprint
+    assert len({one.fingerprint, apart.fingerprint, emulated.fingerprint}) == 3
 
 
 def test_a_card_of_the_catalogue_has_its_figures_and_the_memory_that_is_there():

@@ -5,7 +5,6 @@ One process runs all scripts of a kind, one after the other (``script_runs.py``)
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -19,10 +18,12 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
+from mixmesh.bench.scripts import changed_lines
 from mixmesh.bench.vision import find_torchvision
 from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "scripts"
+GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scripts.md"
 RANKS, MOST_LINES = 2, 5
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[+-]\d+)?|nan")
 IN_FLOAT64 = ["--dtype", "float64"]
@@ -93,18 +94,22 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     return started[0][0], started[1][0]
 
 
-def changed_lines(before: str, after: str) -> tuple[list[str], list[str]]:
-    """The lines that were taken out and those that were written, empty ones left out."""
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm=""))[2:]
-    return tuple([x[1:] for x in lines if x[0] == sign and x[1:].strip()] for sign in "-+")
-
-
 @pytest.mark.parametrize("script", sorted({case.script for case in CASES.values()}))
 def test_at_most_five_lines_change(script):
-    before, after = ((SCRIPTS / f"{script}{suffix}.py").read_text() for suffix in ("", "_mixmesh"))
-    assert "mixmesh" not in before and "mixmesh" in after
+    before, after = (SCRIPTS / f"{script}{suffix}.py" for suffix in ("", "_mixmesh"))
+    assert "mixmesh" not in before.read_text() and "mixmesh" in after.read_text()
     removed, written = changed_lines(before, after)
     assert 0 < len(written) <= MOST_LINES and len(removed) <= MOST_LINES
+    shown = GUIDE.read_text().splitlines()
+    assert [x for x in removed if f"-{x}" not in shown] == [x for x in written if f"+{x}" not in shown] == []
+
+
+def test_changed_lines_are_those_of_the_diff(tmp_path):
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.write_text("a\n-b\nc\nd\n")
+    after.write_text("a\n\n+b\n++b\nd\ne\n")
+    assert changed_lines(before, after) == (["-b", "c"], ["+b", "++b", "e"])
+    assert changed_lines(before, before) == ([], [])
 
 
 @pytest.mark.parametrize("name", CASES)

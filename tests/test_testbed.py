@@ -30,7 +30,7 @@ devices = [{ cpu_share = 0.25, name = "slow" }]
 NAMES = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT GLOO_SOCKET_IFNAME"
 SHOW = f"""
 import json, os, socket
-names = "{NAMES} OMP_NUM_THREADS MKL_NUM_THREADS MIXMESH_TESTBED MIXMESH_EMULATION"
+names = "{NAMES} OMP_NUM_THREADS MKL_NUM_THREADS MIXMESH_TESTBED MIXMESH_EMULATION MIXMESH_EMULATED"
 print(json.dumps({{name: os.environ.get(name) for name in names.split()}} | {{
     "host": socket.gethostname(), "address": socket.gethostbyname(socket.gethostname())
 }}))
@@ -105,6 +105,7 @@ def test_every_device_runs_the_command_with_its_environment(cluster):
         assert (seen["MASTER_ADDR"], seen["GLOO_SOCKET_IFNAME"]) == ("10.77.0.1", "eth0")
         assert (seen["OMP_NUM_THREADS"], seen["MKL_NUM_THREADS"]) == ("1", "2")
         assert (seen["MIXMESH_TESTBED"], seen["MIXMESH_EMULATION"]) == ("1", "quota")
+        assert seen["MIXMESH_EMULATED"] == f"quota {cluster.fingerprint}"
     for rank in result.ranks:
         assert rank.returncode == 0 and 0 < rank.cpu_s < 5
         assert 2**20 < rank.memory_peak_bytes < rank.memory_limit_bytes

@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from decimal import Decimal
@@ -98,9 +98,10 @@ def call(
     *words: str,
     plain: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
     """The last line that rank 0 of the worker prints, and how the cluster was emulated. What rank 0 writes
-    to stderr goes to ``say``. Raises DeviceLost."""
+    to stderr goes to ``say``; ``env`` is added to this process's environment. Raises DeviceLost."""
     lines: list[str] = []
     errors: dict[int, deque[str]] = {}
 
@@ -114,11 +115,11 @@ def call(
 
     if plain:
         with PlainBed(cluster, on_output=on_output) as bed:
-            bed.spawn([*worker, *words])
+            bed.spawn([*worker, *words], env=env)
             result = bed.wait(timeout_s=TIMEOUT_S, check=False)
     else:
         result = testbed.run(
-            cluster, [*worker, *words], on_output=on_output, timeout_s=TIMEOUT_S, check=False
+            cluster, [*worker, *words], env=env, on_output=on_output, timeout_s=TIMEOUT_S, check=False
         )
     if result.lost is not None:
         for rank, last in sorted(errors.items()):

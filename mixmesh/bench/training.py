@@ -48,6 +48,7 @@ from .training_results import (
     Result,
     SweepResult,
     Tried,
+    loss_error,
 )
 
 WORKER = (sys.executable, "-m", "mixmesh.bench.training_worker")
@@ -194,8 +195,3 @@ def single_losses(job: str, steps: int) -> list[float]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest, relative to the reference."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))

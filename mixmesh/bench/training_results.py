@@ -233,6 +233,11 @@ class SweepResult:
 Result = RaceResult | SweepResult
 
 
+def loss_error(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """The largest difference, relative to the reference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))
+
+
 def bump(times_s: Sequence[float]) -> float:
     above = [b / ((a + c) / 2) - 1 for a, b, c in zip(times_s, times_s[1:], times_s[2:])]
     return max(0.0, *above) if above else 0.0

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from ..catalogue import CatalogueRow, catalogue_row
 from ..errors import InputError
+from ..testbed.device import EMULATED_VARIABLE
 
 CGROUPS = Path("/sys/fs/cgroup")
 NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for none
@@ -27,7 +28,8 @@ NO_LIMIT_BYTES = 2**60  # cgroup v1 writes a number near 2**63 for none
 @dataclass(frozen=True)
 class FoundDevice:
     """One rank's device as the system reports it. ``memory_bytes`` is what its processes may hold in all, and
-    ``memory_pool`` says which ranks hold it together: ranks on CPUs of one host, or on one GPU."""
+    ``memory_pool`` says which ranks hold it together: ranks on CPUs of one host, or on one GPU. ``emulated``
+    says which cluster the testbed emulates with it, whose devices all report the same."""
 
     host: str
     kind: Literal["gpu", "cpu"]
@@ -36,6 +38,7 @@ class FoundDevice:
     memory_pool: str
     supports_bf16: bool
     num_threads: int
+    emulated: str = ""
 
     @property
     def row(self) -> CatalogueRow | None:
@@ -51,8 +54,11 @@ class Inventory:
 
     @property
     def fingerprint(self) -> str:
-        """12 hex digits of all that is known before anything is measured."""
-        facts = json.dumps([asdict(device) for device in self.devices], sort_keys=True)
+        """12 hex digits of all that is known before anything is measured. A pool of memory counts by its
+        ranks: its name may be of this start alone, as that of a job's cgroup is."""
+        pools = [device.memory_pool for device in self.devices]
+        rows = [{**asdict(d), "memory_pool": pools.index(d.memory_pool)} for d in self.devices]
+        facts = json.dumps(rows, sort_keys=True)
         return hashlib.sha256(facts.encode()).hexdigest()[:12]
 
     @property
@@ -109,6 +115,7 @@ def read_device(device: torch.device) -> FoundDevice:
         memory_pool=f"{host} {cgroup}" if limit_bytes < NO_LIMIT_BYTES else host,
         supports_bf16=False,
         num_threads=int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads(),
+        emulated=os.environ.get(EMULATED_VARIABLE, ""),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Self
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
+from mixmesh.testbed.device import COMPUTE_VARIABLE, EMULATED_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
 from mixmesh.testbed.processes import OnOutput, Processes, Rank
 from mixmesh.testbed.result import Emulation, RankResult, RunResult, device_lost, timed_out
 
@@ -113,6 +113,7 @@ class Bed(ABC):
             "PYTHONUNBUFFERED": "1",  # a killed rank's last words
             "MIXMESH_TESTBED": "1",
             "MIXMESH_EMULATION": self.emulation,
+            EMULATED_VARIABLE: f"{self.emulation} {self.cluster.fingerprint}",
         }
 
     def poll(self, timeout_s: float = 0.0) -> bool:
