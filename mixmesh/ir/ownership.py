@@ -8,7 +8,6 @@ owners belongs to those with the largest shares; one without dims cannot be owne
 
 from __future__ import annotations
 
-from .placement import Replicate, Shard
 from .program import Instruction, Program
 from .types import TensorType
 
@@ -21,12 +20,7 @@ def owned_type(program: Program, param: Instruction) -> TensorType | None:
     None for a parameter that is not owned, or that needs no owner: it gets no gradient, or one rank alone
     holds it.
     """
-    ratio = param.attr("owned") if param.attrs else None
-    if ratio is None or param.result not in program.requires_grad:
-        return None
-    if not isinstance(param.type.placement, Replicate) or len(program.participants(param.type)) < 2:
-        return None
-    return TensorType(param.type.value, (Shard(0),), ratio)
+    return program.owned.get(param.result)
 
 
 def stage_of(param: Instruction) -> int:

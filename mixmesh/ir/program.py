@@ -167,6 +167,20 @@ class Program:
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
 
     @cached_property
+    def owned(self) -> dict[str, TensorType]:
+        """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
+        said = [(i, i.attr("owned")) for i in self.params if i.attrs]
+        shared = [
+            (i, ratio)
+            for i, ratio in said
+            if ratio is not None
+            and i.result in self.requires_grad
+            and isinstance(i.type.placement, Replicate)
+            and len(self.participants(i.type)) > 1
+        ]
+        return {i.result: TensorType(i.type.value, (Shard(0),), ratio) for i, ratio in shared}
+
+    @cached_property
     def wgrads(self) -> dict[int, str]:
         """By index of the instructions that say it, when their weight's gradient is computed."""
         said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]

@@ -15,7 +15,7 @@ from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 FEW = 8  # proposals that are finished
 # of all small programs together but the first that there is time to finish
-QUICK_INSTRUCTIONS = 1000
+QUICK_INSTRUCTIONS = 2 * SMALL_INSTRUCTIONS
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
