@@ -16,9 +16,10 @@ from ..detection import Cache
 from ..detection.cache import default_folder
 from ..explain.headline import headline
 from ..job import Job
-from ..runtime.parallel import parallelize
+from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
+from ..trace.compiled import is_compiled, uncompiled
 from .loading import example_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
 from .start import Options, prepare_job
@@ -62,9 +63,11 @@ def prepare(
     Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
     same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
-    model = model if loss is None else with_loss(model, loss, outputs)
     if "RANK" not in os.environ:
-        return model, optimizer, loader
+        return model if loss is None else on_one_device(model, loss, outputs), optimizer, loader
+    model = uncompiled(model)
+    check_not_parallel(model, "prepare")
+    model = model if loss is None else with_loss(model, loss, outputs)
     with same_random_numbers():
         job = Job(
             model,
@@ -102,6 +105,14 @@ def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:
     else:
         made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
     return made if isinstance(made, Mapping | tuple) else (made,)
+
+
+def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str | int, ...]) -> nn.Module:
+    """``model`` with its loss, compiled if it was."""
+    made = with_loss(uncompiled(model), loss, outputs)
+    if is_compiled(model):
+        made.compile()
+    return made
 
 
 def maker_like(optimizer: torch.optim.Optimizer) -> Callable[[Iterable], torch.optim.Optimizer]:

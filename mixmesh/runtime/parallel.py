@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
 from ..plan_file import accumulation
+from ..trace.compiled import uncompiled
 from ..trace.dtypes import TORCH_DTYPE
 from ..trace.hooks import check_gradient_hooks
 from . import optimizers
@@ -71,9 +72,9 @@ def parallelize(
 ) -> tuple[ParallelModel, torch.optim.Optimizer | None]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
-    ``model`` is taken over: its own parameters and buffers are empty afterwards, and say so when they are
-    used. The optimizer object stays the same, its parameters become those of the parallel model. All ranks
-    start from rank 0's values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are
+    ``model`` is taken over, or the one within ``torch.compile(model)``: its own parameters and buffers are
+    empty afterwards, and say so when they are used. The optimizer object stays the same, its parameters
+    become those of the parallel model. All ranks start from rank 0's values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are
     those of the single device. At the first call rank 0 traces the model once more, which takes seconds as it
     did in planning, and a model that was changed since is refused; ``check_model=False`` leaves that out. The
     model is traced again for every other shape of a batch, and to evaluate (``shapes``): ``kept_shapes`` such
@@ -81,8 +82,8 @@ def parallelize(
     Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
     that cannot work on shards, or a model that is parallel already.
     """
-    if any(isinstance(module, ParallelModel) for module in model.modules()):
-        raise wrapped_twice("parallelize")
+    model = uncompiled(model)
+    check_not_parallel(model, "parallelize")
     program = plan if isinstance(plan, Program) else plan.program
     check_values(model)
     watch = start_together(
@@ -103,6 +104,12 @@ def parallelize(
     random = RandomPolicy(seed, exact=random_exact)
     options = dict(check_model=check_model, kept_shapes=kept_shapes)
     return _take(model, optimizer, plan, comm, stored, random, **options), optimizer
+
+
+def check_not_parallel(model: nn.Module, function: str) -> None:
+    """Raises InputError for a model that is parallel, or has one within it. ``function`` was given it."""
+    if any(isinstance(module, ParallelModel) for module in model.modules()):
+        raise wrapped_twice(function)
 
 
 def _take(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..ir import Program
 from ..timeline import bucket_name, parameters_name
 from ..trace.autocast import no_autocast
+from ..trace.compiled import never_compiled, warn_if_compiled
 from ..trace.dtypes import TORCH_DTYPE
 from .agreement import COMPARED_STEPS, facts_of_batch
 from .allocator import trim_heap
@@ -125,9 +126,12 @@ class ParallelModel(Face):
         """What this rank runs, as Python."""
         return self._compiled().source
 
+    @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
         """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
         Inputs are whole batches or this rank's parts."""
+        if not self._runtime.random.step and not self.comm.rank:
+            warn_if_compiled()
         done = self._run(args, kwargs)
         loss = self._shown(self._rooted(done.total.wait(), done))
         return loss if done.returns is None else done.returns(loss, done.shown, self.comm)

@@ -406,6 +406,7 @@ def _first(*trees: Any) -> ShardTensor:
 
 
 def _refusal(name: str, whole: Whole, beside: str = "") -> InputError:
+    by_dynamo = ("a training step without torch.compile around it",) if name == "untyped_storage" else ()
     return InputError(
         f"{name} of {whole.stored.name} needs elements that other ranks hold",
         expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",
@@ -413,6 +414,7 @@ def _refusal(name: str, whole: Whole, beside: str = "") -> InputError:
         hint=(
             "p.full_tensor() is the whole, p.to_local() this rank's piece",
             "a plan that keeps parameters whole, such as mixmesh plan --planner ddp-proportional",
+            *by_dynamo,
         ),
     )
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..trace.compiled import DYNAMO
 
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original
@@ -125,7 +126,7 @@ def parallel_class(base: type, original: type) -> type:
 
 def _derived(base: type, original: type, extra: dict[str, Any]) -> type:
     members = {"__module__": original.__module__, "__qualname__": original.__qualname__, **extra}
-    if not issubclass(original, torch.jit.ScriptModule):
+    if not issubclass(original, torch.jit.ScriptModule) and original.__module__ != DYNAMO:
         try:
             return types.new_class(
                 original.__name__, (base, original), exec_body=lambda ns: ns.update(members)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..trace.compiled import uncompiled
 from .comm import Comm
 from .original import TakenOver, give_back, take_over
 from .shard_numbers import Off
@@ -62,6 +63,7 @@ def _with_whole_parts(model: nn.Module, places: list[tuple[nn.Module, str]]) -> 
 
 def own_module(model: nn.Module) -> nn.Module:
     """The user's module within one that computes a loss of its outputs; any other itself."""
+    model = uncompiled(model)
     return model.__dict__.get(WITHOUT_LOSS, model)
 
 

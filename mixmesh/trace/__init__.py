@@ -19,6 +19,7 @@ from .attention import ATTENTION_RULES
 from .autocast import Autocast
 from .build import Builder, Rule, rewrite
 from .capture import capture
+from .compiled import uncompiled
 from .convert import convert, graph_name
 from .draws import DRAW_RULES
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
@@ -146,6 +147,7 @@ def trace(
     loss, InputError for another kind of batch norm.
     """
     check_batch_norm(batch_norm)
+    model = uncompiled(model)
     captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss)
     graph = convert(captured, model, name or graph_name(model))
     for step in passes:

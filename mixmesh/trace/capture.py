@@ -33,6 +33,7 @@ from .moves import moves_in_place
 from .outputs import named_tensors, selected
 from .regions import inline_regions
 from .selections import targets_by_sample
+from .stand_ins import meta_on_device
 
 TENSOR = "tensor"
 WRAPPED = "model."  # before the model's names in what is exported
@@ -253,7 +254,7 @@ def capture(
     wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
-            program = past_checks(lambda: torch.export.export(wrapper, flat.tensors(), strict=False))
+            program = past_checks(lambda: _export(wrapper, flat.tensors()))
             check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
             targets_by_sample(program.graph_module)
@@ -269,6 +270,11 @@ def capture(
         wrapper.found.returned,
         tuple(warnings_of(wrapper.attributes.replaced)),
     )
+
+
+def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedProgram:
+    with meta_on_device(wrapper, tensors) as given:
+        return torch.export.export(wrapper, given, strict=False)
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from ..runtime.calls import as_planned
 from ..runtime.train import default_optimizer
 from ..trace import Traced, trace
 from ..trace.capture import Batch
+from ..trace.compiled import uncompiled
 from ..trace.outputs import first_part
 from .compare import Difference, Outcome, compare, larger
 from .module import Reference
@@ -92,6 +93,7 @@ def verify(
     InputError for an optimizer that cannot work on shards.
     """
     say = progress or (lambda text: None)
+    model = uncompiled(model)
     program = plan if isinstance(plan, Program) else plan.program
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
     batch = as_planned(model, batch, program)
