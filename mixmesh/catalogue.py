@@ -51,6 +51,7 @@ _ROWS = (
     ("RTX2070-8GB",    7.5,   29.9,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
     ("RTX2080-8GB",   10.1,   40.3,   8,  448, False, "NVIDIA Turing architecture whitepaper, reference"),
     ("RTX2080Ti-11GB", 13.4,  53.8,  11,  616, False, "NVIDIA Turing architecture whitepaper, reference"),
+    ("RTX3050-8GB",    9.1,   18.2,   8,  224, True,  "NVIDIA GeForce RTX 3050 specifications, 8 GB"),
     ("RTX3060-12GB",  12.7,   25.5,  12,  360, True,  "NVIDIA GeForce RTX 3060 specifications"),
     ("RTX3060Ti-8GB", 16.2,   32.4,   8,  448, True,  "NVIDIA GeForce RTX 3060 Ti specifications"),
     ("RTX3070-8GB",   20.3,   40.6,   8,  448, True,  "NVIDIA Ampere GA102 architecture whitepaper"),
@@ -66,25 +67,37 @@ _ROWS = (
     ("RTX4070-12GB",  29.1,   58.3,  12,  504, True,  "NVIDIA GeForce RTX 4070 specifications"),
     ("RTX4070SUPER-12GB", 35.5, 71.0, 12, 504, True,  "NVIDIA GeForce RTX 4070 SUPER specifications"),
     ("RTX4070Ti-12GB", 40.1,  80.2,  12,  504, True,  "NVIDIA GeForce RTX 4070 Ti specifications"),
+    ("RTX4070TiSUPER-16GB", 44.1, 88.2, 16, 672, True, "NVIDIA GeForce RTX 4070 Ti SUPER specifications"),
     ("RTX4080-16GB",  48.7,   97.5,  16,  717, True,  "NVIDIA Ada architecture whitepaper"),
     ("RTX4080SUPER-16GB", 52.2, 104.4, 16, 736, True, "NVIDIA GeForce RTX 4080 SUPER specifications"),
     ("RTX4090-24GB",  82.6,  165.2,  24, 1008, True,  "NVIDIA Ada architecture whitepaper"),
+    ("RTX5060-8GB",   19.2,   38.4,   8,  448, True,  "NVIDIA GeForce RTX 5060 specifications"),
+    ("RTX5060Ti-8GB", 23.7,   47.4,   8,  448, True,  "NVIDIA GeForce RTX 5060 Ti specifications"),
+    ("RTX5060Ti-16GB", 23.7,  47.4,  16,  448, True,  "NVIDIA GeForce RTX 5060 Ti specifications"),
     ("RTX5070-12GB",  30.9,   61.7,  12,  672, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
     ("RTX5070Ti-16GB", 43.9,  87.9,  16,  896, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
     ("RTX5080-16GB",  56.3,  112.6,  16,  960, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
     ("RTX5090-32GB", 104.8,  209.5,  32, 1792, True,  "NVIDIA RTX Blackwell architecture whitepaper"),
+    ("A30-24GB",      10.3,  165.0,  24,  933, True,  "NVIDIA A30 datasheet"),
+    ("A40-48GB",      37.4,  149.7,  48,  696, True,  "NVIDIA A40 datasheet"),
+    ("L40-48GB",      90.5,  181.0,  48,  864, True,  "NVIDIA L40 datasheet"),
+    ("RTXA4000-16GB", 19.2,   76.7,  16,  448, True,  "NVIDIA RTX A4000 datasheet (half of sparse)"),
+    ("RTXA5000-24GB", 27.8,  111.1,  24,  768, True,  "NVIDIA RTX A5000 datasheet (half of sparse)"),
     ("RTXA6000-48GB", 38.7,  154.8,  48,  768, True,  "NVIDIA RTX A6000 datasheet (half of sparse)"),
+    ("RTX6000Ada-48GB", 91.1, 364.2, 48,  960, True,  "NVIDIA RTX 6000 Ada datasheet (half of sparse)"),
+    ("RX7900XT-20GB", 51.6,  103.2,  20,  800, True,  "AMD Radeon RX 7900 XT specifications"),
     ("RX7900XTX-24GB", 61.4, 122.8,  24,  960, True,  "AMD Radeon RX 7900 XTX specifications"),
     ("MI100-32GB",    23.1,  184.6,  32, 1229, True,  "AMD Instinct MI100 datasheet"),
     ("MI210-64GB",    22.6,  181.0,  64, 1638, True,  "AMD Instinct MI210 datasheet, fp32 vector"),
+    ("MI250X-64GB",   23.9,  191.5,  64, 1638, True,  "AMD Instinct MI250X datasheet, one of its two dies"),
     ("MI300X-192GB", 163.4, 1307.4, 192, 5325, True,  "AMD Instinct MI300X datasheet"),
 )  # fmt: skip
 
 CATALOGUE: dict[str, CatalogueRow] = {row[0]: CatalogueRow(*row) for row in _ROWS}
 
 # words of a reported name that say who made the card
-_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON"}
-_SIZE = re.compile(r"HBM\w*|\d+GB")
+_MAKERS = {"NVIDIA", "TESLA", "GEFORCE", "AMD", "INSTINCT", "RADEON", "GENERATION"}
+_SIZE = re.compile(r"HBM\w*|(\d+)GB")
 _FORM = re.compile(r"SXM\d?|PCIE|OAM")  # tells cards apart where the catalogue has a row for it
 # reported and nominal size of a card differ by ECC and by what the driver keeps
 _MEMORY_TOLERANCE = 0.12
@@ -94,13 +107,41 @@ def catalogue_row(reported_name: str, memory_bytes: int) -> CatalogueRow | None:
     """The row of the card that PyTorch reports as ``reported_name`` (``torch.cuda.get_device_name()``) with
     ``memory_bytes`` of memory, or None if no row is surely that card: a laptop's chip is another one.
     """
-    words = [w for w in re.split(r"[\s\-_()]+", reported_name.upper()) if w and w not in _MAKERS]
-    words = [w for w in words if not _SIZE.fullmatch(w)]
-    plain = [w for w in words if not _FORM.fullmatch(w)]
     memory_gib = memory_bytes / 2**30
-    for model in ("".join(words), "".join(plain)):
-        rows = [row for row in CATALOGUE.values() if row.name.rpartition("-")[0].upper() == model]
+    for rows in _rows_by_form(_words(reported_name)):
         near = [row for row in rows if abs(memory_gib / row.memory_gib - 1) <= _MEMORY_TOLERANCE]
         if near:
             return min(near, key=lambda row: abs(memory_gib - row.memory_gib))
     return None
+
+
+def rows_named(name: str) -> tuple[CatalogueRow, ...]:
+    """The rows that a name may mean: the one of that name, or all of what PyTorch reports so, which may be
+    several sizes of memory."""
+    if name in CATALOGUE:
+        return (CATALOGUE[name],)
+    words = _words(name)
+    if words == _split(name):
+        return ()  # PyTorch's names say the maker
+    sizes = {int(found[1]) for w in words if (found := _SIZE.fullmatch(w)) and found[1]}
+    rows = next((rows for rows in _rows_by_form(words) if rows), [])
+    return tuple(row for row in rows if not sizes or row.memory_gib in sizes)
+
+
+def _words(reported_name: str) -> list[str]:
+    """The words of a name without those of its maker."""
+    return [word for word in _split(reported_name) if word not in _MAKERS]
+
+
+def _split(name: str) -> list[str]:
+    return [word for word in re.split(r"[\s\-_()]+", name.upper()) if word]
+
+
+def _rows_by_form(words: list[str]) -> list[list[CatalogueRow]]:
+    """The rows of a name, of all sizes of memory: those of the form (SXM, PCIe) that it says, then of any."""
+    model = [w for w in words if not _SIZE.fullmatch(w)]
+    plain = [w for w in model if not _FORM.fullmatch(w)]
+    return [
+        [row for row in CATALOGUE.values() if row.name.rpartition("-")[0].upper() == "".join(named)]
+        for named in (model, plain)
+    ]

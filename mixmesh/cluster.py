@@ -8,7 +8,7 @@ A rank is a device's index in the order of the file. ``Cluster.load`` reads the 
     latency_us = 30                          # default 50
     [[machine]]
     name = "a"                               # default: machine0, machine1, ...
-    devices = ["V100-16GB", "V100-16GB"]     # names from mixmesh.catalogue
+    devices = ["V100-16GB", "Tesla T4"]      # names from mixmesh.catalogue, or PyTorch's
     link_gbit_per_s = 160                    # inside the machine; default 100 (PCIe 3.0 x16 in practice)
     link_latency_us = 10                     # default
     [[machine]]

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from mixmesh.catalogue import CATALOGUE
+from mixmesh.catalogue import CATALOGUE, rows_named
 from mixmesh.errors import ClusterError
 
 _FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
@@ -69,8 +69,11 @@ class DeviceTable(_Table):
         if not isinstance(value, dict):
             raise _problem("the name of a device in the catalogue, or a table")
         device = value.get("device")
-        if isinstance(device, str) and device not in CATALOGUE:
-            near = _closest(device, CATALOGUE, num=3)
+        rows = rows_named(device) if isinstance(device, str) else ()
+        if len(rows) == 1:
+            return {**value, "device": rows[0].name}
+        if isinstance(device, str):
+            near = [row.name for row in rows] or _closest(device, CATALOGUE, num=3)
             raise _problem(
                 "a device of the catalogue: " + ", ".join(CATALOGUE),
                 f'unknown device "{device}"',

@@ -108,6 +108,15 @@ def test_catalogue_rows_are_dense_peaks_with_a_source():
         )
 
 
+def test_devices_may_have_the_names_that_pytorch_reports():
+    given = ["NVIDIA GeForce RTX 3060", "Tesla V100-SXM2-32GB", "NVIDIA H100 PCIe", "AMD Instinct MI210"]
+    cluster = Cluster.parse(f"[[machine]]\ndevices = {given}")
+    assert [d.name for d in cluster.devices] == ["RTX3060-12GB", "V100-32GB", "H100PCIe-80GB", "MI210-64GB"]
+    with pytest.raises(ClusterError) as caught:  # two cards have this name
+        Cluster.parse("[[machine]]\ndevices = ['NVIDIA GeForce RTX 3080']")
+    assert '"RTX3080-10GB" or "RTX3080-12GB"' in str(caught.value)
+
+
 # what is wrong, the key path, words that help
 BAD = [
     ("", "machine", ["no machines", "[[machine]]"]),

@@ -6,13 +6,19 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed, run_world
 
 from mixmesh.catalogue import catalogue_row
 from mixmesh.cluster import Cluster
+from mixmesh.detection import links as measured
 from mixmesh.detection.assemble import assemble
 from mixmesh.detection.cache import Cache
 from mixmesh.detection.inventory import NO_LIMIT_BYTES, FoundDevice, Inventory, memory_limit
@@ -30,6 +36,17 @@ ROOT = Path(__file__).parents[1]
         ("NVIDIA GeForce RTX 3080", 9.6, "RTX3080-10GB"),
         ("NVIDIA GeForce RTX 3080", 11.6, "RTX3080-12GB"),
         ("NVIDIA GeForce RTX 4070 SUPER", 11.6, "RTX4070SUPER-12GB"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", 15.6, "RTX4070TiSUPER-16GB"),
+        ("NVIDIA GeForce RTX 3060", 11.6, "RTX3060-12GB"),
+        ("NVIDIA GeForce RTX 5060 Ti", 15.5, "RTX5060Ti-16GB"),
+        ("NVIDIA GeForce RTX 5090", 31.4, "RTX5090-32GB"),
+        ("NVIDIA RTX A5000", 23.6, "RTXA5000-24GB"),
+        ("NVIDIA RTX 6000 Ada Generation", 47.4, "RTX6000Ada-48GB"),
+        ("NVIDIA A40", 44.4, "A40-48GB"),
+        ("AMD Instinct MI250X", 63.9, "MI250X-64GB"),
+        ("AMD Instinct MI300X", 191.5, "MI300X-192GB"),
+        ("AMD Radeon RX 7900 XTX", 23.9, "RX7900XTX-24GB"),
+        ("AMD Radeon RX 6800 XT", 15.9, None),  # not in the catalogue: measured
         ("Tesla V100-SXM2-32GB", 31.7, "V100-32GB"),
         ("Tesla T4", 14.6, "T4-16GB"),
         ("NVIDIA A100-PCIE-40GB", 39.4, "A100-40GB"),
@@ -97,6 +114,26 @@ def test_every_machine_of_many_is_measured_with_others():
     assert machine_pairs(3) == ((0, 1), (0, 2), (1, 2))
     pairs = machine_pairs(40)
     assert len(pairs) == 80 and {m for pair in pairs for m in pair} == set(range(40))
+
+
+def check_one_rank_decides_how_long_messages_get(_) -> None:
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    if dist.get_rank() == 1:  # by its clock every message takes a thousand times as long
+
+        class Slow:
+            perf_counter = staticmethod(lambda: time.perf_counter() * 1000)
+
+        measured.time = Slow
+    link = measured.measure_pair(0, 1, torch.device("cpu"))
+    assert 1e6 < link.bytes_per_s < 1e12 and 0 < link.latency_s < 1
+    told = [None, None]
+    dist.all_gather_object(told, link)
+    assert told[0] == told[1]
+
+
+def test_ranks_agree_on_the_messages_that_measure_a_link():
+    checks = {"links": check_one_rank_decides_how_long_messages_get}
+    assert_passed(run_world(2, checks)["links"])
 
 
 def test_the_lowest_limit_of_memory_above_a_process_counts(tmp_path):

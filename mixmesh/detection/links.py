@@ -72,7 +72,8 @@ def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
 
 
 def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
-    """The link as ``rank_a`` sees it: half a round trip of a few bytes, then messages that double in size."""
+    """The link as ``rank_a`` sees it: half a round trip of a few bytes, then messages that double in size.
+    ``rank_a`` says how large the next one is: by clocks of their own, two ranks may decide otherwise."""
     is_first = dist.get_rank() == rank_a
     # gloo sends tensors of the host only: the rate through host memory is what training there gets
     where = device if dist.get_backend() == "nccl" else torch.device("cpu")
@@ -85,15 +86,22 @@ def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
         payload = torch.zeros(size_bytes, dtype=torch.uint8, device=where)
         # twice: the first message of a size may set up buffers
         sent_s = min(round_trip_s(payload, ping, peer, is_first) for _ in range(2))
-        clock = torch.tensor([sent_s], dtype=torch.float64, device=where)
+        message_s = max(sent_s - 2 * latency_s, 1e-9)
+        next_bytes = torch.tensor(next_size_bytes(size_bytes, message_s), device=where)
         if is_first:
-            dist.send(clock, peer)
+            dist.send(next_bytes, peer)
         else:
-            dist.recv(clock, peer)
-        message_s = max(clock.item() - 2 * latency_s, 1e-9)
-        if message_s >= LONG_ENOUGH_S or size_bytes >= LARGEST_BYTES:
+            dist.recv(next_bytes, peer)
+        if not next_bytes:
             return Link(size_bytes / message_s, latency_s)
-        size_bytes *= 2 if message_s > LONG_ENOUGH_S / 8 else 8
+        size_bytes = int(next_bytes)
+
+
+def next_size_bytes(size_bytes: int, message_s: float) -> int:
+    """The size of the message to follow one that took ``message_s``; 0 if that one tells the rate."""
+    if message_s >= LONG_ENOUGH_S or size_bytes >= LARGEST_BYTES:
+        return 0
+    return size_bytes * (2 if message_s > LONG_ENOUGH_S / 8 else 8)
 
 
 def round_trip_s(payload: torch.Tensor, answer: torch.Tensor, peer: int, is_first: bool) -> float:

@@ -33,6 +33,20 @@ class Model:
     need_bytes: float  # of parameters with all that belongs to them, and of activations, on one device
 
 
+# a list of its own: problems of one seed stay the same when the catalogue grows
+DEVICES = tuple(
+    """
+    V100-16GB V100-32GB V100S-32GB P100-12GB P100-16GB T4-16GB A100-40GB A100-80GB A800-80GB H100-80GB
+    H100PCIe-80GB H200-141GB L4-24GB A10-24GB L40S-48GB GTX1070-8GB GTX1080-8GB GTX1080Ti-11GB
+    RTX2060-6GB RTX2070-8GB RTX2080-8GB RTX2080Ti-11GB RTX3060-12GB RTX3060Ti-8GB RTX3070-8GB
+    RTX3070Ti-8GB RTX3080-10GB RTX3080-12GB RTX3080Ti-12GB RTX3090-24GB RTX3090Ti-24GB RTX4060-8GB
+    RTX4060Ti-8GB RTX4060Ti-16GB RTX4070-12GB RTX4070SUPER-12GB RTX4070Ti-12GB RTX4080-16GB
+    RTX4080SUPER-16GB RTX4090-24GB RTX5070-12GB RTX5070Ti-16GB RTX5080-16GB RTX5090-32GB RTXA6000-48GB
+    RX7900XTX-24GB MI100-32GB MI210-64GB MI300X-192GB
+    """.split()
+)
+
+
 def random_model(rng: random.Random) -> Model:
     """A dense network, convolutions under a dense head, or a transformer."""
     with torch.device("meta"):
@@ -110,7 +124,7 @@ def random_cluster(rng: random.Random, need_bytes: float) -> Cluster:
     tight = rng.random() < 1 / 3
     each = rng.choice((1, 2, 2, 4)) if rng.random() < 0.4 else None
     bandwidth = rng.choice((1, 2.5, 5, 8, 10, 25, 50, 100)) * GBIT
-    rows = rng.sample(list(CATALOGUE.values()), rng.randint(1, 3))
+    rows = [CATALOGUE[name] for name in rng.sample(DEVICES, rng.randint(1, 3))]
     machines: list[Machine] = []
     devices = 0
     for n in range(rng.choice((2, 2, 3, 3, 4, 4, 5, 6, 8))):

@@ -74,11 +74,11 @@ def parallelize(
 
     ``model`` is taken over, or the one within ``torch.compile(model)``: its own parameters and buffers are
     empty afterwards, and say so when they are used. The optimizer object stays the same, its parameters
-    become those of the parallel model. All ranks start from rank 0's values. ``seed`` decides the random numbers of dropout; with ``random_exact`` they are
-    those of the single device. At the first call rank 0 traces the model once more, which takes seconds as it
-    did in planning, and a model that was changed since is refused; ``check_model=False`` leaves that out. The
-    model is traced again for every other shape of a batch, and to evaluate (``shapes``): ``kept_shapes`` such
-    programs are kept.
+    become those of the parallel model. All ranks start from rank 0's values. ``seed`` decides the random
+    numbers of dropout; with ``random_exact`` they are those of the single device. At the first call rank 0
+    traces the model once more, which takes seconds as it did in planning, and a model that was changed since
+    is refused; ``check_model=False`` leaves that out. The model is traced again for every other shape of a
+    batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept.
     Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
     that cannot work on shards, or a model that is parallel already.
     """
