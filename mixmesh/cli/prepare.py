@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from ..explain.headline import headline
+from ..job import Job
 from ..plan_file import Plan
 from .output import seconds
 from .profile import telling
@@ -36,8 +37,9 @@ Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan agai
 
 def prepared_plan(
     job: str, profile_s: float, planner: str, folder: Path | None, is_fresh: bool, batch_norm: str = "exact"
-) -> tuple[Plan, int]:
-    """The plan for the devices of this launch, and this process's rank. Collective."""
+) -> tuple[Job, Plan, int]:
+    """The job, its plan for the devices of this launch, and this process's rank. Collective. Random numbers
+    are as the job left them, alike on all ranks."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     from ..planner import check_planner
 
@@ -45,17 +47,19 @@ def prepared_plan(
     from ..detection import Cache
     from ..detection.cache import default_folder
     from ..job import load_job
-    from ..preparation import Options, prepare_job
+    from ..preparation import Options, prepare_job, same_random_numbers
 
     with telling(rank, "preparing") as say:
         say("loading the job")
-        prepared = prepare_job(
-            load_job(job),
-            world_size,
-            options=Options(profile_s=profile_s, planner=planner, batch_norm=batch_norm),
-            cache=Cache(None if is_fresh else folder or default_folder()),
-            progress=say,
-        )
+        loaded = load_job(job)
+        with same_random_numbers():
+            prepared = prepare_job(
+                loaded,
+                world_size,
+                options=Options(profile_s=profile_s, planner=planner, batch_norm=batch_norm),
+                cache=Cache(None if is_fresh else folder or default_folder()),
+                progress=say,
+            )
     if rank == 0:
         for phase in prepared.phases:
             source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
@@ -63,4 +67,4 @@ def prepared_plan(
         print(headline(prepared.plan, prepared.cluster), file=sys.stderr, flush=True)
         for warning in prepared.plan.warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    return prepared.plan, rank
+    return loaded, prepared.plan, rank

@@ -13,15 +13,18 @@ from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError, JobError
-from ..plan_file import Plan
 from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from .launch import launched_plan, meet
 from .output import Json, print_json, seconds, size, table
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
 from .testbed import CLUSTER_VARIABLE
 
 if TYPE_CHECKING:
+    from ..runtime.parallel import ParallelModel
     from ..runtime.train import RunReport
+
+DEFAULT_STEPS = 10
 
 
 def run(
@@ -30,7 +33,23 @@ def run(
         Path | None,
         typer.Option("--plan", metavar="X.plan", help="From mixmesh plan --out; made at the start without."),
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to train.")] = 10,
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps to train: 10, unless --epochs is given.")
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Train so many times on all of the job's data.")
+    ] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="FILE",
+            help="Write the trained weights, whole, as .safetensors, or as torch.save does (.pt).",
+        ),
+    ] = None,
+    allow_nan: Annotated[
+        bool, typer.Option("--allow-nan", help="Train on after a loss that is not finite, with a warning.")
+    ] = False,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="T.json", help="Measure a few steps; write one for ui.perfetto.dev."),
@@ -61,21 +80,29 @@ def run(
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
+    if save is not None:
+        check_weights_file(save, timeout_s)
+    jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
-        loaded_plan, rank = prepared_plan(job, profile_s, planner, cache, is_fresh, batch_norm or "exact")
+        loaded, loaded_plan, rank = prepared_plan(
+            job, profile_s, planner, cache, is_fresh, batch_norm or "exact"
+        )
+        jobs.append(loaded)
+        del loaded
     else:
-        loaded_plan = Plan.load(plan)
-        check_kind(batch_norm, loaded_plan, plan)
-        rank = check_launch(job, plan, loaded_plan)
+        loaded_plan, rank = launched_plan(job, plan, batch_norm, timeout_s)
+    num_steps = steps or (None if epochs else DEFAULT_STEPS)
     described = predicted = None
     if trace is not None:
-        check_trace(trace, steps)
+        check_trace(trace, num_steps)
         described = described_cluster(cluster)
         if described is not None:
             predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
     from ..check import check_program
     from ..job import load_job
     from ..runtime.comm import leave
+    from ..runtime.first_rank import from_first_rank
+    from ..runtime.saving import save_weights
     from ..runtime.train import train
     from ..testbed import enter_device
 
@@ -87,16 +114,24 @@ def run(
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
 
+    def keep(model: ParallelModel) -> None:
+        if save is not None:
+            state = model.full_state_dict(rank0_only=True)
+            from_first_rank(lambda: save_weights(state, save))
+
     report = train(
-        load_job(job),
+        jobs.pop() if jobs else load_job(job),
         loaded_plan,
-        steps=steps,
+        steps=num_steps,
+        epochs=epochs,
         timeout_s=timeout_s,
         heartbeat_s=heartbeat_s,
         record=trace is not None,
         check_model=plan is not None,
+        allow_nan=allow_nan,
         on_start=enter_device,
         on_step=say,
+        on_end=keep,
     )
     leave()
     if rank:
@@ -126,6 +161,7 @@ def run(
         return
     print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
     print(f"step {seconds(median)} (median), predicted {seconds(loaded_plan.predicted_step_s)}")
+    print("the weights are not kept: --save FILE" if save is None else f"weights written to {save}")
     print("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
     if trace is not None:
         print(f"timeline of one step written to {trace}")
@@ -135,29 +171,29 @@ def run(
             print(comparison_table(compared))
 
 
-def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
-    """Raises InputError for a plan whose batch norm takes the statistics of others than was asked for."""
-    if batch_norm not in (None, plan.batch_norm):
-        raise InputError(
-            "the plan was made for another kind of batch norm",
-            expected=f"--batch-norm {plan.batch_norm}, as the plan has it",
-            got=f"--batch-norm {batch_norm}",
-            where=str(path),
-            hint=f"mixmesh plan JOB --cluster C.toml --batch-norm {batch_norm} --out {path}",
-        )
-
-
 def described_cluster(path: Path | None) -> Cluster | None:
     """The cluster that is named, or the testbed's."""
     given = path or os.environ.get(CLUSTER_VARIABLE)
     return None if given is None else Cluster.load(given)
 
 
-def check_trace(trace: Path, steps: int) -> None:
+def check_weights_file(path: Path, timeout_s: float) -> None:
+    """Raises InputError on all ranks if the first one cannot write the weights. Before the training, not
+    after it."""
+    from ..runtime.first_rank import from_first_rank
+    from ..runtime.saving import check_file
+
+    if meet(timeout_s):
+        from_first_rank(lambda: check_file(path))
+    else:
+        check_file(path)
+
+
+def check_trace(trace: Path, steps: int | None) -> None:
     """Before the training, not after it."""
     from ..runtime.train import WARMUP_STEPS
 
-    if steps <= WARMUP_STEPS:
+    if steps is not None and steps <= WARMUP_STEPS:
         raise InputError(
             "too few steps for a timeline",
             expected=f"--steps {WARMUP_STEPS + 1} or more: the first {WARMUP_STEPS} are not like the others",
@@ -186,28 +222,3 @@ def comparison_table(compared: Comparison) -> str:
         times = ("-" if s is None else seconds(s) for s in (one, two))
         rows.append((d.what, "all" if d.rank is None else str(d.rank), *times, factor))
     return table(("one step", "rank", "predicted", "measured", "measured/predicted"), rows)
-
-
-def check_launch(job: str, path: Path, plan: Plan) -> int:
-    """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
-    world_size = plan.program.world_size
-    if "RANK" not in os.environ:
-        raise InputError(
-            "this is one process, and the plan needs one for every device",
-            expected=f"to be started {world_size} times, by torchrun or the testbed",
-            got="no RANK in the environment",
-            hint=(
-                f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
-                f"mixmesh testbed --cluster C.toml -- mixmesh run {job} --plan {path}",
-            ),
-        )
-    given = os.environ.get("WORLD_SIZE", "")
-    if given != str(world_size):
-        raise InputError(
-            "the plan is for another number of processes",
-            expected=f"{world_size} processes, one per device of {plan.cluster_name or 'the cluster'}",
-            got=f"WORLD_SIZE={given}",
-            where=str(path),
-            hint=f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
-        )
-    return int(os.environ["RANK"])

@@ -6,6 +6,7 @@ Reading order: ``start`` (detect, profile, plan), ``outside_loss`` (a loss that 
 
 from __future__ import annotations
 
+from .loading import same_random_numbers
 from .start import Device, Options, Prepared, prepare_job
 
-__all__ = ["Device", "Options", "Prepared", "prepare_job"]
+__all__ = ["Device", "Options", "Prepared", "prepare_job", "same_random_numbers"]

@@ -24,6 +24,7 @@ from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
 from ..runtime.first_rank import from_first_rank
+from ..runtime.original import traceable
 from ..testbed import enter_device, leave_device
 from ..trace import Traced, trace
 
@@ -138,13 +139,14 @@ def prepare_job(
 
 def traced_job(job: Any, options: Options) -> Traced:
     """The job's model as it will be called."""
-    return trace(
-        job.model,
-        job.batch,
-        batch_norm=options.batch_norm,
-        outputs=job.outputs,
-        autocast=options.autocast,
-    )
+    with traceable(job.model):  # parts of it may be parallel already, as a generator and its critic are
+        return trace(
+            job.model,
+            job.batch,
+            batch_norm=options.batch_norm,
+            outputs=job.outputs,
+            autocast=options.autocast,
+        )
 
 
 def _profiled(graph, job, cluster, options: Options, device: Device, progress) -> Profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import resource
 import statistics
 import sys
@@ -17,11 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import CollectiveError, JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
+from .agreement import ranks_text
 from .comm import Comm
 from .data import shard_batches
 from .parallel import ParallelModel, parallelize
@@ -50,13 +53,15 @@ class RunReport:
         return statistics.median(warm[len(self.timelines) :] or warm or self.step_s)
 
 
-def endless(batches: Iterable | None, batch: Any) -> Iterator[Any]:
-    """Batches without end: those of ``batches`` over and over, or ``batch`` itself."""
+def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> Iterator[Any]:
+    """Batches without end, or for so many ``epochs``: those of ``batches`` over and over, or ``batch``
+    itself."""
+    times = () if epochs is None else (epochs,)
     if batches is None:
-        return itertools.repeat(batch)
+        return itertools.repeat(batch, *times)
     if iter(batches) is batches:
         return iter(batches)  # an iterator runs once
-    return itertools.chain.from_iterable(itertools.repeat(batches))
+    return itertools.chain.from_iterable(itertools.repeat(batches, *times))
 
 
 def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
@@ -91,12 +96,12 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-def own_batches(job: Any, plan: Plan | Program, rank: int) -> Iterator[Any]:
+def own_batches(job: Any, plan: Plan | Program, rank: int, epochs: int | None = None) -> Iterator[Any]:
     """This rank's share of the job's batches, none a view that would keep the whole batch alive."""
     share = partial(shard_batches, plan=plan, rank=rank, model=job.model)
     if job.data is not None:
-        return map(owned, share(endless(job.data, None)))
-    return itertools.repeat(owned(next(share([job.batch]))))
+        return map(owned, share(endless(job.data, None, epochs)))
+    return endless(None, owned(next(share([job.batch]))), epochs)
 
 
 def owned(batch: Any) -> Any:
@@ -120,23 +125,27 @@ def train(
     job: Any,
     plan: Any,
     *,
-    steps: int,
+    steps: int | None,
+    epochs: int | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
     heartbeat_s: float = 30.0,
     seed: int = 0,
     record: bool = False,
     check_model: bool = False,
+    allow_nan: bool = True,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
+    on_end: Callable[[ParallelModel], object] = lambda model: None,
 ) -> RunReport:
-    """Trains ``job`` for ``steps`` steps as ``plan`` says. Collective. The job's model is empty afterwards,
-    and the process groups of the plan are gone.
+    """Trains ``job`` for ``steps`` steps as ``plan`` says, and for no more ``epochs`` of its data; None is no
+    limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
-    after each with its number, global loss and seconds. With ``record`` a few steps after the warm-up are
-    measured in detail; it takes a step more than the warm-up. With ``check_model`` rank 0 traces the model
-    before the first step, and one that is not the plan's is refused.
+    after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
+    ``record`` a few steps after the warm-up are measured in detail; it takes a step more than the warm-up.
+    With ``check_model`` rank 0 traces the model before the first step, and one that is not the plan's is
+    refused. Raises JobError at the first loss that is not finite, unless ``allow_nan``: then it is a warning.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
@@ -152,15 +161,15 @@ def train(
     )
     parallel.check_planned(job.batch)
     comm = parallel.comm
-    batches = own_batches(job, plan, comm.rank)
+    batches = own_batches(job, plan, comm.rank, epochs)
     del job, model  # what this rank does not need of them is let go of
     on_start()
     dist.barrier()
     step_s: list[float] = []
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
-    span = nullcontext
-    for number in range(steps):
+    span, has_warned = nullcontext, False
+    for number in itertools.count() if steps is None else range(steps):
         started = time.perf_counter()
         with span("batch"):
             batch = next_batch(batches, comm)
@@ -169,7 +178,8 @@ def train(
         call = parallel.forward_local
         local, total = call(**batch) if isinstance(batch, dict) else call(*batch)
         local.backward()
-        del batch  # before the next one is loaded
+        mine = local.detach()
+        del batch, local  # before the next one is loaded
         if recording is not None:
             span = recording.before_optimizer(number)
         with span("optimizer"):
@@ -179,12 +189,35 @@ def train(
             span = recording.after_optimizer(number)
         losses.append(float(total.wait()))
         step_s.append(time.perf_counter() - started)
+        if not math.isfinite(losses[-1]) and not has_warned:
+            report_not_finite(comm, number + 1, losses[-1], mine, allow_nan=allow_nan)
+            has_warned = True
         on_step(number, losses[-1], step_s[-1])
     with comm.call("the end of training"):
         peaks = everyones_peaks(comm, len(losses), steps)
+    on_end(parallel)
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
     return RunReport(slowest(step_s), tuple(losses), peaks, timelines)
+
+
+def report_not_finite(comm: Comm, step: int, loss: float, mine: Tensor, *, allow_nan: bool) -> None:
+    """Tells where a loss that is not finite comes from, ``mine`` being this rank's addend: a warning of the
+    first rank, or JobError on every rank. Collective, as every rank has the same loss."""
+    with comm.call("a loss that is not finite"):
+        finite = everyones(bool(mine.isfinite()))
+    ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+    where = f"{ranks_text(ranks)}: not finite there" if ranks else "finite on every rank, not in their sum"
+    message = f"the loss is {loss:g} at step {step}"
+    if not allow_nan:
+        raise JobError(
+            message,
+            expected="a finite loss",
+            got=where,
+            hint=("a lower learning rate, clipped gradients, or other data", "--allow-nan trains on"),
+        )
+    if not comm.rank:
+        print(f"mixmesh: warning: {message} ({where})", file=sys.stderr, flush=True)
 
 
 class _Recording:
@@ -238,14 +271,14 @@ def everyones(value: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def everyones_peaks(comm: Comm, steps_done: int, steps: int) -> tuple[int, ...]:
+def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int, ...]:
     """The peak memory of every rank in bytes. Collective. Raises CollectiveError if another rank is not at
     the end of its training: its data was longer, or it has failed."""
     try:
         return everyones(peak_memory_bytes(comm.device))
     except RuntimeError as error:
         raise CollectiveError(
-            f"rank {comm.rank} has ended its training after {steps_done} of {steps} steps, others have not",
+            f"rank {comm.rank} has ended its training after {steps_done} steps, others have not",
             expected="batches for equally many steps on every rank",
             got=" ".join(str(error).split())[:300],
             hint="the same data on every rank; where a rank has failed, its own output says why",

@@ -1,0 +1,86 @@
+"""The plan file of a launch: read by every rank that has it, and sent to those that have not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from ..errors import InputError, MixmeshError
+from ..plan_file import Plan
+
+
+def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float) -> tuple[Plan, int]:
+    """The plan at ``path`` and this process's rank. A rank of a machine without the file gets the first
+    rank's. Collective; raises on all ranks what one of them cannot read, or if the first rank has no file."""
+    is_here = path.is_file() or os.environ.get("RANK", "0") == "0"
+    mine: Plan | None = None
+    failure: MixmeshError | None = None
+    try:
+        if is_here:
+            mine = Plan.load(path)
+            check_kind(batch_norm, mine, path)
+            check_launch(job, path, mine)
+    except MixmeshError as error:
+        failure = error
+    if not meet(timeout_s):
+        if failure is not None:
+            raise failure
+        return mine, 0
+    from ..runtime.first_rank import from_first_rank
+    from ..runtime.train import everyones
+
+    for number, error in enumerate(everyones(failure)):
+        if error is not None:
+            if number:
+                error.message = f"rank {number}: {error.message}"
+            raise error
+    first = from_first_rank(lambda: mine)
+    return first if mine is None else mine, int(os.environ["RANK"])
+
+
+def meet(timeout_s: float) -> bool:
+    """Joins the other processes of this launch; False if this one is alone."""
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
+    if "RANK" not in os.environ or world_size == 1:
+        return False
+    from ..runtime.comm import default_device, initialise
+
+    initialise(world_size, default_device(), timeout_s)
+    return True
+
+
+def check_kind(batch_norm: str | None, plan: Plan, path: Path) -> None:
+    """Raises InputError for a plan whose batch norm takes the statistics of others than was asked for."""
+    if batch_norm not in (None, plan.batch_norm):
+        raise InputError(
+            "the plan was made for another kind of batch norm",
+            expected=f"--batch-norm {plan.batch_norm}, as the plan has it",
+            got=f"--batch-norm {batch_norm}",
+            where=str(path),
+            hint=f"mixmesh plan JOB --cluster C.toml --batch-norm {batch_norm} --out {path}",
+        )
+
+
+def check_launch(job: str, path: Path, plan: Plan) -> int:
+    """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
+    world_size = plan.program.world_size
+    if "RANK" not in os.environ:
+        raise InputError(
+            "this is one process, and the plan needs one for every device",
+            expected=f"to be started {world_size} times, by torchrun or the testbed",
+            got="no RANK in the environment",
+            hint=(
+                f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
+                f"mixmesh testbed --cluster C.toml -- mixmesh run {job} --plan {path}",
+            ),
+        )
+    given = os.environ.get("WORLD_SIZE", "")
+    if given != str(world_size):
+        raise InputError(
+            "the plan is for another number of processes",
+            expected=f"{world_size} processes, one per device of {plan.cluster_name or 'the cluster'}",
+            got=f"WORLD_SIZE={given}",
+            where=str(path),
+            hint=f"torchrun --nproc-per-node {world_size} -m mixmesh run {job} --plan {path}",
+        )
+    return int(os.environ["RANK"])

@@ -1,0 +1,56 @@
+"""The whole weights of a parallel model as one file, for a single device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+SAFETENSORS = ".safetensors"
+SUFFIXES = (SAFETENSORS, ".pt", ".pth", ".bin")
+
+
+def check_file(path: Path) -> None:
+    """Raises InputError where weights cannot be written: before the training, not after it."""
+    if path.suffix not in SUFFIXES:
+        raise InputError(
+            "the name of a file of weights says its form",
+            expected=" or ".join(SUFFIXES),
+            got=str(path),
+            hint=f"--save {path.with_suffix(SAFETENSORS)}",
+        )
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise InputError(
+            "the weights could not be written",
+            expected="a file in a folder that is there, and may be written to",
+            got=f"{path} is a folder" if path.is_dir() else f"no such folder as {path.parent}, or no right",
+            where=str(path),
+        )
+
+
+def save_weights(state: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a ``state_dict`` as a file of safetensors, or as ``torch.save`` does, by the name's ending. What
+    stood there stays until all is written. A tensor of two names is written twice in safetensors, whose
+    readers know no ties. Raises InputError if the file cannot be written."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        if path.suffix == SAFETENSORS:
+            from safetensors.torch import save_file
+
+            own: dict[int, str] = {}
+            parts = {
+                name: x.contiguous() if own.setdefault(x.data_ptr(), name) == name else x.clone()
+                for name, x in state.items()
+            }
+            save_file(parts, part)
+        else:
+            torch.save(dict(state), part)
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise InputError("the weights could not be written", got=str(error), where=str(path)) from error
