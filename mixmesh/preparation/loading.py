@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,20 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import own_rows, own_samples, shard_batches
+from .alike import same_on_all
 
 BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
 KEPT_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "prefetch_factor", "persistent_workers", "generator",
 )  # fmt: skip
+
+
+def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
+    """A batch like all of a loader, and a loader of all batches: an iterator has given one away."""
+    batch = example_batch(loader)
+    is_iterator = not isinstance(loader, DataLoader) and iter(loader) is loader
+    return batch, chain([batch], loader) if is_iterator else loader
 
 
 def example_batch(loader: Iterable) -> Any:
@@ -118,7 +126,8 @@ class OwnLoader:
     def __iter__(self) -> Iterator[Any]:
         if not self._is_whole:
             return self._own.batch_sampler.cut(self._own)
-        return iter(shard_batches(self._own, self._plan, dist.get_rank()))
+        whole = self._own if has_indices(self._own) else same_on_all(self._own)
+        return iter(shard_batches(whole, self._plan, dist.get_rank()))
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -140,7 +149,7 @@ def whole_batch(num_samples: int) -> tuple[int, int]:
 def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     """The loader of this rank's rows. Where every input of the program is cut by samples alike, a rank loads
     no others; else it loads whole batches and cuts them. A loader without indices (an iterable data set) must
-    give the same batches on every rank."""
+    give the same batches on every rank, which is checked at every batch."""
     program, rank = plan.program, dist.get_rank()
     if not has_indices(loader):
         return OwnLoader(loader, loader, plan, is_whole=True)

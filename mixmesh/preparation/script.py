@@ -20,14 +20,14 @@ from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
 from ..trace.compiled import is_compiled, uncompiled
-from .loading import example_batch, own_loader, same_random_numbers
+from .loading import from_first_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
 from .start import Options, prepare_job
 
 
 def prepare(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     loader: Iterable,
     *,
     loss: Callable[..., Any] | None = None,
@@ -40,7 +40,7 @@ def prepare(
     batch_norm: str = "exact",
     outputs: tuple[str | int, ...] = (),
     autocast: Any = None,
-) -> tuple[nn.Module, torch.optim.Optimizer, Iterable]:
+) -> tuple[nn.Module, torch.optim.Optimizer | None, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
     Call it in every process of ``torchrun``, after the same code has made the same model. ``loader`` gives
@@ -69,9 +69,10 @@ def prepare(
     check_not_parallel(model, "prepare")
     model = model if loss is None else with_loss(model, loss, outputs)
     with same_random_numbers():
+        batch, loader = from_first_batch(loader)
         job = Job(
             model,
-            made_inputs(inputs, example_batch(loader)),
+            made_inputs(inputs, batch),
             optimizer=maker_like(optimizer),
             outputs=outputs,
         )
@@ -115,9 +116,13 @@ def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str
     return made
 
 
-def maker_like(optimizer: torch.optim.Optimizer) -> Callable[[Iterable], torch.optim.Optimizer]:
+def maker_like(
+    optimizer: torch.optim.Optimizer | None,
+) -> Callable[[Iterable], torch.optim.Optimizer] | None:
     """A function that makes an optimizer of the same class and settings for other parameters. Defaults that
-    the class sets by itself, as AdamW does, are not among its arguments."""
+    the class sets by itself, as AdamW does, are not among its arguments. None for no optimizer."""
+    if optimizer is None:
+        return None
     kind, settings = type(optimizer), optimizer.defaults
     arguments = signature(kind).parameters.values()
     if not any(a.kind is a.VAR_KEYWORD for a in arguments):

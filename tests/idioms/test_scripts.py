@@ -1,0 +1,183 @@
+"""What a script does around ``mixmesh.prepare``: several models, data without indices, evaluation before the
+first step, a loss that is not finite."""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed
+from plans import close, named
+from test_shared_modules import CriticLoss, GeneratorLoss, given, optimizers, pair, trained
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset
+
+import mixmesh
+from mixmesh.errors import InputError
+from mixmesh.preparation.loading import own_loader
+
+
+def prepare(model, optimizer, loader, *, planner: str = "ddp-even", **options):
+    cache = os.path.join(tempfile.gettempdir(), f"mixmesh-idioms-{os.environ['MASTER_PORT']}")
+    return mixmesh.prepare(
+        model, optimizer, loader, planner=planner, profile_s=0, cache=cache, timeout_s=60, **options
+    )
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = (nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
+    return nn.Sequential(*layers).double()
+
+
+def rows(count: int = 14, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 4, generator=g, dtype=torch.float64)
+    return list(zip(x, torch.randint(3, (count,), generator=g)))
+
+
+class Stream(IterableDataset):
+    """Rows in order, of which one may be another on a rank, or missing."""
+
+    def __init__(self, other: int | None = None, missing: bool = False) -> None:
+        self.other, self.missing = other, missing
+
+    def __iter__(self):
+        end = 13 if self.missing and dist.get_rank() == 1 else 14
+        for n, (x, y) in enumerate(rows()[:end]):
+            yield (x + dist.get_rank() if n == self.other else x), y
+
+
+def check_a_generator_and_its_critic(_) -> None:
+    """Two models over the same modules, two optimizers, two calls of ``prepare``."""
+    single, mine = pair(), pair()
+    ours = optimizers(mine)
+    batches = given(CriticLoss)
+    models = []
+    for n in range(2):
+        model, ours[n], _ = prepare(mine[n], ours[n], [batches[n]])
+        models.append(model)
+    trained(CriticLoss, single, optimizers(single))
+    trained(CriticLoss, models, ours)
+    for model, reference in zip(models, single):
+        for key, value in model.full_state_dict().items():
+            close(value, reference.state_dict()[key], key)
+
+
+def check_a_generator_and_its_critic_held_otherwise(_) -> None:
+    models = pair(GeneratorLoss)
+    noise = given(GeneratorLoss)[0]
+    first = prepare(models[0], None, [noise], planner="fsdp-even")[0]
+    with pytest.raises(InputError, match="share a parameter") as caught:
+        prepare(models[1], None, [noise])
+    assert "ddp-proportional" in str(caught.value) and first.training
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@lru_cache
+def prepared():
+    """A model that several checks use one after the other, and what ``prepare`` gives beside it. Its loader
+    is an iterator, which runs once."""
+    mine = network()
+    return mine, *prepare(mine, sgd(mine), iter(whole_batches()), loss=F.cross_entropy, planner="fsdp-even")
+
+
+def whole_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(DataLoader(Stream(), 6))
+
+
+def check_evaluation_before_the_first_step(_) -> None:
+    """The modes of the lent model are its own: the first step trains as it was planned."""
+    mine, model, optimizer, _ = prepared()
+    batch, reference = whole_batches()[0], network().eval()
+    with mixmesh.whole(model) as m, torch.no_grad():
+        m.eval()
+        close(m(batch[0]), reference(batch[0]))
+        assert model.training
+    assert model.training and mine.training
+    model.eval()
+    with torch.no_grad():
+        close(model(*batch), F.cross_entropy(reference(batch[0]), batch[1]).detach())
+    model.train()
+    optimizer.zero_grad()
+    model(*batch).backward()
+    optimizer.step()
+    with mixmesh.whole(model) as m:
+        assert int(m[1].num_batches_tracked) == 1
+
+
+def check_an_iterator_loses_no_batch(_) -> None:
+    _, model, _, own = prepared()
+    mine = [(x, y) for x, y in own]
+    for number, whole in enumerate(zip(*whole_batches())):
+        close(gathered([batch[number] for batch in mine]), torch.cat(whole))
+
+
+def gathered(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The rows of all ranks, in the order of the batches."""
+    everyones: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, pieces)
+    return torch.cat([piece for batch in zip(*everyones) for piece in batch])
+
+
+def check_data_without_indices(_) -> None:
+    _, model, _, own = prepared()
+    for loader in (DataLoader(Stream(), 6), whole_batches()):
+        mine = list(own_loader(loader, own._plan))
+        close(gathered([x for x, _ in mine]), torch.cat([x for x, _ in whole_batches()]))
+
+
+def check_data_that_differs(_) -> None:
+    for data in (Stream(other=7), Stream(missing=True)):
+        seen = 0
+        with pytest.raises(InputError, match="did not make the same batch") as caught:
+            for _ in own_loader(DataLoader(data, 6), prepared()[3]._plan):
+                seen += 1
+        assert seen == (1 if data.other else 2) and "torch.manual_seed" in str(caught.value)
+    shorter = whole_batches()[: 2 + (dist.get_rank() == 0)]
+    with pytest.raises(InputError, match="did not make the same batch") as caught:
+        list(own_loader(shorter, prepared()[3]._plan))
+    assert "the end of the data on rank 1" in str(caught.value)
+
+
+def check_a_parallel_model_is_not_prepared_again(_) -> None:
+    _, model, optimizer, _ = prepared()
+    for of in (model, torch.compile(model)):
+        with pytest.raises(InputError, match="parallel already") as caught:
+            prepare(of, optimizer, DataLoader(rows(6), 6), loss=F.cross_entropy)
+        assert "to evaluate: model.eval()" in str(caught.value)
+
+
+def check_a_loss_that_is_not_finite_is_so_on_all_ranks(_) -> None:
+    """A script's own check decides alike on all ranks."""
+    _, model, _, _ = prepared()
+    x, y = whole_batches()[0]
+    spoilt = x.clone()
+    spoilt[5] = math.nan  # a row of the last rank
+    assert not model(spoilt, y).isfinite()
+
+
+IDIOMS = named(
+    check_a_generator_and_its_critic,
+    check_a_generator_and_its_critic_held_otherwise,
+    check_evaluation_before_the_first_step,
+    check_an_iterator_loses_no_batch,
+    check_data_without_indices,
+    check_data_that_differs,
+    check_a_parallel_model_is_not_prepared_again,
+    check_a_loss_that_is_not_finite_is_so_on_all_ranks,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_scripts(outcomes, name):
+    assert_passed(outcomes[name])
