@@ -309,6 +309,10 @@ HINTS = (
     ("GuardOnDataDependent", BRANCH_HINT),
     ("data-dependent", BRANCH_HINT),
     ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
+    (
+        "but got FakeTensor",
+        "read no sizes from tensors: instead of packed sequences, padded ones with a mask over the loss",
+    ),
     (".numpy()", "keep the computation in torch: numpy cannot be traced"),
     ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
     ("lifted_tensor", "register tensors that the model keeps with register_buffer"),

@@ -179,5 +179,5 @@ IDIOMS = named(
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_scripts(outcomes, name):
+def test_around_prepare(outcomes, name):
     assert_passed(outcomes[name])

@@ -1,0 +1,92 @@
+"""Operators that no program can hold: refused when the model is planned, with the line and a way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import rnn
+
+from mixmesh.errors import TraceError
+from mixmesh.trace import trace
+
+
+class Round(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+
+class CustomFunction(Model):
+    line, hint = "Round.apply", "x + (f(x) - x).detach()"
+
+    def forward(self, x):
+        return Round.apply(self.layer(x)).square().mean()
+
+
+class ByMask(Model):
+    line, hint = "y[x[:, 0] > 0]", "torch.where or a multiplication by the mask"
+
+    def forward(self, x):
+        y = self.layer(x)
+        return y[x[:, 0] > 0].square().mean()
+
+
+class ByNonzero(Model):
+    line, hint = "(x[:, 0] > 0).nonzero()", "torch.where or a multiplication by the mask"
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero().squeeze(1)
+        return self.layer(x)[rows].square().mean()
+
+
+class Packed(Model):
+    line, hint = "rnn.pad_packed_sequence", "padded ones with a mask"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x):
+        lengths = torch.arange(len(x), 0, -1)
+        packed = rnn.pack_padded_sequence(x[:, None].expand(-1, len(x), -1), lengths, batch_first=True)
+        padded, _ = rnn.pad_packed_sequence(self.recurrent(packed)[0], batch_first=True)
+        return padded.square().mean()
+
+
+@pytest.mark.parametrize("kind", [CustomFunction, ByMask, ByNonzero, Packed])
+def test_refused_with_the_line(kind):
+    kind()(torch.randn(6, 4)).backward()  # it trains on one device
+    with pytest.raises(TraceError) as caught:
+        trace(kind(), {"x": torch.randn(6, 4)})
+    assert kind.line in caught.value.where and "test_refused_operators.py:" in caught.value.where
+    assert any(kind.hint in hint for hint in caught.value.hint), caught.value
+
+
+@torch.library.custom_op("idioms::round", mutates_args=())
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return x.round()
+
+
+rounded.register_fake(torch.empty_like)
+rounded.register_autograd(lambda ctx, gradient: gradient)
+
+
+class CustomOperator(Model):
+    def forward(self, x):
+        return rounded(self.layer(x)).square().mean()
+
+
+def test_an_operator_of_ones_own_is_kept():
+    """It runs whole on every device, with a warning (``unsupported_ops``)."""
+    assert "idioms.round" in [n.op for n in trace(CustomOperator(), {"x": torch.randn(6, 4)}).graph.nodes]
