@@ -108,6 +108,11 @@ def test_catalogue_rows_are_dense_peaks_with_a_source():
         )
 
 
+def test_a_network_needs_no_latency():
+    text = NETWORK.replace("latency_us = 30\n", "") + ONE + ONE.replace('"a"', '"b"')
+    assert Cluster.parse(text).latency_s == 50e-6
+
+
 def test_devices_may_have_the_names_that_pytorch_reports():
     given = ["NVIDIA GeForce RTX 3060", "Tesla V100-SXM2-32GB", "NVIDIA H100 PCIe", "AMD Instinct MI210"]
     cluster = Cluster.parse(f"[[machine]]\ndevices = {given}")
