@@ -7,6 +7,7 @@ import math
 import os
 import tempfile
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import mixmesh
-from mixmesh.errors import InputError
+from mixmesh.cli.launch import launched_plan
+from mixmesh.errors import InputError, PlanError
 from mixmesh.preparation.loading import own_loader
 
 
@@ -157,6 +159,19 @@ def check_a_parallel_model_is_not_prepared_again(_) -> None:
         assert "to evaluate: model.eval()" in str(caught.value)
 
 
+def check_a_plan_file_that_cannot_be_read(_) -> None:
+    """Without one on the first rank, and with a spoilt one on the last."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "x.plan")
+        with pytest.raises(PlanError, match="^cannot read the plan"):
+            launched_plan("job.py", path, None, 60)
+        prepared()[3]._plan.save(path)
+        if dist.get_rank() == 2:
+            path.write_text("no plan")
+        with pytest.raises(PlanError, match="^rank 2: this is not a plan"):
+            launched_plan("job.py", path, None, 60)
+
+
 def check_a_loss_that_is_not_finite_is_so_on_all_ranks(_) -> None:
     """A script's own check decides alike on all ranks."""
     _, model, _, _ = prepared()
@@ -174,6 +189,7 @@ IDIOMS = named(
     check_data_without_indices,
     check_data_that_differs,
     check_a_parallel_model_is_not_prepared_again,
+    check_a_plan_file_that_cannot_be_read,
     check_a_loss_that_is_not_finite_is_so_on_all_ranks,
 )
 
