@@ -241,6 +241,8 @@ def refused(name: str) -> None:
         accelerator.unwrap_model(model).last.bias.zero_().add_(1)
     expect(lambda: model(x, y))
     model(x, y)  # and goes on
+    optimizer.param_groups[0]["lr"] += RANK
+    expect(lambda: model(x, y))
     tell(name, errors=errors)
 
 

@@ -114,7 +114,8 @@ def test_mixed_precision_is_that_of_the_arguments(runs):
 
 def test_what_a_prepared_model_refuses(runs):
     for rank in of(runs, "mixmesh.accelerate", "refused"):
-        other_batch, through_logits, changed = rank["errors"]
+        other_batch, through_logits, changed, other_rates = rank["errors"]
+        assert "[0.1] and [1.1]" in other_rates
         assert "2 different batches" in other_batch
         assert "backward through logits" in through_logits
         assert "weights were changed" in changed and "last.bias" in changed

@@ -1,15 +1,19 @@
-"""What a script that every rank runs must have alike: its random numbers and its batches."""
+"""What a script that every rank runs must have alike: its random numbers, its batches and learning rates."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import random
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ..preparation.alike import check_same
+from ..errors import InputError
+from ..preparation.alike import check_same, digest
 from ..runtime.first_rank import from_first_rank
 
 
@@ -28,10 +32,35 @@ def take_random_numbers() -> None:
     torch.set_rng_state(of_torch)
 
 
-def check_alike(batch: Any) -> None:
-    """Raises InputError, on all ranks, if the tensors of ``batch`` differ between ranks. Collective."""
-    check_same(
-        batch,
-        "draw by torch, random or numpy.random, seeded alike, not from a generator without a seed",
-        "the same data set, in the same order, on every rank",
-    )
+def keep_metrics_apart() -> None:
+    """Has every metric of torchmetrics compute from what this rank has seen, which is all of the data: states
+    of all ranks together would count every sample once per rank."""
+    if importlib.util.find_spec("torchmetrics"):
+        metric = importlib.import_module("torchmetrics").Metric
+        metric.sync = lambda self, *args, **kwargs: None
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """The learning rate of each group of an optimizer."""
+    return tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+
+
+def check_alike(batch: Any, rates: tuple[float, ...] = ()) -> None:
+    """Raises InputError, on all ranks, if the tensors of ``batch`` or the learning rates differ between
+    ranks. Collective."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, (digest(batch), rates))
+    digests, all_rates = ({each[n] for each in of_all} for n in range(2))
+    if len(digests) > 1:  # as all ranks see
+        check_same(
+            batch,
+            "draw by torch, random or numpy.random, seeded alike, not from a generator without a seed",
+            "the same data set, in the same order, on every rank",
+        )
+    if len(all_rates) > 1:
+        raise InputError(
+            "the ranks have other learning rates",
+            expected="the same scheduler on every rank, stepped by the same numbers",
+            got=" and ".join(str(list(each)) for each in sorted(all_rates)),
+            hint="a metric that a scheduler steps by: that of the first rank, as devices may round otherwise",
+        )

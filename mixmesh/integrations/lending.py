@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..runtime.parallel import ParallelModel
 from ..runtime.shard_tensor import plain
-from ..runtime.whole_model import mark
+from ..runtime.whole_model import mark, own_module
 
 
 class Lender:
@@ -22,25 +24,29 @@ class Lender:
         self._module: nn.Module | None = None
         self._marks: list[tuple] = []
 
+    @property
+    def original(self) -> nn.Module:
+        return own_module(self.parallel._runtime.original)
+
     def lend(self) -> nn.Module:
-        """The module, in the modes of the parallel model's modules. Collective, unless it is lent already and
-        the weights are the same."""
-        marks = self._current_marks()
-        if self._block is not None and marks != self._marks:
-            self.take_back()
-        if self._block is None:
-            self._block = self.parallel.whole()
-            self._module, self._marks = self._block.__enter__(), marks
-        modes = {name: module.training for name, module in self.parallel.named_modules()}
-        for name, module in self._module.named_modules():
-            module.training = modes.get(name, self.parallel.training)
+        """The module, in the modes that its modules have. Collective, unless it is lent already and the
+        weights are the same."""
+        with torch.inference_mode(False), torch.no_grad():  # weights that are filled in are trained later
+            marks = self._current_marks()
+            if self._block is not None and marks != self._marks:
+                self.take_back()
+            if self._block is None:
+                self._block = self.parallel.whole()
+                with modes_kept(self.original):
+                    self._module, self._marks = self._block.__enter__(), marks
         return self._module
 
     def take_back(self) -> None:
         """Ends the lending, if there is one. Raises InputError if the module's weights were changed."""
         block, self._block, self._module = self._block, None, None
         if block is not None:
-            block.__exit__(None, None, None)
+            with torch.inference_mode(False), modes_kept(self.original):
+                block.__exit__(None, None, None)
 
     def give_weights(self) -> None:
         """Gives the parallel model the weights that the lent module has now, and ends the lending."""
@@ -50,3 +56,14 @@ class Lender:
     def _current_marks(self) -> list[tuple]:
         tensors: list[Any] = [*self.parallel.parameters(), *self.parallel.buffers()]
         return [mark(plain(x)) for x in tensors]
+
+
+@contextmanager
+def modes_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards every module of ``model`` trains or evaluates as it did before."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

@@ -142,6 +142,7 @@ def wrapped_twice(wrapper: str) -> InputError:
             "leave the wrapper out: mixmesh sums the gradients and cuts the batches",
             "in place of a Trainer: from mixmesh.hf import Trainer (docs/guide/trainers.md)",
             "in place of an Accelerator: from mixmesh.accelerate import Accelerator",
+            "in place of a strategy of Lightning: mixmesh.lightning.Strategy()",
             "to evaluate: model.eval(), and whole batches of any loader on every rank",
         ),
     )

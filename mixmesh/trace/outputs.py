@@ -46,13 +46,18 @@ def first_part(name: str) -> str:
     return name.partition(".")[0]
 
 
+class IfGiven(str):
+    """The name of an output that is kept where the model gives one, and else not missed."""
+
+
 def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
     """Of the tensors named ``returns`` those that are ``wanted``. Raises TraceError for a name that
     stands for none of them."""
+    optional = {str(name) for name in wanted if isinstance(name, IfGiven)}
     wanted = tuple(map(str, wanted))
     offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))
     for name in wanted:
-        if name not in offered:
+        if name not in offered and name not in optional:
             raise TraceError(
                 f"the model returns no tensor {name!r} beside its loss",
                 expected=", ".join(offered) or "nothing: the model returns the loss alone",

@@ -24,9 +24,9 @@ from ...preparation.script import prepare
 from ...runtime.comm import default_device, initialise
 from ...runtime.first_rank import from_first_rank
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
-from ..launched import is_launched, take_random_numbers
+from ..launched import is_launched, keep_metrics_apart, take_random_numbers
 from ..lending import Lender
-from .model import as_one_device, without_loss_in_evaluation
+from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation
 from .one_process import as_first_process, keep_to_first_rank, look_like_one_process
 from .refusals import check_accelerator, check_arguments, check_model, check_prepared
 
@@ -70,6 +70,7 @@ class Accelerator(accelerate.Accelerator):
             look_like_one_process(state)
             initialise(int(os.environ["WORLD_SIZE"]), default_device(), TIMEOUT_S)
             keep_to_first_rank(state)
+            keep_metrics_apart()
         super().__init__(*args, **kwargs)
         if is_launched():
             check_accelerator(self)
@@ -114,7 +115,7 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, evaluation_mode=True)
         self._models.remove(model)
         parallel, optimizer, _ = prepare(model, optimizer, [example], **planning)
-        self._lenders[parallel] = as_one_device(parallel)
+        self._lenders[parallel] = as_one_device(parallel, optimizer)
         shown = dict(parallel.named_parameters(remove_duplicate=False))
         self._shown.update({p: shown[name] for name, p in before.items()})
         prepared = _Optimizer(optimizer, parallel)
@@ -125,7 +126,7 @@ class Accelerator(accelerate.Accelerator):
         """The script's own module with whole weights, until the next training step. Collective, unless it is
         unwrapped already or all ranks have just waited for each other."""
         if model in self._lenders:
-            return self._lenders[model].lend()
+            return lend_in_its_modes(self._lenders[model])
         return super().unwrap_model(model, *args, **kwargs)
 
     def free_memory(self, *objects: Any) -> Any:

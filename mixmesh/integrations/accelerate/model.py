@@ -14,7 +14,7 @@ from ...preparation.loading import same_random_numbers
 from ...runtime.outputs import Output
 from ...runtime.parallel import ParallelModel
 from ...runtime.whole_model import own_module
-from ..launched import check_alike
+from ..launched import check_alike, learning_rates
 from ..lending import Lender
 
 
@@ -24,9 +24,9 @@ class _AsOneDevice(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         lender = self.__dict__["_lender"]
         if _evaluates(self):
-            return lender.lend()(*args, **kwargs)
+            return lend_in_its_modes(lender)(*args, **kwargs)
         lender.take_back()
-        check_alike((args, kwargs))
+        check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
         with same_random_numbers():  # what ranks draw here differs, and the next batches must be alike
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
@@ -47,10 +47,19 @@ def _evaluates(model: nn.Module) -> bool:
     return not (model.training or torch.is_grad_enabled())
 
 
-def as_one_device(parallel: ParallelModel) -> Lender:
+def lend_in_its_modes(lender: Lender) -> nn.Module:
+    """The script's own module, each of whose modules trains or evaluates as the parallel model's does."""
+    module = lender.lend()
+    modes = {name: each.training for name, each in lender.parallel.named_modules()}
+    for name, each in module.named_modules():
+        each.training = modes.get(name, lender.parallel.training)
+    return module
+
+
+def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
     """Makes ``parallel`` evaluate as the script's own module, and gives what lends that."""
     lender = Lender(parallel)
-    parallel.__dict__["_lender"] = lender
+    parallel.__dict__.update(_lender=lender, _optimizer=optimizer)
     _come_before(_AsOneDevice, parallel)
     return lender
 

@@ -1,8 +1,7 @@
 """The Hugging Face Trainer. Needs transformers and accelerate, which mixmesh itself does not.
 
 Reading order: ``refusals`` (which arguments cannot be kept), ``loss`` (the Trainer's own loss as part of the
-model), ``weights`` (the whole weights back in the script's model), ``trainer``. That N ranks look like one
-process is done in ``integrations.accelerate.one_process``.
+model), ``trainer``. That N ranks look like one process is done in ``integrations.accelerate.one_process``.
 """
 
 from __future__ import annotations

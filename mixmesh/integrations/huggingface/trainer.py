@@ -19,9 +19,9 @@ from ...runtime.first_rank import from_first_rank
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, is_launched
+from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
 from .refusals import check_args, check_dataset, check_methods, check_model, check_version, refused
-from .weights import fill, whole_weights
 
 
 class Trainer(transformers.Trainer):

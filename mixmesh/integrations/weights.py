@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from ...runtime.original import TakenOver, take_over
-from ...runtime.parallel import ParallelModel
-from ...runtime.shard_tensor import plain
+from ..runtime.original import TakenOver, take_over
+from ..runtime.parallel import ParallelModel
+from ..runtime.shard_tensor import plain
 
 
 @torch.no_grad()

@@ -1,0 +1,7 @@
+"""``L.Trainer(strategy=mixmesh.lightning.Strategy())``: Lightning's Trainer, training by a plan."""
+
+from __future__ import annotations
+
+from .integrations.lightning import Strategy
+
+__all__ = ["Strategy"]

@@ -1,0 +1,245 @@
+"""A script for one device that trains tiny modules with Lightning's Trainer: arguments FOLDER STRATEGY.
+
+``test_lightning`` runs it with the strategy ``auto``, and under torchrun with ``mixmesh``'s."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import sys
+import warnings
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, SumMetric
+
+from mixmesh.errors import InputError, MixmeshError
+from mixmesh.lightning import Strategy
+
+FOLDER, PARALLEL = Path(sys.argv[1]), sys.argv[2] == "mixmesh"
+RANK = int(os.environ.get("RANK", "0"))
+warnings.simplefilter("ignore")
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+
+class Net(L.LightningModule):
+    """A classifier whose batches are tuples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 64, bias=False)  # whose gradient would be zero up to rounding
+        self.norm, self.last = nn.BatchNorm1d(64), nn.Linear(64, 4)
+        self.right = SumMetric()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        accuracy = (logits.argmax(-1) == y).double().mean()
+        self.log_dict(
+            {"accuracy": accuracy, "size": logits.square().mean()}, batch_size=len(x), on_epoch=True
+        )
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        logits = self(x)
+        self.right.update((logits.argmax(-1) == y).sum())
+        self.log("val_loss", F.cross_entropy(logits, y))
+        self.log("val_right", self.right)
+
+    test_step = validation_step
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Named(Net):
+    """The same with batches that are dicts."""
+
+    def training_step(self, batch):
+        loss = F.cross_entropy(self(batch["x"]), batch["y"])
+        self.log("loss", loss)
+        return {"loss": loss}
+
+
+class Told(L.Callback):
+    """Notes what is known after every step and every validation."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        self._note(trainer, step=trainer.global_step, rate=rate, returned=float(outputs["loss"]))
+
+    def on_validation_end(self, trainer, module) -> None:
+        self._note(trainer)
+
+    def _note(self, trainer, **values) -> None:
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.rows.append({**metrics, **values})
+
+
+def samples(count: int) -> list[tuple]:
+    drawn = torch.Generator().manual_seed(1)
+    xs = torch.randn(count, 8, generator=drawn, dtype=torch.float64)
+    return [(x, int(x[0] > 0) + 2 * int(x[1] > 0)) for x in xs]
+
+
+def trainer_with(planner: str, callbacks: list, **options) -> L.Trainer:
+    """In both runs, but for the strategy."""
+    if PARALLEL:
+        planning = {"profile_s": 0, "planner": planner, "cache": FOLDER / "cache"}
+        options["strategy"] = Strategy(planning=planning)
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
+    return L.Trainer(callbacks=callbacks, default_root_dir=FOLDER, **{"logger": False, **quiet, **options})
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+
+
+def tell(name: str, **values) -> None:
+    print(json.dumps({"name": name, "rank": RANK, **values}) + "\n", end="", flush=True)
+
+
+def usual(name: str, planner: str, resumed: str | None = None) -> None:
+    """Accumulation, clipping, schedulers, a smaller last batch, validation within epochs (within an optimizer
+    step, too), callbacks, a logger, checkpoints."""
+    seed(0)
+    module = Net().double()
+    seed(RANK)  # ranks go on as the first one
+    told, stop = Told(), EarlyStopping("val_loss", patience=50)
+    kept = ModelCheckpoint(FOLDER / name, "epoch{epoch}", monitor="val_loss", save_top_k=-1)
+    kept.auto_insert_metric_name = False
+    trainer = trainer_with(
+        planner, [told, stop, kept], max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.3,
+        val_check_interval=3, logger=CSVLogger(FOLDER / name, "log"), log_every_n_steps=1,
+    )  # fmt: skip
+    loader = DataLoader(samples(22), batch_size=4, shuffle=True)
+    trainer.fit(module, loader, DataLoader(samples(7), batch_size=3), ckpt_path=resumed)
+    trainer.save_checkpoint(FOLDER / name / "final.ckpt")
+    (tested,) = trainer.test(module, DataLoader(samples(10), batch_size=4), verbose=False)
+    torch.save(module.state_dict(), FOLDER / name / f"module-{RANK}.pt")
+    tell(name, told=told.rows, tested=tested, writes=trainer.is_global_zero, processes=trainer.world_size)
+
+
+def named(name: str, planner: str, **options) -> None:
+    """Batches that are dicts, in float32 or under autocast."""
+    seed(1)
+    told = Told()
+    rows = [{"x": x.float(), "y": y} for x, y in samples(10)]
+    trainer = trainer_with(planner, [told], max_epochs=1, enable_checkpointing=False, **options)
+    trainer.fit(Named(), DataLoader(rows, batch_size=4))
+    tell(name, told=told.rows)
+
+
+class Wrong(Net):
+    """A module whose ``training_step`` does what cannot be kept."""
+
+    def __init__(self, what) -> None:
+        super().__init__()
+        self.what, self.seen, self.mean = what, [], MeanMetric()
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return self.what(self, loss, batch_idx)
+
+
+def keep(self, loss, _):
+    self.seen.append(loss.detach())
+    return loss
+
+
+def measure(self, loss, _):
+    self.log("mean", self.mean)
+    return loss
+
+
+def count(self, loss, _):
+    self.mean.update(loss)
+    return loss * self.mean.compute()
+
+
+def log_number(self, loss, _):
+    self.log("number", 1.0)
+    return loss
+
+
+WRONG = {
+    "index": lambda self, loss, index: loss * (1 + index % 2),
+    "step": lambda self, loss, _: loss * self.global_step,
+    "trainer": lambda self, loss, _: loss * self.trainer.max_epochs,
+    "optimizers": lambda self, loss, _: self.optimizers() and loss,
+    "keep": keep,
+    "measure": measure,
+    "count": count,
+    "number": log_number,
+    "more": lambda self, loss, _: {"loss": loss, "other": loss * 2},
+    "nothing": lambda self, loss, _: None,
+    "batches": lambda self, loss, _: loss,
+    "modes": lambda self, loss, _: loss,
+    "weights": lambda self, loss, _: loss,
+    "rates": lambda self, loss, _: loss,
+}
+
+
+class Disturbs(L.Callback):
+    """Changes something after the first step."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_train_batch_end(self, trainer, module, *_) -> None:
+        if self.name == "modes":
+            module.norm.eval()
+        elif self.name == "weights":
+            module.last.weight.sum()
+        elif self.name == "rates" and RANK:
+            trainer.optimizers[0].param_groups[0]["lr"] = 1.0
+
+
+def refused() -> None:
+    """What is refused in the first steps."""
+    for name, what in WRONG.items():
+        seed(1)
+        rows = samples(8)[RANK * (name == "batches") :]
+        trainer = trainer_with("ddp-even", [Disturbs(name)], max_epochs=1, enable_checkpointing=False)
+        error = ""
+        try:
+            trainer.fit(Wrong(what).double(), DataLoader(rows, batch_size=4))
+        except MixmeshError as raised:
+            error = str(raised)
+        tell("refused", what=name, error=error)
+    seed(1)
+    module = Net().double()
+    trainer = trainer_with("ddp-even", [], max_epochs=1, enable_checkpointing=False)
+    for _ in range(2):
+        try:
+            trainer.fit(module, DataLoader(samples(8), batch_size=4))
+        except InputError as raised:
+            tell("refused", what="again", error=str(raised))
+
+
+if __name__ == "__main__":
+    usual("usual", "tensor-parallel")
+    usual("resumed", "ddp-even", str(FOLDER / "usual" / "epoch0.ckpt"))
+    named("whole", "ddp-even")
+    named("half", "ddp-even", precision="bf16-mixed")
+    if PARALLEL:
+        refused()

@@ -1,0 +1,219 @@
+"""``mixmesh.lightning.Strategy`` under torchrun against Lightning on one device; what it refuses.
+
+The scenarios are in ``lightning_script.py``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
+from torch.utils.data import DataLoader
+
+import mixmesh
+from mixmesh.integrations.lightning.refusals import check_device, check_precision, check_training
+from mixmesh.integrations.lightning.step import Form
+from mixmesh.lightning import Strategy
+
+SCRIPT = Path(__file__).parent / "lightning_script.py"
+RANKS = 2
+HOW = {"auto": [], "mixmesh": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
+    """By strategy, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
+    started = {}
+    for strategy, launcher in HOW.items():
+        folder = tmp_path_factory.mktemp(strategy)
+        command = [sys.executable, *launcher, str(SCRIPT), str(folder), strategy]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        with open(folder / "out", "w") as out, open(folder / "errors", "w") as errors:
+            started[strategy] = folder, subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
+    told = {}
+    for strategy, (folder, process) in started.items():
+        assert process.wait(timeout=300) == 0, (folder / "errors").read_text()[-4000:]
+        rows = [json.loads(x) for x in (folder / "out").read_text().splitlines() if x.startswith('{"name"')]
+        told[strategy] = folder, sorted(rows, key=lambda row: row["rank"])
+    return told
+
+
+def of(runs, strategy: str, name: str) -> list[dict]:
+    return [row for row in runs[strategy][1] if row["name"] == name]
+
+
+@pytest.mark.parametrize("name", ["usual", "resumed"])
+def test_metrics_are_those_of_one_device(runs, name):
+    (single,) = of(runs, "auto", name)
+    ranks = of(runs, "mixmesh", name)
+    assert len(ranks) == RANKS and len(single["told"]) > 2
+    for rank in ranks:
+        assert len(rank["told"]) == len(single["told"])
+        for row, expected in zip(rank["told"], single["told"]):
+            assert row == pytest.approx(expected, rel=1e-9, abs=1e-9)
+        assert rank["tested"] == pytest.approx(single["tested"], rel=1e-9)
+        assert rank["processes"] == 1
+
+
+@pytest.mark.parametrize("name", ["usual", "resumed"])
+def test_weights_and_checkpoints_are_those_of_one_device(runs, name):
+    """Also the module itself after ``fit``, on every rank."""
+    expected, got = (runs[strategy][0] / name for strategy in HOW)
+    assert {p.name for p in expected.glob("*.ckpt")} == {p.name for p in got.glob("*.ckpt")}
+    for path in expected.glob("*.ckpt"):
+        assert_same(
+            torch.load(got / path.name, weights_only=False), torch.load(path, weights_only=False), path.name
+        )
+    module = torch.load(expected / "module-0.pt", weights_only=True)
+    for rank in range(RANKS):
+        assert_same(torch.load(got / f"module-{rank}.pt", weights_only=True), module, "module")
+
+
+def assert_same(got, expected, where: str) -> None:
+    """All of a checkpoint but folders, and what the fused optimizers note."""
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-10)
+    elif isinstance(expected, dict):
+        got, expected = ({_file(key): value for key, value in each.items()} for each in (got, expected))
+        assert got.keys() - {"fused"} == expected.keys() - {"fused"}, where
+        for key in expected.keys() - {"fused", "foreach"}:
+            assert_same(got[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(got) == len(expected), where
+        for n, each in enumerate(expected):
+            assert_same(got[n], each, f"{where}.{n}")
+    elif isinstance(expected, float):
+        assert got == pytest.approx(expected, rel=1e-9), where
+    elif not isinstance(expected, str):
+        assert got == expected, where
+
+
+def _file(key):
+    return Path(key).name if isinstance(key, str) and key.startswith("/") else key
+
+
+def test_parameters_are_cut_in_one_of_the_scenarios(runs):
+    plans = [p.read_text() for p in (runs["mixmesh"][0] / "cache" / "plans").iterdir()]
+    cut = [[line for line in plan.splitlines() if "= param(" in line and " S(" in line] for plan in plans]
+    assert any(cut) and not all(cut)
+
+
+@pytest.mark.parametrize("name", ["usual", "resumed"])
+def test_one_rank_writes(runs, name):
+    assert [rank["writes"] for rank in of(runs, "mixmesh", name)] == [True, False]
+    logs = [list((runs[strategy][0] / name / "log").rglob("metrics.csv")) for strategy in HOW]
+    single, parallel = (list(csv.DictReader(path.open())) for (path,) in logs)
+    assert len(single) == len(parallel) > 2
+
+
+def test_autocast_is_that_of_the_precision(runs):
+    """Sums in bfloat16 in another order differ by a part of what bfloat16 changes."""
+    whole, half = (of(runs, "auto", name)[0]["told"][0]["loss"] for name in ("whole", "half"))
+    for rank in of(runs, "mixmesh", "half"):
+        assert abs(rank["told"][0]["loss"] - half) < 0.2 * abs(whole - half)
+    for rank in of(runs, "mixmesh", "whole"):
+        assert rank["told"][0]["loss"] == pytest.approx(whole, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("index", "uses batch_idx"), ("step", "uses self.global_step"), ("trainer", "uses self.trainer"),
+        ("optimizers", "uses self.optimizers"), ("keep", "uses self.seen to collect"),
+        ("measure", "self.log('mean', MeanMetric)"), ("count", "cannot be traced"),
+        ("number", "self.log('number', float)"), ("more", "a dict with loss, other"),
+        ("nothing", "has to return its loss"), ("batches", "2 different batches"), ("modes", "norm"),
+        ("weights", "taken over"), ("rates", "[0.01] and [1.0]"), ("again", "a second fit"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_in_the_first_steps(runs, what, expected):
+    ranks = [row for row in of(runs, "mixmesh", "refused") if row["what"] == what]
+    assert len(ranks) == RANKS
+    assert all(expected in row["error"] for row in ranks)
+
+
+class Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Manual(Tiny):
+    automatic_optimization = False
+
+
+class Reads(Tiny):
+    def training_step(self, dataloader_iter):
+        return super().training_step(next(dataloader_iter), 0)
+
+
+@pytest.mark.parametrize(
+    ("module", "callbacks", "optimizers", "expected"),
+    [
+        (Manual, [], 1, "automatic_optimization"), (Reads, [], 1, "dataloader_iter"),
+        (Tiny, [], 2, "2 optimizers"), (Tiny, [BatchSizeFinder()], 1, "BatchSizeFinder"),
+        (Tiny, [LearningRateFinder()], 1, "LearningRateFinder"),
+    ],
+)  # fmt: skip
+def test_modules_and_callbacks_that_cannot_be_kept_are_refused(module, callbacks, optimizers, expected):
+    trainer = SimpleNamespace(callbacks=callbacks)
+    with pytest.raises(mixmesh.InputError, match=expected):
+        check_training(trainer, module(), [None] * optimizers)
+    check_training(SimpleNamespace(callbacks=[]), Tiny(), [None])
+
+
+@pytest.mark.filterwarnings("ignore:torch.cuda.amp.GradScaler")
+def test_precisions():
+    for plugin in (Precision(), DoublePrecision(), MixedPrecision("bf16-mixed", "cpu")):
+        check_precision(plugin)
+    for plugin in (HalfPrecision("bf16-true"), MixedPrecision("16-mixed", "cuda")):
+        with pytest.raises(mixmesh.InputError, match="precision="):
+            check_precision(plugin)
+
+
+def test_another_device_than_the_plan_s_is_refused():
+    check_device(torch.device("cpu"), torch.device("cpu"))
+    with pytest.raises(mixmesh.InputError, match="accelerator of cpu"):
+        check_device(torch.device("cpu"), torch.device("cuda:0"))
+
+
+def test_batches_are_put_together_again():
+    batch = {"x": torch.ones(2), "rest": [torch.zeros(3), "word", 4]}
+    form, tensors = Form.of(batch)
+    again = form.batch(tensors)
+    assert again["x"] is batch["x"] and again["rest"][0] is batch["rest"][0]
+    assert again["rest"][1:] == ["word", 4]
+    assert Form.of({**batch, "rest": [torch.zeros(3), "other", 4]})[0] != form
+    with pytest.raises(mixmesh.InputError, match="no tensor"):
+        Form.of([torch.ones(1), object()])
+
+
+def test_without_torchrun_it_is_a_single_device(tmp_path):
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False)
+    module, strategy = Tiny(), Strategy(planning={"profile_s": 0})
+    before = module.layer.weight.detach().clone()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_steps=1, default_root_dir=tmp_path, **quiet)
+    trainer.fit(module, DataLoader(torch.ones(4, 2), batch_size=2))
+    assert strategy.parallel is None and not torch.equal(module.layer.weight, before)
+
+
+def test_it_says_what_to_install():
+    script = "import sys; sys.modules['lightning'] = None; import mixmesh; import mixmesh.lightning"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert "pip install 'mixmesh[lightning]'" in done.stderr
