@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,8 +102,6 @@ def run(
     from ..check import check_program
     from ..job import load_job
     from ..runtime.comm import leave
-    from ..runtime.first_rank import from_first_rank
-    from ..runtime.saving import save_weights
     from ..runtime.train import train
     from ..testbed import enter_device
 
@@ -113,11 +112,6 @@ def run(
     def say(number: int, loss: float, step_s: float) -> None:
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
-
-    def keep(model: ParallelModel) -> None:
-        if save is not None:
-            state = model.full_state_dict(rank0_only=True)
-            from_first_rank(lambda: save_weights(state, save))
 
     report = train(
         jobs.pop() if jobs else load_job(job),
@@ -131,7 +125,7 @@ def run(
         allow_nan=allow_nan,
         on_start=enter_device,
         on_step=say,
-        on_end=keep,
+        on_end=writer(save),
     )
     leave()
     if rank:
@@ -187,6 +181,19 @@ def check_weights_file(path: Path, timeout_s: float) -> None:
         from_first_rank(lambda: check_file(path))
     else:
         check_file(path)
+
+
+def writer(path: Path | None) -> Callable[[ParallelModel], None]:
+    """A function that writes the whole weights of a model, from the first rank. Collective."""
+    from ..runtime.first_rank import from_first_rank
+    from ..runtime.saving import save_weights
+
+    def write(model: ParallelModel) -> None:
+        if path is not None:
+            state = model.full_state_dict(rank0_only=True)
+            from_first_rank(lambda: save_weights(state, path))
+
+    return write
 
 
 def check_trace(trace: Path, steps: int | None) -> None:

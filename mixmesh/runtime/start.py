@@ -6,13 +6,13 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import InputError
 from ..ir import Program
@@ -83,17 +83,19 @@ def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevi
 
 def check_values(model: nn.Module) -> None:
     """Raises InputError for a model whose tensors have no values to train from."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    check_no_meta([*model.named_parameters(), *model.named_buffers()])
+
+
+def check_no_meta(tensors: Sequence[tuple[str, Tensor]], what: str = "model") -> None:
+    """Raises InputError if one of these tensors, by name, is on the device ``meta``."""
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
         raise InputError(
-            "the model has no values: it was made on the device meta",
-            expected="parameters and buffers with values, on all ranks",
+            f"the {what} has no values: it was made on the device meta",
+            expected="tensors with values, on all ranks; only planning needs none",
             got=f"{len(empty)} of {len(tensors)} tensors on meta, the first is {empty[0]}",
-            hint=(
-                "make the model on the CPU; consume=True gives its memory back as it is cut",
-                "or model.to_empty(device='cpu'), and load its weights before parallelize",
-            ),
+            hint=f"make the {what} on the CPU"
+            + (", or model.to_empty(device='cpu') and load its weights first" if what == "model" else ""),
         )
 
 

@@ -22,6 +22,7 @@ from ..ir import Program, batch_norm_of, outputs_of
 from ..ir.samples import draws_numbers
 from ..plan_file import MicroBatch, Plan
 from ..runtime.calls import as_planned
+from ..runtime.start import check_no_meta, check_values
 from ..runtime.train import default_optimizer
 from ..trace import Traced, trace
 from ..trace.capture import Batch
@@ -90,10 +91,13 @@ def verify(
     ``model`` is left as it is; ``where`` names the plan's file in errors.
 
     Raises VerificationError for a program that is not valid, PlanError for a plan of another model, and
-    InputError for an optimizer that cannot work on shards.
+    InputError for an optimizer that cannot work on shards, or a model or batch without values.
     """
     say = progress or (lambda text: None)
     model = uncompiled(model)
+    check_values(model)
+    flat = Batch.of(batch)
+    check_no_meta(list(zip(flat.tensor_names, flat.tensors())), "batch")
     program = plan if isinstance(plan, Program) else plan.program
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
     batch = as_planned(model, batch, program)

@@ -11,6 +11,7 @@ import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, TraceError
 from mixmesh.trace import trace
+from mixmesh.verification import verify
 
 
 class Constants(nn.Module):
@@ -88,3 +89,7 @@ def test_training_without_values_is_refused():
     with pytest.raises(InputError, match="no values") as caught:
         mixmesh.parallelize(on_meta(Constants), None, plan)
     assert "to_empty" in str(caught.value)
+    with pytest.raises(InputError, match="the model has no values"):
+        verify(on_meta(Constants), {"x": torch.ones(12, 6)}, plan)
+    with pytest.raises(InputError, match="the batch has no values"):
+        verify(Constants(), {"x": torch.ones(12, 6, device="meta")}, plan)
