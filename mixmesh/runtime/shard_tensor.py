@@ -20,6 +20,7 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from ..errors import InputError
+from ..trace.compiled import is_within_compiled
 from . import collectives
 from .comm import Comm
 from .shard_numbers import Off, ShardNumber, known, number
@@ -406,7 +407,7 @@ def _first(*trees: Any) -> ShardTensor:
 
 
 def _refusal(name: str, whole: Whole, beside: str = "") -> InputError:
-    by_dynamo = ("a training step without torch.compile around it",) if name == "untyped_storage" else ()
+    by_dynamo = ("a training step without torch.compile around it",) if is_within_compiled() else ()
     return InputError(
         f"{name} of {whole.stored.name} needs elements that other ranks hold",
         expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",

@@ -40,9 +40,15 @@ def never_compiled(function: F) -> F:
 
 def warn_if_compiled() -> None:
     """Warns where the caller is within code that ``torch.compile`` has compiled."""
+    if is_within_compiled():
+        warnings.warn(f"torch.compile changes nothing here: {REASON}", stacklevel=2)
+
+
+def is_within_compiled() -> bool:
+    """Whether this is called by code that ``torch.compile`` has compiled, or while it compiles some."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == DYNAMO:
-            warnings.warn(f"torch.compile changes nothing here: {REASON}", stacklevel=2)
-            return
+            return True
         frame = frame.f_back
+    return False
