@@ -13,7 +13,7 @@ def pytest_addoption(parser):
 # the files that take longest, which begin first: at the end one core would wait for them
 LONGEST = """
 test_subsets test_watch test_gloo test_timeline test_planner test_memory test_tuning test_direct test_pipeline
-test_detection test_prepare test_hf_trainer test_mixtures test_zero_runtime test_files test_fuzz
+test_detection test_prepare test_hf_trainer test_scripts test_mixtures test_zero_runtime test_files test_fuzz
 test_verify_models test_any_batch test_data_that_fails test_shapes test_auto
 """.split()
 

@@ -16,9 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset
 
 import mixmesh
-from mixmesh.preparation.loading import same_random_numbers
+from mixmesh.preparation.loading import depends_on_others, same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.preparation.script import made_inputs, maker_like
 
@@ -198,3 +199,44 @@ def test_an_average_of_a_model_with_a_loss_is_evaluated_without_it():
     with mixmesh.whole(average) as whole:
         assert whole is average and torch.equal(average(x), model(x))
     assert average.module is inner
+
+
+class Lengths(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return torch.ones(1 + i // 10)
+
+
+def padded(rows):
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def mixed(rows):
+    batch = torch.stack(rows)
+    return 0.5 * batch + 0.5 * batch.flip(0)
+
+
+def doubled(rows):
+    if len(rows) % 2:
+        raise ValueError("an even number of rows")
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize(
+    ("data", "collate", "depends"),
+    [
+        (Lengths(), padded, True),
+        (torch.randn(20, 3), mixed, True),
+        (torch.randn(20, 3), doubled, True),
+        (torch.randn(20, 3), None, False),
+        (torch.randn(20, 3), lambda rows: torch.stack(rows) + torch.rand(len(rows), 1), False),
+        (torch.randn(1, 3), None, False),
+    ],
+)
+def test_rows_that_depend_on_others_of_their_batch_are_found(data, collate, depends):
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    assert depends_on_others(DataLoader(data, batch_size=6, collate_fn=collate)) is depends
+    assert torch.equal(torch.get_rng_state(), before)

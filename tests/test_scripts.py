@@ -53,7 +53,7 @@ CASES = {
         "torchvision_reference", [*OF_IMAGES[:4], *OF_MOBILENET, "--batch-size", "9", *IN_FLOAT64], "ddp-even"
     ),
     # transformers computes the loss in float32
-    "lora": Case("lora", [*SIZES, *IN_FLOAT64], "fsdp-even", tolerance=2e-6),
+    "lora": Case("lora", [*SIZES, "--length", "32", *IN_FLOAT64], "fsdp-even", tolerance=2e-6),
     "unet": Case(
         "unet",
         ["--channels", "8", "16", "--image-size", "8", "--samples", "20", "--batch-size", "7", *IN_FLOAT64],

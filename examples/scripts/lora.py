@@ -30,7 +30,9 @@ def make_data(args, seed):
     return [row[:length] for row, length in zip(rows, lengths.tolist())]
 
 
-def collate(rows, length):
+def collate(rows):
+    """Pads to the longest row, in steps of 4."""
+    length = -(-max(map(len, rows)) // 4) * 4
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask = torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -52,9 +54,7 @@ def main(args):
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(LlamaForCausalLM(config), lora)
     model.print_trainable_parameters()
-    loader = DataLoader(
-        make_data(args, 1), args.batch_size, shuffle=True, collate_fn=lambda rows: collate(rows, args.length)
-    )
+    loader = DataLoader(make_data(args, 1), args.batch_size, shuffle=True, collate_fn=collate)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, args.epochs * len(loader))
     for epoch in range(args.epochs):

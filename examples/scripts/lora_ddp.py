@@ -32,7 +32,9 @@ def make_data(args, seed):
     return [row[:length] for row, length in zip(rows, lengths.tolist())]
 
 
-def collate(rows, length):
+def collate(rows):
+    """Pads to the longest row, in steps of 4."""
+    length = -(-max(map(len, rows)) // 4) * 4
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask = torch.zeros(len(rows), length, dtype=torch.long)
     for i, row in enumerate(rows):
@@ -58,7 +60,7 @@ def main(args):
     data = make_data(args, 1)
     sampler = DistributedSampler(data)
     batch_size = args.batch_size // dist.get_world_size()
-    loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=lambda rows: collate(rows, args.length))
+    loader = DataLoader(data, batch_size, sampler=sampler, collate_fn=collate)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-3)
     scheduler = get_linear_schedule_with_warmup(optimizer, 2, args.epochs * len(loader))
     model = DistributedDataParallel(model)

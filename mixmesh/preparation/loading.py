@@ -19,9 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import own_rows, own_samples, shard_batches
+from ..runtime.first_rank import from_first_rank
 from .alike import same_on_all
 
 BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
+PROBED_ROWS = 8  # enough that lengths differ, if they do
 KEPT_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
     "prefetch_factor", "persistent_workers", "generator",
@@ -77,6 +79,30 @@ def load(loader: DataLoader, indices: list[int]) -> Any:
     dataset = loader.dataset
     many = getattr(dataset, "__getitems__", None)  # as PyTorch loads them
     return loader.collate_fn(many(indices) if many is not None else [dataset[i] for i in indices])
+
+
+def depends_on_others(loader: DataLoader) -> bool:
+    """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
+    each other. Some samples from all over the data set are loaded together, the first half of them alone and
+    each alone, with the same random numbers. What cannot be loaded in parts depends on others too."""
+    try:
+        size = len(loader.dataset)
+        count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)
+        indices = [n * size // count for n in range(count)]
+        whole, half = load_again(loader, indices), load_again(loader, indices[: count // 2 or 1])
+        if any(not torch.equal(x[: len(y)], y) for x, y in zip(whole, half, strict=True)):
+            return True
+        alone = [load_again(loader, [i]) for i in indices]
+        return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
+    except Exception:  # a collate function's own, of any kind: it has never seen such a batch
+        return True
+
+
+def load_again(loader: DataLoader, indices: list[int]) -> list[torch.Tensor]:
+    """The tensors with rows in a batch of these samples. Random numbers are as they were before."""
+    with same_random_numbers():
+        leaves = pytree.tree_leaves(load(loader, indices))
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
 
 
 class OwnBatches:
@@ -147,14 +173,17 @@ def whole_batch(num_samples: int) -> tuple[int, int]:
 
 
 def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
-    """The loader of this rank's rows. Where every input of the program is cut by samples alike, a rank loads
-    no others; else it loads whole batches and cuts them. A loader without indices (an iterable data set) must
-    give the same batches on every rank, which is checked at every batch."""
+    """The loader of this rank's rows. Where every input of the program is cut by samples alike, and no row of
+    a batch depends on the others, a rank loads no others; else it loads whole batches and cuts them. A loader
+    without indices (an iterable data set) must give the same batches on every rank, which is checked at every
+    batch. Collective."""
     program, rank = plan.program, dist.get_rank()
     if not has_indices(loader):
         return OwnLoader(loader, loader, plan, is_whole=True)
     _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
-    is_whole = not size  # also of a rank without samples, whose empty tensors are cut out of a whole batch
+    depends = from_first_rank(lambda: depends_on_others(loader))
+    # also of a rank without samples, whose empty tensors are cut out of a whole batch
+    is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
     sampler = OwnBatches(loader.batch_sampler, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS}

@@ -234,6 +234,6 @@ def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:
         got=got,
         hint=(
             "pass the whole batch on every rank, or take the loader of mixmesh.prepare, or shard_batches",
-            "pad the batch to one length before it is dealt out",
+            "model, optimizer, _ = mixmesh.prepare(...)  # the script's own loader, padded as a whole",
         ),
     )
