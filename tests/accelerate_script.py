@@ -152,7 +152,7 @@ def labelled(name: str, planner: str, resumed: bool = False) -> None:
         model.eval()
         right = 0
         for batch in held_out:
-            with torch.no_grad():
+            with torch.inference_mode():
                 logits = model(batch["x"])["logits"]
             logits, labels = accelerator.gather_for_metrics((logits, batch["labels"]))
             right += int((logits.argmax(-1) == labels).sum())
@@ -160,6 +160,10 @@ def labelled(name: str, planner: str, resumed: bool = False) -> None:
             told.append(teacher(batch["x"]).sum().item())
         told += [right, epochs.count]
         accelerator.log({"right": right})
+    x = batch["x"].clone().requires_grad_()
+    whole = accelerator.unwrap_model(model)
+    (slope,) = torch.autograd.grad(whole(x)["logits"].square().sum(), x)
+    told.append(slope.square().sum().item())
     if RANK == 0:
         accelerator.set_trigger()
     told.append(accelerator.check_trigger())
