@@ -97,6 +97,28 @@ def test_attributes_are_checked(attribute, expected):
     assert expected in caught.value.expected and caught.value.where.startswith("x.plan:4: ")
 
 
+DRAWN = "aten.native_dropout(%x, 0.5, true) {{drawn={}}} : f32[8, 4] S(0)@r0, bool[8, 4] S(0)@r0"
+
+
+@pytest.mark.parametrize(
+    "drawn, is_part",
+    [("[0, 0, 8, 16, 4]", True), ("[0, 0, 9, 16, 4]", False), ("[0, 2, 0, 8, 4]", False),
+     ("[0, 0, 0, 8]", False), ("[0, 0, 0, 8, 5]", False), ("[1, 9, 9]", False)],
+)  # fmt: skip
+def test_what_is_drawn_is_a_part_of_the_whole(drawn, is_part):
+    text = SMALL.replace("%y = aten.relu(%x) : f32[8, 4] S(0)@r0", f"%y, _ = {DRAWN.format(drawn)}")
+    if is_part:
+        return check_placements(parse_program(text), "x.plan")
+    with pytest.raises(MixmeshError, match="drawn cannot be this"):
+        check_placements(parse_program(text), "x.plan")
+
+
+def test_only_what_draws_may_be_a_part():
+    text = SMALL.replace("aten.relu(%x)", "aten.relu(%x) {drawn=[0, 0, 0, 8, 4]}")
+    with pytest.raises(MixmeshError, match="drawn cannot be this"):
+        check_placements(parse_program(text), "x.plan")
+
+
 HEADERS = {
     "steps": ("micro_batches", "[[1, 1000000000, 1], [4, 1, 4], [0, 0, 0], [0, 0, 0]]"),
     "ranks": ("predicted_peak_memory_bytes", "[1, 2]"),

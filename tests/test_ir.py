@@ -35,6 +35,13 @@ def test_text_reads_back_equal(program):
     assert str(parse_program(text)) == text
 
 
+def test_numbers_that_are_none_read_back_equal():
+    program = parse_program(
+        MLP.replace("return", "%nothing = aten.add.Tensor(%loss, nan) : f32[] P(sum)\n  return")
+    )
+    assert parse_program(str(program)) == program == parse_program(str(parse_program(str(program))))
+
+
 def test_comments_carry_no_meaning():
     program = parse_program(MLP)
     notes = {n: f"{n} ms # again {{" for n in range(len(program.instructions))}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..ir import Instruction
 from ..ir.bounds import MAX_INSTRUCTIONS
 from ..ir.printing import print_arg
+from ..ir.samples import DRAWS
 
 
 class Attribute(NamedTuple):
@@ -26,6 +27,16 @@ def _are_sizes(value: Any) -> bool:
     return isinstance(value, tuple) and len(value) >= 3 and all(type(n) is int and n >= 0 for n in value)
 
 
+def _is_part_of(i: Instruction, drawn: tuple[int, ...]) -> bool:
+    """Whether the result of an operator that draws may be a part, cut along one dim, of what is drawn."""
+    _, dim, start, *whole = drawn
+    shape = i.types[0].value.shape
+    if i.op not in DRAWS or len(whole) != len(shape) or dim >= max(len(shape), 1):
+        return False
+    ends = (start + size <= n if d == dim else size == n for d, (size, n) in enumerate(zip(shape, whole)))
+    return all(ends)
+
+
 COUNT = Attribute(_is_count, f"a whole number from 0 to {MAX_INSTRUCTIONS}")
 FLAG = Attribute(lambda value: isinstance(value, bool), "true or false")
 TEXT = Attribute(lambda value: isinstance(value, str), 'a string, such as "padded"')
@@ -34,7 +45,9 @@ ELSEWHERE = Attribute(lambda value: True, "")  # what it belongs to checks it
 ATTRIBUTES: dict[str, Attribute] = {
     "algorithm": TEXT,
     "bucket": COUNT,
-    "drawn": Attribute(_are_sizes, "[number of the operator, dim, start, sizes of the whole ...]"),
+    "drawn": Attribute(
+        _are_sizes, "[number of the operator, dim, start, sizes of the whole ...] of an operator that draws"
+    ),
     "gradient_algorithm": TEXT,
     "owned": ELSEWHERE,
     "recompute": ELSEWHERE,
@@ -56,5 +69,5 @@ def check_attributes(i: Instruction, fail) -> None:
         if name in seen:
             raise fail(f"the attribute {name} is said twice", "each once", name)
         seen.add(name)
-        if not row.accepts(value):
+        if not row.accepts(value) or (name == "drawn" and not _is_part_of(i, value)):
             raise fail(f"{name} cannot be this", row.expected, f"{name}={print_arg(value)}")

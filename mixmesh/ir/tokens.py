@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn
@@ -88,6 +89,8 @@ class Tokens:
         return items
 
     def convert(self, text: str, place: Place) -> int | float:
+        if text.endswith("nan"):
+            return math.nan  # one object, as printed and read programs are compared
         if not re.fullmatch(r"-?[0-9]+", text):
             return float(text)
         # by its digits first: Python refuses to read a number of thousands of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from collections.abc import Iterable
@@ -181,6 +182,8 @@ class _Converter:
                 return DType(DTYPE_NAME[arg])
             case None | torch.device() | torch.layout() | torch.memory_format():
                 return None
+            case float() if arg != arg:
+                return math.nan  # one object: what has it equals itself
             case bool() | int() | float() | str():
                 return arg
             case tuple() | list():

@@ -137,7 +137,8 @@ def other_tensor(t: Tensor, rng: random.Random) -> Any:
         lambda: t.expand(2, *t.shape), lambda: t.to(torch.float8_e4m3fn),
     ]  # fmt: skip
     try:
-        return rng.choice(ways)()
+        other = rng.choice(ways)()
+        return other.detach() if isinstance(other, Tensor) and not other.is_leaf else other
     except (RuntimeError, IndexError, TypeError, ValueError):  # not of this tensor
         return rng.choice(VALUES)
 
