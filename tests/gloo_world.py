@@ -39,15 +39,18 @@ def run_world(world_size: int, checks: dict, make_comm=nothing) -> dict[str, lis
     ``make_comm()`` is called once per process, and its value passed to each check.
     """
     with tempfile.TemporaryDirectory() as folder:
-        args = (world_size, free_port(), checks, make_comm, folder)
+        args = (world_size, free_port(), checks, make_comm, folder, dict(os.environ))
         method = forking().get_start_method()
         mp.start_processes(_worker, args, nprocs=world_size, start_method=method)
         per_rank = [pickle.loads(Path(folder, str(rank)).read_bytes()) for rank in range(world_size)]
     return {name: [results.get(name, "did not run") for results in per_rank] for name in checks}
 
 
-def _worker(rank: int, world_size: int, port: int, checks: dict, make_comm, folder: str) -> None:
+def _worker(
+    rank: int, world_size: int, port: int, checks: dict, make_comm, folder: str, environment: dict
+) -> None:
     torch.set_num_threads(1)
+    os.environ.update(environment)  # the server that this was forked from may be older
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
 from mixmesh.bench.scripts import changed_lines
-from mixmesh.bench.vision import find_torchvision
+from mixmesh.bench.vision import has_torchvision
 from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "scripts"
@@ -65,7 +65,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> tuple[Path, Path]:
     """The folders in which the scripts of one device and those of the ranks have printed and written."""
-    if not find_torchvision():
+    if not has_torchvision():
         pytest.fail("make setup puts torchvision and timm where they are found")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
     started = []

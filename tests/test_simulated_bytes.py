@@ -31,7 +31,7 @@ from mixmesh.placement import Space, make_grouping
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
-from mixmesh.runtime import collectives, gradients, owned, parallel_model, sfb
+from mixmesh.runtime import collectives, gradients, loss, owned, sfb
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.simulator import simulate
 from mixmesh.synthesis import Prices, Problem, emit, search
@@ -257,14 +257,14 @@ class Executed:
         found: list[Collective] = []
         places = [(collectives, n) for n in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")]
         places += [(collectives, "broadcast"), (collectives, "reduce")]
-        places += [(sfb, "all_gather"), (gradients, "all_reduce"), (parallel_model, "all_reduce")]
+        places += [(sfb, "all_gather"), (gradients, "all_reduce"), (loss, "all_reduce")]
         places += [(gradients, "reduce_scatter"), (owned, "all_gather")]
         before = [getattr(module, name) for module, name in places]
         for (module, name), call in zip(places, before):
             setattr(module, name, counted(found, name, call))
         try:
-            loss, total = made.forward_local(**inputs)
-            loss.backward()
+            local, total = made.forward_local(**inputs)
+            local.backward()
             total.wait()
         finally:
             for (module, name), call in zip(places, before):

@@ -19,6 +19,11 @@ OPERATORS_WITH_RULES = ("nms", "qnms")  # torchvision registers shapes for these
 BOXES = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
+def has_torchvision() -> bool:
+    """Whether ``find_torchvision`` would find it. Changes nothing."""
+    return FOLDER.is_dir() or importlib.util.find_spec("torchvision") is not None
+
+
 def find_torchvision() -> bool:
     """Makes ``import torchvision`` and ``import timm`` work in this process, and says whether they are there.
     Without torchvision's binary its operators on boxes exist by name only, and raise when they are called."""

@@ -39,12 +39,15 @@ def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float
 
 
 def meet(timeout_s: float) -> bool:
-    """Joins the other processes of this launch; False if this one is alone."""
+    """Joins the other processes of this launch; False if this one is alone, or a launcher's variables are not
+    all there."""
     world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if "RANK" not in os.environ or world_size == 1:
         return False
-    from ..runtime.comm import default_device, initialise
+    from ..runtime.comm import RANK_VARIABLES, default_device, initialise
 
+    if any(name not in os.environ for name in RANK_VARIABLES):
+        return False
     initialise(world_size, default_device(), timeout_s)
     return True
 

@@ -33,7 +33,7 @@ from .moves import moves_in_place
 from .outputs import named_tensors, selected
 from .regions import inline_regions
 from .selections import targets_by_sample
-from .stand_ins import meta_on_device
+from .stand_ins import lost_constant, meta_on_device
 
 TENSOR = "tensor"
 WRAPPED = "model."  # before the model's names in what is exported
@@ -326,6 +326,7 @@ HINTS = (
 )
 
 
+OTHER_DEVICE = "FakeTensorDeviceMismatchError"
 # PyTorch's name of an error -> what it means in the model
 MEANINGS = {
     "SpecViolationError": "an update of a buffer whose value is another result too",
@@ -339,6 +340,8 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
     if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
         return _of_tied_buffers(*tied)
     place = place_of_error(error)
+    if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
+        error = lost
     if isinstance(error, MixmeshError):
         fields = dict(expected=error.expected, got=error.got, hint=error.hint)
         return TraceError(error.message, where=error.where or str(place), **fields)

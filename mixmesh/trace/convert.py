@@ -19,6 +19,7 @@ from .checkpoints import region_of_stack
 from .dtypes import DTYPE_NAME
 from .locate import Place, place_of_stack
 from .schema import op_name
+from .stand_ins import without_values
 
 MAX_CONST_ELEMENTS = 65536
 WRAPPED = "model."  # the prefix that LossAndOutputs gives to names
@@ -117,16 +118,7 @@ class _Converter:
                 hint="register it as a buffer of the module: self.register_buffer(name, tensor)",
             )
         if tensor.is_meta:
-            name = target.removeprefix(WRAPPED)
-            raise TraceError(
-                f"the model's constant {name} has no values, as the model was made on the device meta",
-                expected="a buffer, which needs no values to be planned, or a model with values",
-                got=f"a tensor of shape {list(tensor.shape)} that is neither parameter nor buffer",
-                hint=(
-                    "in __init__: self.register_buffer(name, tensor, persistent=False)",
-                    "or make the model without torch.device('meta')",
-                ),
-            )
+            raise without_values(target.removeprefix(WRAPPED), tensor)
         if tensor.is_complex():
             raise TraceError("complex constants cannot stand in program text", got=target)
         return tuple(tensor.detach().cpu().flatten().tolist())

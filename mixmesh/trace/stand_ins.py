@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from ..errors import TraceError
+
 
 @contextmanager
 def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
@@ -56,3 +58,25 @@ def _held(model: nn.Module) -> Iterator[tuple[dict, str, Tensor]]:
             for name, x in table.items():
                 if x is not None and x.is_meta:
                     yield table, name, x
+
+
+def lost_constant(model: nn.Module) -> TraceError | None:
+    """The error of a forward pass that uses a tensor on ``meta`` that is neither parameter nor buffer, naming
+    the first that the model has; None if it has none."""
+    for prefix, module in model.named_modules():
+        for name, x in vars(module).items():
+            if isinstance(x, Tensor) and x.is_meta:
+                return without_values(f"{prefix}.{name}" if prefix else name, x)
+    return None
+
+
+def without_values(name: str, constant: Tensor) -> TraceError:
+    return TraceError(
+        f"the model's constant {name} has no values, as the model was made on the device meta",
+        expected="a buffer, which needs no values to be planned, or a model with values",
+        got=f"a tensor of shape {list(constant.shape)} that is neither parameter nor buffer",
+        hint=(
+            "in __init__: self.register_buffer(name, tensor, persistent=False)",
+            "or make the model without torch.device('meta')",
+        ),
+    )
