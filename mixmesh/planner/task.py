@@ -421,12 +421,12 @@ class Task:
                     least = min(found, least)
         return sorted(tried, key=tried.__getitem__)
 
-    def usual_s(self, planner: str, program: Program, size_bytes: float = USUAL_BYTES) -> float:
-        """Seconds of a step in buckets of the usual size, or of another."""
+    def usual_s(self, planner: str, program: Program) -> float:
+        """Seconds of a step in buckets of the usual size."""
         program = self.in_our_sums(planner, program)
         simulation = self.simulation(program)
         with self.timed("simulate"):
-            (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
+            (buckets,) = bucketings(program, (USUAL_BYTES,), simulation.summed)
             return simulation.step_s(program, buckets=buckets)
 
     def best_buckets(
