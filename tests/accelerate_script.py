@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -14,6 +12,7 @@ from pathlib import Path
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.tracking import GeneralTracker, on_main_process
+from launches import cluster_file, rank, tell
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -22,14 +21,15 @@ from mixmesh.errors import InputError
 
 FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
 PARALLEL = LIBRARY == "mixmesh.accelerate"
-RANK = int(os.environ.get("RANK", "0"))
+RANK = rank()
+KEPT = {"cache": FOLDER / "cache", "cluster": cluster_file(FOLDER)}
 Accelerator = importlib.import_module(LIBRARY).Accelerator
 
 
 def accelerator_with(planner: str, planning: dict | None = None, **options):
     """In both libraries what differs is how a parallel step is planned."""
     AcceleratorState._reset_state()  # every scenario stands for a script of its own
-    chosen = {"profile_s": 0, "planner": planner, "cache": FOLDER / "cache", **(planning or {})}
+    chosen = {"profile_s": 0, "planner": planner, **KEPT, **(planning or {})}
     return Accelerator(cpu=True, **options, **({"planning": chosen} if PARALLEL else {}))
 
 
@@ -104,10 +104,6 @@ def seed(number: int) -> None:
     random.seed(number)
 
 
-def tell(name: str, **values) -> None:
-    print(json.dumps({"name": name, "rank": RANK, **values}) + "\n", end="", flush=True)
-
-
 def labelled(name: str, planner: str, resumed: bool = False) -> None:
     """The usual loop: batch norm, accumulation, clipping, a scheduler, a smaller last batch, evaluation,
     checkpoints."""
@@ -173,6 +169,7 @@ def labelled(name: str, planner: str, resumed: bool = False) -> None:
         torch.save(accelerator.unwrap_model(model).state_dict(), FOLDER / name / "unwrapped.pt")
     accelerator.end_training()
     tell(
+        FOLDER,
         name,
         told=told,
         kind=type(accelerator.unwrap_model(model)).__name__,
@@ -217,7 +214,7 @@ def criterion(name: str, planner: str, **options) -> None:
         for p in model.parameters():
             p.data.mul_(0.5)
         told.append(model(x).sum().item())
-    tell(name, told=told)
+    tell(FOLDER, name, told=told)
 
 
 def refused(name: str) -> None:
@@ -247,7 +244,7 @@ def refused(name: str) -> None:
     model(x, y)  # and goes on
     optimizer.param_groups[0]["lr"] += RANK
     expect(lambda: model(x, y))
-    tell(name, errors=errors)
+    tell(FOLDER, name, errors=errors)
 
 
 if __name__ == "__main__":

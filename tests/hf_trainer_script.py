@@ -5,14 +5,13 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import random
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
+from launches import cluster_file, rank, tell
 from torch.nn import functional as F
 from transformers import (
     BertConfig,
@@ -32,7 +31,8 @@ Trainer = importlib.import_module(LIBRARY).Trainer
 if LIBRARY == "mixmesh.hf":
 
     def trainer_with(planner: str):
-        return partial(Trainer, planning={"profile_s": 0, "planner": planner, "cache": FOLDER / "cache"})
+        kept = {"cache": FOLDER / "cache", "cluster": cluster_file(FOLDER)}
+        return partial(Trainer, planning={"profile_s": 0, "planner": planner, **kept})
 else:
 
     def trainer_with(planner: str):
@@ -117,12 +117,7 @@ def done(name: str, trainer) -> None:
         {key: value for key, value in row.items() if not any(word in key for word in timed)}
         for row in trainer.state.log_history
     ]
-    print(
-        json.dumps({"name": name, "history": history, "seen": SEEN, "writes": trainer.args.should_save})
-        + "\n",
-        end="",
-        flush=True,
-    )
+    tell(FOLDER, name, history=history, seen=SEEN, writes=trainer.args.should_save)
     SEEN.clear()
 
 
@@ -164,11 +159,11 @@ def classes(name: str, planner: str) -> None:
 
 def unlike(name: str, planner: str) -> None:
     """Every rank has samples of its own: refused."""
-    data = dict(train_dataset=sentences(8)[int(os.environ["RANK"]) :])
+    data = dict(train_dataset=sentences(8)[rank() :])
     try:
         trainer_with(planner)(language_model(), arguments(name), **data).train()
     except InputError as error:
-        print(json.dumps({"name": name, "error": str(error)}) + "\n", end="", flush=True)
+        tell(FOLDER, name, error=str(error))
 
 
 if __name__ == "__main__":  # workers of a loader may import it

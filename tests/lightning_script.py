@@ -4,9 +4,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
 import sys
 import warnings
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from launches import cluster_file, rank, tell
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
@@ -25,7 +24,7 @@ from mixmesh.errors import InputError, MixmeshError
 from mixmesh.lightning import Strategy
 
 FOLDER, PARALLEL = Path(sys.argv[1]), sys.argv[2] == "mixmesh"
-RANK = int(os.environ.get("RANK", "0"))
+RANK = rank()
 warnings.simplefilter("ignore")
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
@@ -103,7 +102,12 @@ def samples(count: int) -> list[tuple]:
 def trainer_with(planner: str, callbacks: list, **options) -> L.Trainer:
     """In both runs, but for the strategy."""
     if PARALLEL:
-        planning = {"profile_s": 0, "planner": planner, "cache": FOLDER / "cache"}
+        planning = {
+            "profile_s": 0,
+            "planner": planner,
+            "cache": FOLDER / "cache",
+            "cluster": cluster_file(FOLDER),
+        }
         options["strategy"] = Strategy(planning=planning)
     quiet = dict(enable_progress_bar=False, enable_model_summary=False, accelerator="cpu")
     return L.Trainer(callbacks=callbacks, default_root_dir=FOLDER, **{"logger": False, **quiet, **options})
@@ -112,10 +116,6 @@ def trainer_with(planner: str, callbacks: list, **options) -> L.Trainer:
 def seed(number: int) -> None:
     torch.manual_seed(number)
     random.seed(number)
-
-
-def tell(name: str, **values) -> None:
-    print(json.dumps({"name": name, "rank": RANK, **values}) + "\n", end="", flush=True)
 
 
 def usual(name: str, planner: str, resumed: str | None = None) -> None:
@@ -136,7 +136,14 @@ def usual(name: str, planner: str, resumed: str | None = None) -> None:
     trainer.save_checkpoint(FOLDER / name / "final.ckpt")
     (tested,) = trainer.test(module, DataLoader(samples(10), batch_size=4), verbose=False)
     torch.save(module.state_dict(), FOLDER / name / f"module-{RANK}.pt")
-    tell(name, told=told.rows, tested=tested, writes=trainer.is_global_zero, processes=trainer.world_size)
+    tell(
+        FOLDER,
+        name,
+        told=told.rows,
+        tested=tested,
+        writes=trainer.is_global_zero,
+        processes=trainer.world_size,
+    )
 
 
 def named(name: str, planner: str, **options) -> None:
@@ -146,7 +153,7 @@ def named(name: str, planner: str, **options) -> None:
     rows = [{"x": x.float(), "y": y} for x, y in samples(10)]
     trainer = trainer_with(planner, [told], max_epochs=1, enable_checkpointing=False, **options)
     trainer.fit(Named(), DataLoader(rows, batch_size=4))
-    tell(name, told=told.rows)
+    tell(FOLDER, name, told=told.rows)
 
 
 class Wrong(Net):
@@ -225,7 +232,7 @@ def refused() -> None:
             trainer.fit(Wrong(what).double(), DataLoader(rows, batch_size=4))
         except MixmeshError as raised:
             error = str(raised)
-        tell("refused", what=name, error=error)
+        tell(FOLDER, "refused", what=name, error=error)
     seed(1)
     module = Net().double()
     trainer = trainer_with("ddp-even", [], max_epochs=1, enable_checkpointing=False)
@@ -233,7 +240,7 @@ def refused() -> None:
         try:
             trainer.fit(module, DataLoader(samples(8), batch_size=4))
         except InputError as raised:
-            tell("refused", what="again", error=str(raised))
+            tell(FOLDER, "refused", what="again", error=str(raised))
 
 
 if __name__ == "__main__":

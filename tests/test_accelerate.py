@@ -4,8 +4,6 @@ The scenarios are in ``accelerate_script.py``."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from accelerate import Accelerator as PlainAccelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from launches import start, told, wait
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -33,23 +32,18 @@ CLOSE = dict(rel=1e-9, abs=1e-9)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, dict[str, list[dict]]]]:
     """By library, the folder and what was told by each name: all scenarios, by one process and two ranks."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    started = {}
-    for library, how in zip(LIBRARIES, ([], launcher)):
-        folder = tmp_path_factory.mktemp(library.replace(".", "_"))
-        command = [sys.executable, *how, str(SCRIPT), str(folder), library]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        with open(folder / "out", "w") as out, open(folder / "errors", "w") as errors:
-            started[library] = folder, subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
-    told = {}
-    for library, (folder, process) in started.items():
-        assert process.wait(timeout=300) == 0, (folder / "errors").read_text()[-4000:]
-        rows = [json.loads(x) for x in (folder / "out").read_text().splitlines() if x.startswith('{"name"')]
-        by_name: dict[str, list[dict]] = {}
-        for row in sorted(rows, key=lambda row: row["rank"]):
-            by_name.setdefault(row["name"], []).append(row)
-        told[library] = folder, by_name
-    return told
+    folders = {library: tmp_path_factory.mktemp(library.replace(".", "_")) for library in LIBRARIES}
+    started = [
+        (start(SCRIPT, world_size, folders[library], library), folders[library])
+        for library, world_size in zip(LIBRARIES, (0, RANKS))
+    ]
+    for process, folder in started:
+        wait(process, folder)
+    by_name = {library: {} for library in LIBRARIES}
+    for library, folder in folders.items():
+        for row in told(folder):
+            by_name[library].setdefault(row["name"], []).append(row)
+    return {library: (folder, by_name[library]) for library, folder in folders.items()}
 
 
 def of(runs, library: str, name: str) -> list[dict]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
+from launches import cluster_file
 
 from mixmesh.catalogue import catalogue_row
 from mixmesh.cluster import Cluster
@@ -205,3 +206,16 @@ def test_an_error_of_the_first_rank_is_every_ranks(tmp_path):
     done = launch(["run", str(job), "--steps", "1"], 2, tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("TraceError") >= 2 and "bad.py:7" in done.stderr
+
+
+def test_a_cluster_file_takes_the_place_of_what_would_be_detected(tmp_path):
+    file, cut = cluster_file(tmp_path), tmp_path / "cut.toml"
+    cut.write_text(file.read_text().replace("  { name = \"slow\"", "# "))
+    options = ["--steps", "2", "--profile-seconds", "0", "--cluster"]
+    done = launch(["run", "examples/gpt.py", *options, str(file)], 2, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "2 devices in 1 machine" in done.stderr and "devices and links" not in done.stderr
+    assert not (tmp_path / "clusters").exists()
+    refused = launch(["run", "examples/gpt.py", *options, str(cut)], 2, tmp_path)
+    assert refused.returncode != 0
+    assert refused.stderr.count("describes another number of devices") >= 2 and str(cut) in refused.stderr

@@ -4,14 +4,13 @@ The scenarios are in ``hf_trainer_script.py``."""
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launches import start, told, wait
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainingArguments
@@ -36,24 +35,19 @@ LEAST_ROWS = 6
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By library, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
-    started = {}
-    for library, how in (("transformers", []), ("mixmesh.hf", launcher)):
-        folder = tmp_path_factory.mktemp(library.replace(".", "_"))
-        command = [sys.executable, *how, str(SCRIPT), str(folder), library]
-        with open(folder / "out", "w") as out, open(folder / "errors", "w") as errors:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            started[library] = folder, subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
-    told = {}
-    for library, (folder, process) in started.items():
-        assert process.wait(timeout=400) == 0, (folder / "errors").read_text()[-4000:]
-        lines = (folder / "out").read_text().splitlines()
-        told[library] = folder, [json.loads(line) for line in lines if line.startswith('{"name"')]
-    return told
+    worlds = {"transformers": 0, "mixmesh.hf": RANKS}
+    folders = {library: tmp_path_factory.mktemp(library.replace(".", "_")) for library in worlds}
+    started = [
+        (start(SCRIPT, world_size, folders[library], library), folders[library])
+        for library, world_size in worlds.items()
+    ]
+    for process, folder in started:
+        wait(process, folder)
+    return {library: (folder, told(folder)) for library, folder in folders.items()}
 
 
 def histories(runs, library: str, name: str) -> list[list[dict]]:
-    return [told["history"] for told in runs[library][1] if told["name"] == name]
+    return [row["history"] for row in runs[library][1] if row["name"] == name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -98,19 +92,19 @@ def test_parameters_are_cut_in_one_of_the_scenarios(runs):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank_writes(runs, name):
-    assert sorted(told["writes"] for told in runs["mixmesh.hf"][1] if told["name"] == name) == [False, True]
+    assert sorted(row["writes"] for row in runs["mixmesh.hf"][1] if row["name"] == name) == [False, True]
 
 
 def test_batches_are_alike_on_all_ranks(runs):
     """Also where one of them draws more random numbers in a step."""
     for name in ("cut", "whole", "half"):
-        ranks = [told["seen"] for told in runs["mixmesh.hf"][1] if told["name"] == name]
+        ranks = [row["seen"] for row in runs["mixmesh.hf"][1] if row["name"] == name]
         assert len(ranks) == RANKS and len(set(ranks[0])) > LEAST_ROWS - 1
         assert ranks[0] == ranks[1]
 
 
 def test_batches_of_each_rank_are_refused(runs):
-    errors = [told["error"] for told in runs["mixmesh.hf"][1] if told["name"] == "unlike"]
+    errors = [row["error"] for row in runs["mixmesh.hf"][1] if row["name"] == "unlike"]
     assert len(errors) == RANKS and all("2 different batches" in error for error in errors)
 
 

@@ -5,8 +5,6 @@ The scenarios are in ``lightning_script.py``."""
 from __future__ import annotations
 
 import csv
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
+from launches import start, told, wait
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -27,25 +26,20 @@ from mixmesh.lightning import Strategy
 
 SCRIPT = Path(__file__).parent / "lightning_script.py"
 RANKS = 2
-HOW = {"auto": [], "mixmesh": ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]}
+WORLDS = {"auto": 0, "mixmesh": RANKS}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By strategy, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    started = {}
-    for strategy, launcher in HOW.items():
-        folder = tmp_path_factory.mktemp(strategy)
-        command = [sys.executable, *launcher, str(SCRIPT), str(folder), strategy]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        with open(folder / "out", "w") as out, open(folder / "errors", "w") as errors:
-            started[strategy] = folder, subprocess.Popen(command, env=environment, stdout=out, stderr=errors)
-    told = {}
-    for strategy, (folder, process) in started.items():
-        assert process.wait(timeout=300) == 0, (folder / "errors").read_text()[-4000:]
-        rows = [json.loads(x) for x in (folder / "out").read_text().splitlines() if x.startswith('{"name"')]
-        told[strategy] = folder, sorted(rows, key=lambda row: row["rank"])
-    return told
+    folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in WORLDS}
+    started = [
+        (start(SCRIPT, world_size, folders[strategy], strategy), folders[strategy])
+        for strategy, world_size in WORLDS.items()
+    ]
+    for process, folder in started:
+        wait(process, folder)
+    return {strategy: (folder, told(folder)) for strategy, folder in folders.items()}
 
 
 def of(runs, strategy: str, name: str) -> list[dict]:
@@ -68,7 +62,7 @@ def test_metrics_are_those_of_one_device(runs, name):
 @pytest.mark.parametrize("name", ["usual", "resumed"])
 def test_weights_and_checkpoints_are_those_of_one_device(runs, name):
     """Also the module itself after ``fit``, on every rank."""
-    expected, got = (runs[strategy][0] / name for strategy in HOW)
+    expected, got = (runs[strategy][0] / name for strategy in WORLDS)
     assert {p.name for p in expected.glob("*.ckpt")} == {p.name for p in got.glob("*.ckpt")}
     for path in expected.glob("*.ckpt"):
         assert_same(
@@ -111,7 +105,7 @@ def test_parameters_are_cut_in_one_of_the_scenarios(runs):
 @pytest.mark.parametrize("name", ["usual", "resumed"])
 def test_one_rank_writes(runs, name):
     assert [rank["writes"] for rank in of(runs, "mixmesh", name)] == [True, False]
-    logs = [list((runs[strategy][0] / name / "log").rglob("metrics.csv")) for strategy in HOW]
+    logs = [list((runs[strategy][0] / name / "log").rglob("metrics.csv")) for strategy in WORLDS]
     single, parallel = (list(csv.DictReader(path.open())) for (path,) in logs)
     assert len(single) == len(parallel) > 2
 

@@ -36,7 +36,13 @@ Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan agai
 
 
 def prepared_plan(
-    job: str, profile_s: float, planner: str, folder: Path | None, is_fresh: bool, batch_norm: str = "exact"
+    job: str,
+    profile_s: float,
+    planner: str,
+    folder: Path | None,
+    is_fresh: bool,
+    batch_norm: str = "exact",
+    cluster_file: Path | None = None,
 ) -> tuple[Job, Plan, int]:
     """The job, its plan for the devices of this launch, and this process's rank. Collective. Random numbers
     are as the job left them, alike on all ranks."""
@@ -58,6 +64,7 @@ def prepared_plan(
                 world_size,
                 options=Options(profile_s=profile_s, planner=planner, batch_norm=batch_norm),
                 cache=Cache(None if is_fresh else folder or default_folder()),
+                cluster_file=cluster_file,
                 progress=say,
             )
     if rank == 0:

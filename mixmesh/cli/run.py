@@ -57,7 +57,11 @@ def run(
     ] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option("--cluster", metavar="C.toml", help="With --trace: predict for this cluster."),
+        typer.Option(
+            "--cluster",
+            metavar="C.toml",
+            help="Plan for this cluster, which is not detected; with --plan and --trace: predict for it.",
+        ),
     ] = None,
     profile: ProfileFile = None,
     timeout_s: Annotated[
@@ -86,7 +90,7 @@ def run(
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
         loaded, loaded_plan, rank = prepared_plan(
-            job, profile_s, planner, cache, is_fresh, batch_norm or "exact"
+            job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster
         )
         jobs.append(loaded)
         del loaded

@@ -35,6 +35,7 @@ def prepare(
     planner: str = "auto",
     profile_s: float = 15.0,
     cache: str | Path | None = None,
+    cluster: str | Path | None = None,
     timeout_s: float = 300.0,
     seed: int = 0,
     batch_norm: str = "exact",
@@ -48,10 +49,11 @@ def prepare(
     or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
     ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
     about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
-    start. ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what
-    of the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows,
-    and by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under,
-    or its dtype; without one it is the context that ``prepare`` is called under. Without torchrun the model,
+    start. A file ``cluster`` describes the devices and links in place of what would be detected.
+    ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what of
+    the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows, and
+    by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under, or
+    its dtype; without one it is the context that ``prepare`` is called under. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
     ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
@@ -87,6 +89,7 @@ def prepare(
                 autocast=autocast_for(model, autocast),
             ),
             cache=Cache(Path(cache) if cache is not None else default_folder()),
+            cluster_file=None if cluster is None else Path(cluster),
         )
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)

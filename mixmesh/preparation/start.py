@@ -18,6 +18,7 @@ from ..cluster import Cluster
 from ..cost import Profile
 from ..detection import Cache, detect, read_inventory
 from ..detection.cache import key_of
+from ..errors import InputError
 from ..job import needs_whole_parameters, optimizer_states
 from ..plan_devices import planned_devices
 from ..plan_file import Plan
@@ -78,32 +79,26 @@ def prepare_job(
     options: Options | None = None,
     cache: Cache | None = None,
     device: Device | None = None,
+    cluster_file: Path | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Prepared:
     """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
     Collective; initialises ``torch.distributed``.
 
-    Only the first rank traces and plans, and only its ``cache`` counts. What the first rank cannot do is
-    raised on all ranks: TraceError for a model that cannot be exported, Infeasible if nothing fits.
+    Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
+    devices and links, which are detected without one. What the first rank cannot do is raised on all ranks:
+    TraceError for a model that cannot be exported, Infeasible if nothing fits, InputError for a cluster file
+    of another number of devices.
     """
     options, device = options or Options(), device or Device()
     where = default_device()
     initialise(world_size, where, options.timeout_s)
     phases = _Phases(cache or Cache(None), progress)
-    inventory = read_inventory(where)
     versions = version("mixmesh"), torch.__version__
-    cluster = phases.kept(
-        "devices and links",
-        f"clusters/{key_of(inventory.fingerprint, dist.get_backend(), *versions)}.toml",
-        (Cluster.load, lambda made, path: path.write_text(made.to_toml())),
-        lambda: detect(
-            where,
-            inventory=inventory,
-            on_start=device.on_start,
-            on_end=device.on_end,
-            progress=progress,
-        ),
-    )
+    if cluster_file is not None:
+        cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))
+    else:
+        cluster = detected_cluster(where, phases, device)
     traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
     optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
@@ -135,6 +130,38 @@ def prepare_job(
     # a plan that was kept may be of a start on equal machines of other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.done))
+
+
+def described_cluster(file: Path, world_size: int) -> Cluster:
+    """The cluster in a file, whose devices are the ranks in their order."""
+    cluster = Cluster.load(file)
+    if cluster.world_size != world_size:
+        raise InputError(
+            "the cluster file describes another number of devices",
+            expected=f"{world_size} devices, one for each rank",
+            got=f"{cluster.world_size} devices",
+            where=str(file),
+            hint=f"torchrun --nproc-per-node {cluster.world_size} ..., or mixmesh detect --out FILE",
+        )
+    return cluster
+
+
+def detected_cluster(where: torch.device, phases: _Phases, device: Device) -> Cluster:
+    """The cluster of all ranks, as an earlier start or this one measured it."""
+    inventory = read_inventory(where)
+    key = key_of(inventory.fingerprint, dist.get_backend(), version("mixmesh"), torch.__version__)
+    return phases.kept(
+        "devices and links",
+        f"clusters/{key}.toml",
+        (Cluster.load, lambda made, path: path.write_text(made.to_toml())),
+        lambda: detect(
+            where,
+            inventory=inventory,
+            on_start=device.on_start,
+            on_end=device.on_end,
+            progress=phases.progress,
+        ),
+    )
 
 
 def traced_job(job: Any, options: Options) -> Traced:

@@ -1,0 +1,71 @@
+"""Scripts that run as one process and under torchrun, and the rows of results that each rank tells.
+
+Every rank writes a file of its own: what ranks print to one file at a time may be cut into each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
+# parameters are cut, and unequally, whatever else the machine is doing
+CLUSTER = """
+name = "unequal"
+[network]
+bandwidth_gbit_per_s = 100
+latency_us = 1
+[[machine]]
+name = "host"
+link_gbit_per_s = 100
+devices = [
+  { name = "fast", tflop_per_s = 0.04, memory_gib = 4, memory_gbyte_per_s = 20, kind = "cpu" },
+  { name = "slow", tflop_per_s = 0.02, memory_gib = 4, memory_gbyte_per_s = 10, kind = "cpu" },
+]
+"""
+
+
+def cluster_file(folder: Path) -> Path:
+    """A file in ``folder`` that describes two unequal devices, so that nothing depends on measured speeds."""
+    path = folder / f"cluster{rank()}.toml"
+    path.write_text(CLUSTER)
+    return path
+
+
+def rank() -> int:
+    """This process's rank; 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def tell(folder: Path, name: str, **values) -> None:
+    """Adds a row to this rank's file in ``folder``."""
+    with open(folder / f"told.{rank()}", "a") as file:
+        file.write(json.dumps({"name": name, "rank": rank(), **values}) + "\n")
+
+
+def told(folder: Path) -> list[dict]:
+    """The rows of all ranks, each rank's in their order, by rank."""
+    files = sorted(folder.glob("told.*"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def start(script: Path, world_size: int, folder: Path, *arguments: str) -> subprocess.Popen:
+    """Starts ``script`` with ``folder`` and ``arguments``: without torchrun for a world of 0."""
+    launcher = [*TORCHRUN, str(world_size)] if world_size else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with open(folder / "printed", "w") as printed:
+        return subprocess.Popen(
+            [sys.executable, *launcher, str(script), str(folder), *arguments],
+            env=environment, stdout=printed, stderr=printed,
+        )  # fmt: skip
+
+
+def wait(process: subprocess.Popen, folder: Path, timeout_s: float = 400) -> None:
+    """Waits for the end of a process that was started with ``folder``, and fails with what it printed."""
+    try:
+        status = process.wait(timeout=timeout_s)
+    finally:
+        process.kill()
+    assert status == 0, (folder / "printed").read_text()[-4000:]
