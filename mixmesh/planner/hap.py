@@ -19,7 +19,7 @@ from ..synthesis.choices import code_of
 from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .polish import polish
 from .recomputed import fewest
-from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
+from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, SMALLER_BYTES, USUAL_BYTES, Proposal, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
@@ -274,9 +274,11 @@ class Synthesis:
         if len(program.instructions) <= SMALL_INSTRUCTIONS:
             saved_s = most_saved_s(program, self.task.costs)
             lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
+            sizes = (USUAL_BYTES, SMALLER_BYTES[-1])  # one bucket may have all of its gradients
         else:
-            lost_s, far_s = LOST * best_s, FAR * best_s
-        return least_s > lost_s or self.task.usual_s(self.planner, program) > far_s
+            lost_s, far_s, sizes = LOST * best_s, FAR * best_s, (USUAL_BYTES,)
+        usual_s = self.task.usual_s
+        return least_s > lost_s or all(usual_s(self.planner, program, size) > far_s for size in sizes)
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under its best shares with as much memory as it likes; what its step does not go below

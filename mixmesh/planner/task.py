@@ -318,7 +318,8 @@ class Task:
         return made if self.usual_s("hap", made) < apart_s * (1 - MUCH) else program
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
-        return make_ratio([s if r in ranks else 0.0 for r, s in enumerate(self.proportional)])
+        """Shares in proportion to the speed of some devices, as if there were no others."""
+        return proportional_ratio(self.graph, self.costs, self.choices, ranks)
 
     def agrees(self, program: Program) -> bool:
         """Whether ranks that compute in different dtypes never meet in one of these."""
@@ -421,12 +422,12 @@ class Task:
                     least = min(found, least)
         return sorted(tried, key=tried.__getitem__)
 
-    def usual_s(self, planner: str, program: Program) -> float:
-        """Seconds of a step in buckets of the usual size."""
+    def usual_s(self, planner: str, program: Program, size_bytes: float = USUAL_BYTES) -> float:
+        """Seconds of a step in buckets of the usual size, or of another."""
         program = self.in_our_sums(planner, program)
         simulation = self.simulation(program)
         with self.timed("simulate"):
-            (buckets,) = bucketings(program, (USUAL_BYTES,), simulation.summed)
+            (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
             return simulation.step_s(program, buckets=buckets)
 
     def best_buckets(
