@@ -110,8 +110,8 @@ def same(_, proposal, **__):
     return proposal
 
 
-def smallest_first(synthesis) -> list[tuple[int, ...]]:
-    return sorted(device_sets(synthesis.task), key=lambda ranks: (len(ranks), ranks))
+def largest_first(synthesis) -> list[tuple[int, ...]]:
+    return sorted(device_sets(synthesis.task), key=lambda ranks: (-len(ranks), ranks))
 
 
 def factors(program: Program) -> bool:
@@ -192,8 +192,8 @@ CASES = {
         {"hap.Synthesis.most_sets": lambda *_: 1}, 1.1, planner="auto",
     ),
     "the most hopeful sets first": Case(
-        lambda: layers(256, [256] * 13), gpus(2, [8, 8], [1, 1], [1, 1], link_gbit_per_s=50),
-        {"hap.Synthesis.sets": smallest_first}, 1.02, planner="auto",
+        lambda: layers(64, [1024] * 150), gpus(1, [8, 8, 8], [4, 4], [2], [1], link_gbit_per_s=200),
+        {"hap.Synthesis.sets": largest_first}, 1.1, planner="auto",
     ),
     "several programs finished": Case(
         lambda: layers(256, [256] * 3), gpus(0.5, [2, 2], [2, 2], link_gbit_per_s=50),
