@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from .cost import CostModel
 from .ir import REPLICATE, Graph, Program, Ratio, make_ratio
@@ -87,14 +87,15 @@ def device_seconds(
     return tuple(by_class[c] for c in costs.class_of)
 
 
-def proportional_ratio(
-    graph: Graph, costs: CostModel, choices: Choices | None = None, ranks: Collection[int] | None = None
-) -> Ratio:
-    """Shares of all devices, or of ``ranks``, in proportion to the speed at which each runs an equal share of
-    this very model."""
+def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
+    """Shares of all devices in proportion to the speed at which each runs an equal share of this very
+    model."""
     world_size = costs.cluster.world_size
-    ranks = range(world_size) if ranks is None else ranks
-    seconds = device_seconds(graph, costs, 1 / len(ranks), choices)
+    return ratio_of_speeds(device_seconds(graph, costs, 1 / world_size), range(world_size))
+
+
+def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
+    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` are those that each rank takes."""
     return make_ratio([1 / max(s, 1e-12) if r in ranks else 0.0 for r, s in enumerate(seconds)])
 
 

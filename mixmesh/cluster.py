@@ -34,7 +34,6 @@ import json
 import math
 from dataclasses import dataclass
 from decimal import Decimal
-from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +41,8 @@ from mixmesh.catalogue import CATALOGUE
 from mixmesh.cluster_file import ClusterTable, DeviceTable, MachineTable, machine_name, read_tables
 from mixmesh.errors import ClusterError
 from mixmesh.units import GBIT, GBYTE, GIB, MICRO, ONE, TFLOP, in_gib, in_unit, plural, si, si_bytes
+
+from .lazy import lazy
 
 # One core of a current server CPU with AVX2, as a matrix product in PyTorch uses it.
 CPU_CORETFLOP_PER_S = Decimal("0.05")
@@ -143,7 +144,7 @@ class Cluster:
         _check_types_agree(cluster, tables, where)
         return cluster
 
-    @cached_property
+    @lazy
     def devices(self) -> tuple[Device, ...]:
         """All devices in rank order."""
         return tuple(device for machine in self.machines for device in machine.devices)
@@ -152,7 +153,7 @@ class Cluster:
     def world_size(self) -> int:
         return len(self.devices)
 
-    @cached_property
+    @lazy
     def _machine_indices(self) -> tuple[int, ...]:
         return tuple(i for i, machine in enumerate(self.machines) for _ in machine.devices)
 
@@ -164,7 +165,7 @@ class Cluster:
     def machine_of(self, rank: int) -> Machine:
         return self.machines[self.machine_index_of(rank)]
 
-    @cached_property
+    @lazy
     def _ranks_by_machine(self) -> tuple[tuple[int, ...], ...]:
         ends = list(itertools.accumulate(len(machine.devices) for machine in self.machines))
         return tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends))
@@ -189,7 +190,7 @@ class Cluster:
         a, b = self.machine_index_of(rank_a), self.machine_index_of(rank_b)
         return self.machines[a].link_latency_s if a == b else self.latency_s
 
-    @cached_property
+    @lazy
     def fingerprint(self) -> str:
         """12 hex digits of everything that affects a plan: all but the cluster's and machines' names."""
         facts = dataclasses.asdict(self)

@@ -19,7 +19,7 @@ ROOT = Path(mixmesh.__file__).parent
 
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
-    ({"errors"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
+    ({"errors"}, {"lazy"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
     ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
     ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job", "workloads"}),

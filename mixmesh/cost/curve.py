@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+
+from ..lazy import lazy
 
 AROUND = (0.75, 1.25)
 SMALLEST = 1e-4  # a share that few clusters have devices enough for
@@ -22,7 +23,7 @@ class Curve:
 
     points: tuple[tuple[float, float], ...]
 
-    @cached_property
+    @lazy
     def affine(self) -> tuple[float, float]:
         """``(a, b)`` of the fit ``a + b * share``, a and b not negative.
 
@@ -44,7 +45,7 @@ class Curve:
             return 0.0, num / sum(w * x * x for w, (x, _) in zip(weights, self.points))
         return offset, slope
 
-    @cached_property
+    @lazy
     def rising(self) -> tuple[tuple[float, float], ...]:
         """The points with seconds that never fall: the least squares fit of that kind (pool adjacent
         violators; Barlow et al., "Statistical Inference under Order Restrictions", 1972)."""
@@ -92,7 +93,7 @@ class Curve:
         slope = (whole - part) / (1 - share)
         return (whole - slope, slope) if slope <= whole else (0.0, whole)
 
-    @cached_property
+    @lazy
     def least_s(self) -> float:
         """The least seconds per whole of the work that any share of it takes: at a measured share or at 1, as
         the curve is linear in between and costs something at no share."""

@@ -9,9 +9,9 @@ the pieces are, and seconds are interpolated in the *skew*, the largest piece ov
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 
 from ..cluster import Cluster
+from ..lazy import lazy
 from .collectives import CollectiveFit, ring_fit
 from .curve import Curve
 
@@ -34,7 +34,7 @@ class LinkMeasurement:
     skew: float = 1.0
     source: str = ""
 
-    @cached_property
+    @lazy
     def curve(self) -> Curve:
         return Curve(self.points)
 
@@ -107,7 +107,7 @@ class MeasuredCollective:
         """Whether any algorithm was measured up to this size."""
         return size_bytes <= self.largest_bytes
 
-    @cached_property
+    @lazy
     def largest_bytes(self) -> float:
         return max(way.largest_bytes for way in self.ways)
 
@@ -116,11 +116,11 @@ class MeasuredCollective:
         """Between these very ranks, and not estimated from another group."""
         return any(way.is_measured for way in self.ways)
 
-    @cached_property
+    @lazy
     def latency_s(self) -> float:
         return min(way.curves[-1][1].rising[0][1] for way in self.ways)
 
-    @cached_property
+    @lazy
     def s_per_byte(self) -> float:
         far = [way for way in self.ways if way.largest_bytes == self.largest_bytes]
         return min(way.curves[-1][1].affine[1] for way in far)

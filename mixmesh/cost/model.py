@@ -11,10 +11,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..cluster import Cluster, Device
 from ..ir import Placement
+from ..lazy import lazy
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve, issued_curve
@@ -79,7 +79,7 @@ class CostModel:
         self._scales: dict[tuple, float] = {}
         self._books: dict[Device, Measured] = {}
 
-    @cached_property
+    @lazy
     def source(self) -> str:
         """Where the figures come from, for the plan's header."""
         trusted = "".join(f", counting on {name} (never measured)" for name in sorted(self.unmeasured))
@@ -93,12 +93,12 @@ class CostModel:
         corrected = ", corrected by a trial" if "corrected" in self.profile.provenance else ""
         return ("profile" if len(measured) == len(self.classes) else "profile and roofline") + corrected
 
-    @cached_property
+    @lazy
     def classes(self) -> tuple[Device, ...]:
         """The distinct devices, in order of first appearance."""
         return tuple(dict.fromkeys(self.cluster.devices))
 
-    @cached_property
+    @lazy
     def class_of(self) -> tuple[int, ...]:
         """Rank to class."""
         return tuple(self.classes.index(d) for d in self.cluster.devices)
@@ -127,7 +127,7 @@ class CostModel:
         it does not matter."""
         return cut_inputs(placements) if self._knows_cuts and is_product(call) else ""
 
-    @cached_property
+    @lazy
     def _knows_cuts(self) -> bool:
         profiles = self.profile.devices.values() if self.profile else ()
         return any(op.cuts for d in profiles for op in d.ops.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 from ..cluster import Cluster
@@ -29,6 +29,7 @@ from ..ir import (
     support,
     wgrad_of,
 )
+from ..lazy import lazy
 from ..rules import call_of
 from .calls import kinds_of
 from .collectives import DIRECT, LEVELLED, CollectiveFit, level_fits
@@ -369,7 +370,7 @@ class Sheet:
         shared = [cells(program, i[0]) for i in program.copies.values()]
         return (supports(program), *(exchange_of(program, i) for i in self.borders), *shared)
 
-    @cached_property
+    @lazy
     def uses(self) -> dict[str, list[int]]:
         """Indices of the instructions that use each value."""
         out: dict[str, list[int]] = {}
@@ -378,7 +379,7 @@ class Sheet:
                 out.setdefault(name, []).append(n)
         return out
 
-    @cached_property
+    @lazy
     def ratio_names(self) -> frozenset[str | None]:
         """That types name."""
         return frozenset(t.ratio for i in self.program.instructions for t in i.types)
@@ -391,18 +392,18 @@ class Sheet:
         (name,) = self.ratio_names
         return support(self.program.ratio_of[name]) if name else tuple(range(self.world_size))
 
-    @cached_property
+    @lazy
     def cuts(self) -> tuple[Cut, ...]:
         """How works, and what the optimizer steps over, are cut."""
         return tuple(dict.fromkeys((*(work.cut for work in self.works), *self.optimized)))
 
-    @cached_property
+    @lazy
     def flows(self) -> tuple[bool, ...]:
         """Per instruction, whether the backward pass goes through it."""
         grad = self.program.requires_grad
         return tuple(any(r in grad for r in i.results) for i in self.program.instructions)
 
-    @cached_property
+    @lazy
     def optimized(self) -> dict[Cut, int]:
         """Bytes of trainable parameters, by how they are cut."""
         out: dict[Cut, int] = {}
@@ -412,7 +413,7 @@ class Sheet:
                 out[cut] = out.get(cut, 0) + i.type.value.size_bytes
         return out
 
-    @cached_property
+    @lazy
     def gradients(self) -> dict[Cut, int]:
         """Bytes of the gradients that micro-steps add up, by how they are cut."""
         out: dict[Cut, int] = {}
@@ -421,7 +422,7 @@ class Sheet:
                 out[i.type.cut] = out.get(i.type.cut, 0) + i.type.value.size_bytes
         return out
 
-    @cached_property
+    @lazy
     def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
         """By the result of a redistribution, and whether it is in the backward pass."""
         out: dict[tuple[str, bool], Exchange | None] = {}

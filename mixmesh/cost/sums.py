@@ -6,7 +6,6 @@ One answer for the runtime, which sums them, and for the simulator, which says h
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import NamedTuple
 
 from ..ir import (
@@ -24,6 +23,7 @@ from ..ir import (
     stage_of,
     support,
 )
+from ..lazy import lazy
 from .placed import Exchange, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -47,7 +47,7 @@ class GradientSum:
     late: bool = False  # summed when all gradients that redistributions bring are there
     parts: Parts = ()  # the ranks by machine, if they are summed by levels
 
-    @cached_property
+    @lazy
     def size_bytes(self) -> int:
         if not self.cells:
             return sum([p.type.value.size_bytes for p in self.params])

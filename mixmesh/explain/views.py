@@ -14,12 +14,12 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from ..baselines import fully_sharded
 from ..cost import CostModel
 from ..errors import InputError
 from ..ir import Program, Ratio, even_ratio, support
+from ..lazy import lazy
 from ..optimizer_states import OptimizerStates
 from ..placement.join import join
 from ..placement.lift import lifted, operator_name, placed_of, ratios_of
@@ -166,7 +166,7 @@ class Lowered(View):
             return self.place.impossible(code)
         return super().impossible(code)
 
-    @cached_property
+    @lazy
     def placed(self) -> dict[str, Placed]:
         return placed_of(self.program)
 

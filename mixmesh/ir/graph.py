@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
+from ..lazy import lazy
 from .types import ValueType
 
 
@@ -83,12 +83,12 @@ class Node:
     source: str = field(default="", compare=False)
     region: int | None = field(default=None, compare=False)  # that the user checkpointed
 
-    @cached_property
+    @lazy
     def inputs(self) -> tuple[str, ...]:
         """Names of the values used, in order of appearance, repeated uses included."""
         return tuple(r.name for r in refs((self.args, tuple(v for _, v in self.kwargs))))
 
-    @cached_property
+    @lazy
     def plain(self) -> tuple:
         """Operator and arguments without the names of values, to compare."""
         return self.op, nameless(self.args), nameless(self.kwargs)
@@ -115,15 +115,15 @@ class Graph:
     nodes: tuple[Node, ...]
     loss: str
 
-    @cached_property
+    @lazy
     def types(self) -> dict[str, ValueType]:
         return {r: t for n in self.nodes for r, t in zip(n.results, n.types) if r is not None}
 
-    @cached_property
+    @lazy
     def producers(self) -> dict[str, Node]:
         return {r: n for n in self.nodes for r in n.results if r is not None}
 
-    @cached_property
+    @lazy
     def consumers(self) -> dict[str, tuple[Node, ...]]:
         out: dict[str, list[Node]] = {name: [] for name in self.types}
         for node in self.nodes:
@@ -131,21 +131,21 @@ class Graph:
                 out[name].append(node)
         return {name: tuple(nodes) for name, nodes in out.items()}
 
-    @cached_property
+    @lazy
     def requires_grad(self) -> frozenset[str]:
         """Values through which a gradient flows: floating, descended from a trainable parameter and
         able to reach the loss."""
         return gradient_flow(self.nodes, self.loss, self.types)
 
-    @cached_property
+    @lazy
     def params(self) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.op == "param")
 
-    @cached_property
+    @lazy
     def batch_inputs(self) -> tuple[Node, ...]:
         return tuple(n for n in self.nodes if n.op == "input")
 
-    @cached_property
+    @lazy
     def fingerprint(self) -> str:
         """12 hex digits of everything that decides what is computed."""
         text = "\n".join(repr((n.results, n.types, n.op, n.args, n.kwargs)) for n in self.nodes)

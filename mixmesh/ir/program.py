@@ -6,8 +6,8 @@ It is the forward program; the backward pass follows from the placements (see ``
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
+from ..lazy import lazy
 from .graph import LEAVES, SINKS, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
 from .levels import Levels
 from .placement import Partial, Placement, Ratio, Replicate, Shard
@@ -63,7 +63,7 @@ class Instruction:
     location: str = field(default="", compare=False)
     line: int = field(default=0, compare=False)
 
-    @cached_property
+    @lazy
     def inputs(self) -> tuple[str, ...]:
         names = []
         for arg in (*self.args, *[v for _, v in self.kwargs]):
@@ -73,7 +73,7 @@ class Instruction:
                 names += [r.name for r in refs(arg)]
         return tuple(names)
 
-    @cached_property
+    @lazy
     def plain(self) -> tuple:
         """As of ``Node``."""
         return self.op, nameless(self.args), nameless(self.kwargs)
@@ -141,32 +141,32 @@ class Program:
         """Whether a redistribution sums so many bytes by each rank sending its addend to each other one."""
         return size_bytes <= self.direct_bytes
 
-    @cached_property
+    @lazy
     def ratio_of(self) -> dict[str, Ratio]:
         return dict(self.ratios)
 
-    @cached_property
+    @lazy
     def types(self) -> dict[str, TensorType]:
         return {r: t for i in self.instructions for r, t in zip(i.results, i.types) if r is not None}
 
-    @cached_property
+    @lazy
     def producers(self) -> dict[str, Instruction]:
         return {r: i for i in self.instructions for r in i.results if r is not None}
 
-    @cached_property
+    @lazy
     def requires_grad(self) -> frozenset[str]:
         return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
 
-    @cached_property
+    @lazy
     def params(self) -> tuple[Instruction, ...]:
         return tuple(i for i in self.instructions if i.op == "param")
 
-    @cached_property
+    @lazy
     def buckets(self) -> Buckets:
         """None for a parameter whose instruction says nothing."""
         return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
 
-    @cached_property
+    @lazy
     def owned(self) -> dict[str, TensorType]:
         """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
         said = [(i, i.attr("owned")) for i in self.params if i.attrs]
@@ -180,13 +180,13 @@ class Program:
         ]
         return {i.result: TensorType(i.type.value, (Shard(0),), ratio) for i, ratio in shared}
 
-    @cached_property
+    @lazy
     def wgrads(self) -> dict[int, str]:
         """By index of the instructions that say it, when their weight's gradient is computed."""
         said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
         return {n: when for n, when in said if when is not None}
 
-    @cached_property
+    @lazy
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
         """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
@@ -194,12 +194,12 @@ class Program:
             loads.setdefault(i.args[0], []).append(i)
         return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
 
-    @cached_property
+    @lazy
     def cells(self) -> dict[str, tuple]:
         """What ``copies.cells`` has found, by the name of the parameter."""
         return {}
 
-    @cached_property
+    @lazy
     def late(self) -> frozenset[str]:
         """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
         there when the backward pass is over."""
@@ -211,7 +211,7 @@ class Program:
             if any(i.result in brought and isinstance(i.type.placement, Shard) for i in copies)
         )
 
-    @cached_property
+    @lazy
     def factored(self) -> frozenset[str]:
         """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
         users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
@@ -237,13 +237,13 @@ class Program:
     def participants(self, t: TensorType) -> tuple[int, ...]:
         return self._taking_part[t.ratio]
 
-    @cached_property
+    @lazy
     def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
         """Per ratio, the ranks that take part; by None, everyone."""
         named = {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
         return {None: participants(None, self.world_size), **named}
 
-    @cached_property
+    @lazy
     def working_ranks(self) -> tuple[int, ...]:
         """The ranks that compute anything. The others hold nothing, and are only told what the loss is."""
         shares = [ratio for _, ratio in self.ratios]
@@ -253,7 +253,7 @@ class Program:
         names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
         return tuple(sorted({r for name in names for r in self._taking_part[name]}))
 
-    @cached_property
+    @lazy
     def graph(self) -> Graph:
         """The program without its placements and redistributions: what it computes."""
         alias: dict[str, str] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
+from ..lazy import lazy
 from .placement import REPLICATE, Partial, Placement, Ratio, Shard, shard_sizes, support
 
 # printed name -> bytes per element; the names are those of MLIR and of DESIGN.md's program text
@@ -29,11 +29,11 @@ class ValueType:
     def __str__(self) -> str:
         return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
 
-    @cached_property
+    @lazy
     def num_elements(self) -> int:
         return math.prod(self.shape)
 
-    @cached_property
+    @lazy
     def size_bytes(self) -> int:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
@@ -54,13 +54,13 @@ class TensorType:
     placements: tuple[Placement, ...] = (REPLICATE,)
     ratio: str | None = None
 
-    @cached_property
+    @lazy
     def placement(self) -> Placement:
         """The placement on a flat cluster (one axis)."""
         (only,) = self.placements
         return only
 
-    @cached_property
+    @lazy
     def cut(self) -> Cut:
         """What decides the share that a rank holds."""
         if isinstance(self.placement, Shard):

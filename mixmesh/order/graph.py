@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..cost.memory.repeats import repeats
 from ..cost.placed import Exchange, Sheet, purpose_of, synchronised
 from ..ir import Instruction, Program, cell_bytes, cells, owned_type
 from ..ir.samples import draws_numbers
+from ..lazy import lazy
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
 
@@ -39,7 +39,7 @@ class StepGraph:
         """The task of the backward of instruction ``n``. Its forward is task ``n``."""
         return len(self.tasks) - 2 - n
 
-    @cached_property
+    @lazy
     def levels(self) -> tuple[float, ...]:
         """b-levels in seconds."""
         out = [0.0] * len(self.tasks)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import combinations
 
 from ..cost import CostModel
 from ..errors import InputError
 from ..ir import Instruction, Program, Ratio, make_ratio, shard_sizes, support
+from ..lazy import lazy
 from .lower import SYNCS, Placed, even_over, lower
 
 MAX_SUBSETS_OF = 4  # device groups of which every subset is a choice; of more, the fastest so many
@@ -72,7 +72,7 @@ class Grouping:
     groups: tuple[Group, ...]
     values: tuple[Value, ...]
 
-    @cached_property
+    @lazy
     def edges(self) -> tuple[Edge, ...]:
         """The values between each two groups together."""
         between: dict[tuple[int, int], list[Value]] = {}
@@ -84,12 +84,12 @@ class Grouping:
             for ends, values in sorted(between.items())
         )
 
-    @cached_property
+    @lazy
     def group_of(self) -> dict[str, int]:
         """By name of an operator. What depends on neither inputs nor parameters is in no group."""
         return {name: k for k, group in enumerate(self.groups) for name in group.nodes}
 
-    @cached_property
+    @lazy
     def by_cost(self) -> tuple[int, ...]:
         """Numbers of the groups, the most expensive first."""
         seconds = [max(group.seconds) for group in self.groups]
@@ -127,12 +127,12 @@ class Space:
                 got=f"%{unknown[0]}",
             )
 
-    @cached_property
+    @lazy
     def batch(self) -> int:
         """Samples in the batch, of which every share is a whole number."""
         return max((i.type.value.shape[0] for i in self.program.instructions if _has_batch(i)), default=1000)
 
-    @cached_property
+    @lazy
     def proportional(self) -> Ratio:
         """Shares of all devices by their speed on the whole model: groups that run on the same devices cut
         alike, so that nothing moves between them."""
@@ -140,7 +140,7 @@ class Space:
         seconds = [max(sum(g.seconds[c] for g in self.groups), 1e-12) for c in classes]
         return make_ratio([1 / seconds[c] for c in self.costs.class_of])
 
-    @cached_property
+    @lazy
     def subsets(self) -> tuple[tuple[int, ...], ...]:
         """Sets of device groups, all of them first."""
         count = len(self.device_groups)
@@ -152,7 +152,7 @@ class Space:
         sets = [tuple(sorted(fastest[:size])) for size in range(count, 0, -1)]
         return tuple(dict.fromkeys((*sets, *((g,) for g in range(count)))))
 
-    @cached_property
+    @lazy
     def shared(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, Ratio], ...]:
         """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that come
         to the same whole samples are one, "even"."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
 from ..factors import best_factors, most_saved_s
 from ..ir import PARTIAL, Program, Ratio, Shard, regions, support
+from ..lazy import lazy
 from ..ratios import with_ratio
 from ..recomputation import recomputed
 from ..simulator import Simulation
@@ -160,7 +160,7 @@ class Synthesis:
             self.task.progress(f"planning: {self.planner}, {len(ranks)} devices, whole classes")
             yield from self.alternate(ranks, price, tried, judged=False, whole_s=CLOSE * cost_s)
 
-    @cached_property
+    @lazy
     def sums_of_samples(self) -> dict[int, int]:
         """The sums over classes, as codes of the search: of whole rows, cut between samples."""
         choices = self.task.choices

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, islice, permutations
 
 import numpy as np
@@ -22,6 +21,7 @@ import numpy as np
 from ..cost.placed import Exchange, sent_between
 from ..errors import PlanError
 from ..ir import make_ratio, samples_of, shard_sizes, with_whole_rows
+from ..lazy import lazy
 from ..placement import Placed, Space
 from ..plan_file import MicroBatch
 from .spaces import space_of
@@ -211,7 +211,7 @@ class _Estimate:
         self._shares: dict[tuple[Ranks, int], tuple[int, ...]] = {}
         self._stages: dict[tuple[Ranks, int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-    @cached_property
+    @lazy
     def crossing(self) -> np.ndarray:
         """Bytes of the whole batch that cross each border."""
         out = np.zeros(len(self.space.groups) + 1)

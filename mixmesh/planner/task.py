@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
-from ..baselines import data_parallel, device_seconds, proportional_ratio
+from ..baselines import data_parallel, device_seconds, ratio_of_speeds
 from ..buckets import bucketings, numbered
 from ..cost import CostModel
 from ..cost.direct import best_direct_bytes
@@ -34,6 +33,7 @@ from ..ir import (
 )
 from ..ir.dtypes import dtype_conflicts, half_dtypes
 from ..ir.local_norms import LOCAL
+from ..lazy import lazy
 from ..optimizer_states import OptimizerStates
 from ..order import coalesced, levels_of_sums, most_saved_s
 from ..ratios import optimal_ratio, usable_bytes, with_ratio
@@ -69,7 +69,7 @@ class Proposal:
     def key(self) -> tuple[bool, float]:
         return (not self.feasible, self.timeline.step_s)
 
-    @cached_property
+    @lazy
     def kind(self) -> tuple:
         """What a simulator may misjudge in a way of its own: who takes part, what is exchanged, how and in
         how many sums gradients travel (a power of two), what is computed again or apart, micro-steps."""
@@ -89,7 +89,7 @@ class Proposal:
             max((m.steps for m in self.micro_batches or ()), default=1),
         )
 
-    @cached_property
+    @lazy
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Per rank; while plans are compared it is enough to know that they fit."""
         known = self.timeline.peak_memory_bytes
@@ -131,6 +131,7 @@ class Task:
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # that may take part
+        self._seconds_among: dict[int, tuple[float, ...]] = {}  # by the number of devices
         self.quick = False  # whether there is a second or so for all of it
         self._progress = Progress()
         self._all_levels: tuple[Levels | None, ...] = ()  # one, if it is given
@@ -199,7 +200,7 @@ class Task:
     def states_expanded(self, count: int) -> None:
         self._progress.states_expanded = count
 
-    @cached_property
+    @lazy
     def choices(self) -> Choices:
         with self.timed("search"):
             return Choices(self.graph, self.costs, RULES)
@@ -208,11 +209,11 @@ class Task:
     def units(self) -> Units:
         return self.choices.units
 
-    @cached_property
+    @lazy
     def proportional(self) -> Ratio:
-        return proportional_ratio(self.graph, self.costs, self.choices, self.ranks)
+        return self.shares(self.ranks)
 
-    @cached_property
+    @lazy
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than."""
         return ideal_s(self.choices, self.ranks)
@@ -235,7 +236,7 @@ class Task:
             self._levels[ranks] = best_levels(self.costs, ranks)
         return self._levels[ranks]
 
-    @cached_property
+    @lazy
     def direct_bytes(self) -> int:
         """Up to which ranks send each other the addends of a value, where that is faster."""
         return best_direct_bytes(self.costs)
@@ -249,25 +250,25 @@ class Task:
             return program
         return program.changed(levels=levels, direct_bytes=most)
 
-    @cached_property
+    @lazy
     def has_local_norms(self) -> bool:
         """Whether batch norm takes each rank's own statistics."""
         return batch_norm_of(self.graph) == LOCAL
 
-    @cached_property
+    @lazy
     def batch(self) -> int:
         """Samples in the global batch: the grain of the shares (1000 if no input has a batch)."""
         sizes = [i.types[0].shape[0] for i in self.graph.batch_inputs if i.types[0].shape]
         return max(sizes, default=1000)
 
-    @cached_property
+    @lazy
     def gradient_bytes(self) -> int:
         """All gradients of a replicated model."""
         graph = self.choices.fold.whole
         params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
         return sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
 
-    @cached_property
+    @lazy
     def usable_bytes(self) -> tuple[float, ...]:
         """Of the memory of every rank."""
         return tuple(usable_bytes(self.costs, rank, HEADROOM) for rank in range(self.world_size))
@@ -319,7 +320,14 @@ class Task:
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         """Shares in proportion to the speed of some devices, as if there were no others."""
-        return proportional_ratio(self.graph, self.costs, self.choices, ranks)
+        return ratio_of_speeds(self.seconds_among(len(ranks)), ranks)
+
+    def seconds_among(self, num_devices: int) -> tuple[float, ...]:
+        """Per rank, the seconds of an equal share of the work on so many devices."""
+        if num_devices not in self._seconds_among:
+            share = 1 / num_devices
+            self._seconds_among[num_devices] = device_seconds(self.graph, self.costs, share, self.choices)
+        return self._seconds_among[num_devices]
 
     def agrees(self, program: Program) -> bool:
         """Whether ranks that compute in different dtypes never meet in one of these."""
@@ -343,7 +351,7 @@ class Task:
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """About what no step is shorter than in which all of these devices take part in everything: the work
         at their summed speed, and what is fixed on each (``bound_s`` holds of all plans, and is lower)."""
-        seconds = device_seconds(self.graph, self.costs, 1 / len(ranks), self.choices)
+        seconds = self.seconds_among(len(ranks))
         return 1 / sum(1 / (seconds[r] * len(ranks)) for r in ranks)
 
     def simulation(self, program: Program, *, accumulating: bool = False) -> Simulation:

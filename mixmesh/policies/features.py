@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from ..lazy import lazy
 from ..optimizer_states import OptimizerStates
 from ..placement import SYNCS, Action, Group, Space
 from ..ratios import usable_bytes
@@ -98,18 +98,18 @@ class Facts:
         self.edge_sizes = compressed(both_ways / scale_bytes)
         self._tables_of = lambda: Tables(space, optimizer_states, headroom)
 
-    @cached_property
+    @lazy
     def tables(self) -> Tables:
         return self._tables_of()
 
-    @cached_property
+    @lazy
     def held(self) -> np.ndarray:
         """Per kind and device group the part of the batch, and the most of one device: [A, T, HELD]."""
         shares = np.array([a.placed.ratio for a in self.tables.kinds])
         parts = [shares[:, list(ranks)] for ranks in self.ranks]
         return np.stack([np.stack([p.sum(1), p.max(1)], 1) for p in parts], 1)
 
-    @cached_property
+    @lazy
     def choices(self) -> np.ndarray:
         """Per kind: how gradients are summed, and how many devices of what speed: [A, CHOICE]."""
         kinds, speed = self.tables.kinds, np.array(self.space.proportional)
@@ -118,7 +118,7 @@ class Facts:
         used = shares > 0
         return np.column_stack([np.array(sync, float), shares.max(1), used.mean(1), used @ speed])
 
-    @cached_property
+    @lazy
     def may(self) -> np.ndarray:
         """Pairs of group and kind: [2, P]."""
         groups = [np.full(len(mine), k) for k, mine in enumerate(self.tables.kinds_of)]

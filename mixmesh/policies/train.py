@@ -18,7 +18,6 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +30,7 @@ from torch_geometric.data import HeteroData
 from torch_geometric.loader import DataLoader
 from torch_geometric.utils import scatter, softmax
 
+from ..lazy import lazy
 from ..optimizer_states import ADAM
 from ..placement import Space
 from .evaluate import Actions, Evaluator, estimated
@@ -63,11 +63,11 @@ class Taught:
     space: Space
     lessons: list[Lesson]
 
-    @cached_property
+    @lazy
     def evaluate(self) -> Evaluator:
         return Evaluator(self.space, estimated(self.space, ADAM, HEADROOM))
 
-    @cached_property
+    @lazy
     def facts(self) -> Facts:
         return Facts(self.space, ADAM, HEADROOM)
 
@@ -76,7 +76,7 @@ class Taught:
         """Lessons that a choice for the first group can be learned from."""
         return [x for x in self.lessons if x.outcome.fits == self.lessons[0].outcome.fits]
 
-    @cached_property
+    @lazy
     def wanted(self) -> list[tuple[Actions, float]]:
         """All that is nearly the best, with weights."""
         best_s = self.lessons[0].outcome.step_s

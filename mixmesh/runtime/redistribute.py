@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch import Tensor
 from ..cost.placed import purpose_of
 from ..errors import MixmeshError
 from ..ir import Instruction, Partial, Program
+from ..lazy import lazy
 from ..trace.dtypes import TORCH_DTYPE
 from . import collectives
 from .collectives import Handle, done, then
@@ -54,14 +55,14 @@ class Redistribution:
     purpose: str = "data"  # of the process group
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
-    @cached_property
+    @lazy
     def communicates(self) -> bool:
         """Whether this rank has part in a collective of the forward or the backward."""
         rank = self.comm.rank
         steps = route(self.src, self.dst) + route(self.dst.dual, self.src.dual)
         return any(rank in step.ranks for step in steps)
 
-    @cached_property
+    @lazy
     def takes_part(self) -> bool:
         return self.comm.rank in self.src.ranks or self.comm.rank in self.dst.ranks
 

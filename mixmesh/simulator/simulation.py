@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
-from functools import cached_property
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from ..cost.placed import Exchange, Sheet, cut_shares
 from ..cost.resources import Link, links_of
 from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed, with_other_owners
 from ..ir import Buckets, Program, once_program, samples_of, support
+from ..lazy import lazy
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Schedule, accumulates, schedule
 from ..timeline import Timeline
@@ -150,7 +150,7 @@ class Simulation:
         buckets = program.buckets if buckets is None else buckets
         return max(self._run(program, buckets, self._schedule(program, micro_batches)).clock)
 
-    @cached_property
+    @lazy
     def exchanged_s(self) -> float:
         """Seconds of all exchanges within the passes, one after the other; of a micro-step, if it is one."""
         exchanges = [e for e in self.sheet.exchanges.values() if e is not None]
@@ -289,20 +289,20 @@ class Simulation:
         sizes = [] if planned is None else [planned.sizes]
         return zip(self.costs.class_of, self._met, *held, *sizes)
 
-    @cached_property
+    @lazy
     def _met(self) -> list[int]:
         """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
         groups = dict.fromkeys(ranks for _, ranks in self.channels)
         return Alike(membership(groups, self.sheet.world_size)).kind_of
 
-    @cached_property
+    @lazy
     def in_sums(self) -> Alike:
         """Ranks whose gradients are complete at the same points, whatever the buckets."""
         groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
         groups |= dict.fromkeys(s.kind.ranks for s in self.summed)
         return Alike(membership(groups, self.sheet.world_size))
 
-    @cached_property
+    @lazy
     def complete(self) -> dict[str, dict[int, float]]:
         """Per parameter whose gradient is summed, the point where it is complete by kind of ``in_sums``."""
         return {

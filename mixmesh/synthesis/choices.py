@@ -6,7 +6,6 @@ Placements are coded as small integers: R is 0, P(sum) is 1, S(d) is 2 + d.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 from ..cost import CostModel, OpTime
 from ..ir import (
@@ -21,6 +20,7 @@ from ..ir import (
     has_rows,
     nameless,
 )
+from ..lazy import lazy
 from ..rules import RULES, Call, Rule, Strategy, Units, call_of, shard_units, strategies
 from .fold import Fold, fold, unfolded
 from .lives import Lives, lives_of
@@ -81,7 +81,7 @@ class Choices:
         self._sample_dims = self._tied_to_samples()
         self.choices = tuple(self._choices(n) for n in self.steps)
 
-    @cached_property
+    @lazy
     def varying(self) -> frozenset[str]:
         """Values that depend on the batch or on parameters; the rest are cheap constants, held whole."""
         out: set[str] = set()
@@ -90,11 +90,11 @@ class Choices:
                 out.update(r for r in node.results if r is not None)
         return frozenset(out)
 
-    @cached_property
+    @lazy
     def leaves(self) -> dict[int, Node]:
         return {self.ids[n.result]: n for n in self.graph.nodes if n.is_leaf}
 
-    @cached_property
+    @lazy
     def uses(self) -> tuple[int, ...]:
         """The last step that uses each value (-1: none); the loss is used by the end."""
         last = [-1] * len(self.names)
@@ -104,7 +104,7 @@ class Choices:
         last[self.ids[self.graph.loss]] = len(self.steps)
         return tuple(last)
 
-    @cached_property
+    @lazy
     def first_uses(self) -> dict[int, int]:
         first: dict[int, int] = {}
         for n, inputs in enumerate(self.inputs):
@@ -112,18 +112,18 @@ class Choices:
                 first.setdefault(self.ids[name], n)
         return first
 
-    @cached_property
+    @lazy
     def lives(self) -> Lives:
         return lives_of(self)
 
-    @cached_property
+    @lazy
     def parents(self) -> tuple[int | None, ...]:
         """Per step the largest of its inputs that are computed, of equal ones the last; None without any."""
         types = self.types  # values are numbered in the order of computation
         computed = ([v for v in values if v not in self.leaves] for values in self.values)
         return tuple(max(some, key=lambda v: (types[v].size_bytes, v), default=None) for some in computed)
 
-    @cached_property
+    @lazy
     def tracked(self) -> frozenset[int]:
         """Values whose held placements matter later: all but leaves that are used once or cost nothing."""
         counts: dict[int, int] = {}
@@ -138,7 +138,7 @@ class Choices:
         held of it is known later."""
         return value in self.leaves and (value not in self.tracked or self.first_uses[value] == step)
 
-    @cached_property
+    @lazy
     def value_weights(self) -> tuple[float, ...]:
         """How often a conversion of each value counts at least: as its least step does."""
         out = [float("inf")] * len(self.names)
@@ -158,7 +158,7 @@ class Choices:
                     out[self.ids[name]] = self.ids[there]
         return out
 
-    @cached_property
+    @lazy
     def kinds(self) -> tuple[int, ...]:
         """Per value, a number that values share which convert alike: bytes, dims to cut, gradient."""
         numbers: dict[tuple, int] = {}

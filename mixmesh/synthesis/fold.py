@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from ..ir import Graph, Node, Ref, map_refs
+from ..lazy import lazy
 
 KEPT = 4  # blocks: the first, two for the middle, the last
 WINDOW = 6  # steps that must look alike before a period is tried
@@ -51,13 +51,13 @@ class Fold:
     kept: tuple[int, ...]
     runs: tuple[Run, ...]
 
-    @cached_property
+    @lazy
     def middles(self) -> tuple[tuple[int, int], ...]:
         """Of every run, the folded step at which the first block of its middle begins, and the period."""
         at = {step: n for n, step in enumerate(self.kept)}
         return tuple((at[run.start + run.period], run.period) for run in self.runs)
 
-    @cached_property
+    @lazy
     def origins(self) -> tuple[int, ...]:
         """Per step of the whole graph the folded step that it follows; the middle alternates between the
         two kept blocks."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from operator import add
 from typing import NamedTuple
 
 from ..cost import CostModel
 from ..ir import Graph, Placement, Ratio, shard_sizes, support
+from ..lazy import lazy
 from ..optimizer_states import ADAM, OptimizerStates
 from ..rules import Rule, Strategy, Units
 from .choices import Choice, Choices, Need, P, R
@@ -106,7 +106,7 @@ class Problem:
         self._costs: dict[tuple, tuple[Vector, Vector]] = {}
         self.options = self._shared_options()
 
-    @cached_property
+    @lazy
     def classes(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of equal devices and equal shares cost the same."""
         classes: dict[tuple, list[int]] = {}
@@ -114,7 +114,7 @@ class Problem:
             classes.setdefault((self.costs.class_of[rank], round(self.ratio[rank], 4)), []).append(rank)
         return tuple(map(tuple, classes.values()))
 
-    @cached_property
+    @lazy
     def nothing(self) -> Vector:
         return (0.0,) * len(self.classes)
 

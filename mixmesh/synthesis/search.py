@@ -17,9 +17,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from operator import add
 
+from ..lazy import lazy
 from .bound import Bound
 from .problem import Problem, Vector
 from .steps import Move, Steps, Transition, single_code
@@ -46,7 +46,7 @@ class Found:
         """How much dearer than the cheapest the path may be, as a share."""
         return max(self.cost_s / self.bound_s - 1, 0.0) if self.bound_s > 0 else 0.0
 
-    @cached_property
+    @lazy
     def number(self) -> int:
         """A number that tells the path from others."""
         return hash(tuple([(m.option.needs, m.option.gives, m.loads) for m in self.moves]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from ..check import check_plan, check_program
 from ..ir import Program, batch_norm_of, outputs_of
 from ..ir.samples import draws_numbers
+from ..lazy import lazy
 from ..plan_file import MicroBatch, Plan
 from ..runtime.calls import as_planned
 from ..runtime.start import check_no_meta, check_values
@@ -154,7 +154,7 @@ class _Runs:
     micro_batches: tuple[MicroBatch, ...] | None
     traced: Traced
 
-    @cached_property
+    @lazy
     def own_samples(self) -> list[Sizes]:
         """By local batch norm, the samples that each rank normalises by themselves."""
         return sizes_of_norms(self.traced.graph, self.program)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ..cost import Curve
 from ..errors import InputError
+from ..lazy import lazy
 
 # a table holds one float64 per micro-batch size; 2**25 of them are 256 MiB
 MAX_TABLE_ENTRIES = 2**25
@@ -30,7 +30,7 @@ class Tables:
     distinct: tuple[np.ndarray, ...]
     kind: tuple[int, ...]
 
-    @cached_property
+    @lazy
     def num_devices(self) -> tuple[int, ...]:
         """Devices of every kind."""
         return tuple(self.kind.count(k) for k in range(len(self.distinct)))
