@@ -13,10 +13,14 @@ from ..ir.samples import DRAWS
 
 
 class Attribute(NamedTuple):
-    """Whether a value may stand there, and which ones may, in words."""
+    """Whether a value may stand there, which ones may, in words, and whether one fits its instruction."""
 
-    accepts: Callable[[Any], bool]
+    is_value: Callable[[Any], bool]
     expected: str
+    fits: Callable[[Instruction, Any], bool] = lambda i, value: True
+
+    def accepts(self, i: Instruction, value: Any) -> bool:
+        return self.is_value(value) and self.fits(i, value)
 
 
 def _is_count(value: Any) -> bool:
@@ -46,7 +50,9 @@ ATTRIBUTES: dict[str, Attribute] = {
     "algorithm": TEXT,
     "bucket": COUNT,
     "drawn": Attribute(
-        _are_sizes, "[number of the operator, dim, start, sizes of the whole ...] of an operator that draws"
+        _are_sizes,
+        "[number of the operator, dim, start, sizes of the whole ...] of an operator that draws",
+        _is_part_of,
     ),
     "gradient_algorithm": TEXT,
     "owned": ELSEWHERE,
@@ -69,5 +75,5 @@ def check_attributes(i: Instruction, fail) -> None:
         if name in seen:
             raise fail(f"the attribute {name} is said twice", "each once", name)
         seen.add(name)
-        if not row.accepts(value) or (name == "drawn" and not _is_part_of(i, value)):
+        if not row.accepts(i, value):
             raise fail(f"{name} cannot be this", row.expected, f"{name}={print_arg(value)}")
