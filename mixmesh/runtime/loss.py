@@ -29,8 +29,9 @@ class LossSum:
         if not set(form.working_ranks) <= set(working):
             total = all_reduce(comm.channel(comm.everyone, LOSS_SUM), wide, async_op=True)
         else:
-            total = done(wide.clone())
             if comm.rank in working:
                 total = all_reduce(comm.channel(working, LOSS_SUM), wide, async_op=True)
+            else:
+                total = done(wide.clone())
             total = self._listeners.tell(comm, total, "the loss", TOLD)
         return then(lambda whole: whole.to(addend.dtype), total)
