@@ -31,8 +31,9 @@ from ..profiler import likely_share, profile
 from ..profiler.steps import cut_batch
 from ..runtime.comm import default_device
 from ..runtime.data import shard_batches
+from ..runtime.first_rank import everyones
 from ..runtime.parallel import parallelize
-from ..runtime.train import endless, everyones
+from ..runtime.train import endless
 from ..testbed import PlainBed, enter_device, leave_device
 from ..trace import trace
 from . import jobs
@@ -50,6 +51,9 @@ def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
         devices = ", ".join(f'{{ name = "cpu-{share[2:]}", cpu_share = {share} }}' for share in shares)
         lines += ["[[machine]]", f'name = "{name}"', f"devices = [{devices}]"]
     return "\n".join(lines) + "\n"
+
+
+DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # that of `python -m mixmesh.demo`
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from ..optimizer_states import ADAM
 from ..trace import trace
 from ..workloads import make
 from . import jobs
-from .measure import call, cluster_text, each_case, named
+from .measure import DEMO_CLUSTER, call, each_case, named
 from .poplar_cases import (
     FIRST_STEP,
     FULL,
@@ -40,7 +40,6 @@ from .training import loss_error, single_losses
 
 WORKER = (sys.executable, "-m", "mixmesh.bench.poplar_worker")
 MIXMESH = (sys.executable, "-m", "mixmesh")
-DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))
 DEMO_PROFILE_S = "20"
 Progress = Callable[[str], None]
 Case = Measured | Simulated | str

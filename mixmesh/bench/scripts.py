@@ -18,13 +18,12 @@ from pathlib import Path
 
 from ..cluster import Cluster
 from ..errors import InputError, JobError
-from .measure import TIMEOUT_S, call, cluster_text, each_case, named
+from .measure import DEMO_CLUSTER, TIMEOUT_S, call, each_case, named
 from .revision import revision
 from .training_results import LOSS_TOLERANCE, Speedup, Timing, loss_error
 
 FOLDER = Path(__file__).parents[2] / "examples" / "scripts"
 WORKER = (sys.executable, "-m", "mixmesh.bench.scripts_worker")
-CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # the demo's
 DDP, OURS = "ddp", "mixmesh"
 MOST_LINES, LEAST_SPEEDUP = 5, 1.5
 WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
@@ -139,7 +138,7 @@ def run(
 
 def measure(case: Script, effort: Effort, folder: Path, say: Progress) -> Result:
     """Runs one script on one device for its losses, and in turns under DDP and under mixmesh."""
-    cluster = Cluster.parse(CLUSTER, where="bench scripts")
+    cluster = Cluster.parse(DEMO_CLUSTER, where="bench scripts")
     steps = 1 + WARMUP_STEPS + effort.steps
     words = str(steps), *case.words(steps, folder)
     environment = {"MIXMESH_CACHE": str(folder.absolute() / "cache")}
