@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..ir import even_ratio, make_ratio
 from ..job import Job
 from ..planner import whole_counts
+from ..runtime.first_rank import everyones
 from ..runtime.optimizers import fuse
 from ..runtime.train import endless
 
@@ -177,9 +178,3 @@ def total(value: float) -> float:
     summed = torch.tensor(value, dtype=torch.float64)
     dist.all_reduce(summed)
     return summed.item()
-
-
-def everyones(value: float) -> tuple[float, ...]:
-    values: list[float] = [0.0] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return tuple(values)

@@ -26,8 +26,7 @@ def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float
         if failure is not None:
             raise failure
         return mine, 0
-    from ..runtime.first_rank import from_first_rank
-    from ..runtime.train import everyones
+    from ..runtime.first_rank import everyones, from_first_rank
 
     for number, error in enumerate(everyones(failure)):
         if error is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..cluster import Cluster
+from ..runtime.first_rank import everyones
 from .assemble import assemble
 from .cache import Cache
 from .inventory import Inventory, read_inventory
@@ -43,7 +44,6 @@ def detect(
     on_start()
     speed = None if own.row is not None else measure_speed(device)
     on_end()
-    speeds: list[Speed | None] = [None] * len(inventory.devices)
-    dist.all_gather_object(speeds, speed)
+    speeds = everyones(speed)
     progress("rates of links")
-    return assemble(inventory, tuple(speeds), measure_links(inventory, device))
+    return assemble(inventory, speeds, measure_links(inventory, device))

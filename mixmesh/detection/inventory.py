@@ -15,10 +15,10 @@ from typing import Literal
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from ..catalogue import CatalogueRow, catalogue_row
 from ..errors import InputError
+from ..runtime.first_rank import everyones
 from ..testbed.device import EMULATED_VARIABLE
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -76,13 +76,11 @@ class Inventory:
 def read_inventory(device: torch.device) -> Inventory:
     """The inventory of all ranks. Collective. Raises InputError if the ranks of a host do not follow each
     other, as they do under torchrun."""
-    devices: list[FoundDevice | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(devices, read_device(device))
-    inventory = Inventory(tuple(devices))
-    hosts = [devices[ranks[0]].host for ranks in inventory.machines]
+    inventory = Inventory(everyones(read_device(device)))
+    hosts = [inventory.devices[ranks[0]].host for ranks in inventory.machines]
     repeated = sorted({host for host in hosts if hosts.count(host) > 1})
     if repeated:
-        ranks = [rank for rank, found in enumerate(devices) if found.host == repeated[0]]
+        ranks = [rank for rank, found in enumerate(inventory.devices) if found.host == repeated[0]]
         raise InputError(
             f"the ranks of the host {repeated[0]} do not follow each other",
             expected="all ranks of a host in a row, as torchrun numbers them",

@@ -1,4 +1,4 @@
-"""What a script that every rank runs must have alike: its random numbers, its batches and learning rates."""
+"""Keeps alike what must be so in a script that every rank runs: random numbers, batches, learning rates."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..errors import InputError
-from ..preparation.alike import check_same, digest
-from ..runtime.first_rank import from_first_rank
+from ..preparation.alike import check_digests, digest
+from ..runtime.first_rank import everyones, from_first_rank
 
 
 def is_launched() -> bool:
@@ -48,19 +47,16 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
 def check_alike(batch: Any, rates: tuple[float, ...] = ()) -> None:
     """Raises InputError, on all ranks, if the tensors of ``batch`` or the learning rates differ between
     ranks. Collective."""
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, (digest(batch), rates))
-    digests, all_rates = ({each[n] for each in of_all} for n in range(2))
-    if len(digests) > 1:  # as all ranks see
-        check_same(
-            batch,
-            "draw by torch, random or numpy.random, seeded alike, not from a generator without a seed",
-            "the same data set, in the same order, on every rank",
-        )
-    if len(all_rates) > 1:
+    digests, rates_of_ranks = zip(*everyones((digest(batch), rates)))
+    check_digests(
+        digests,
+        "draw by torch, random or numpy.random, seeded alike, not from a generator without a seed",
+        "the same data set, in the same order, on every rank",
+    )
+    if len(set(rates_of_ranks)) > 1:
         raise InputError(
             "the ranks have other learning rates",
             expected="the same scheduler on every rank, stepped by the same numbers",
-            got=" and ".join(str(list(each)) for each in sorted(all_rates)),
+            got=" and ".join(str(list(each)) for each in sorted(set(rates_of_ranks))),
             hint="a metric that a scheduler steps by: that of the first rank, as devices may round otherwise",
         )

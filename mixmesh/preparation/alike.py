@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
+from ..runtime.first_rank import everyones
 
 HINTS = (
     "seed what the data set draws from alike on all ranks: torch.manual_seed(0), or a generator with a seed",
@@ -21,8 +21,11 @@ END = "the end of the data"
 
 def check_same(batch: Any, *hints: str) -> None:
     """Raises InputError, on all ranks, if they did not make the same batch. Collective."""
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest(batch))
+    check_digests(everyones(digest(batch)), *hints)
+
+
+def check_digests(digests: Sequence[str], *hints: str) -> None:
+    """Raises InputError if the batches of the ranks have different digests; ``hints`` say what to do."""
     if len(set(digests)) > 1:
         ended = [rank for rank, each in enumerate(digests) if each == END]
         raise InputError(

@@ -23,6 +23,7 @@ from ..ir import Graph, Program
 from ..job import batch_size, optimizer_states
 from ..runtime.allocator import steady_heap
 from ..runtime.comm import Comm, default_device
+from ..runtime.first_rank import everyones
 from .constants import process_bytes
 from .links import link_sets, measure_links
 from .meter import Meter
@@ -96,11 +97,10 @@ def profile(
     mine = DeviceProfile(
         ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
     )
-    everyone: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(everyone, (own, mine, skipped))
+    measured = everyones((own, mine, skipped))
     devices = {}
-    for key in dict.fromkeys(k for k, _, _ in everyone):
-        devices[key] = merge([p for k, p, _ in everyone if k == key])
+    for key in dict.fromkeys(k for k, _, _ in measured):
+        devices[key] = merge([p for k, p, _ in measured if k == key])
     provenance = {
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,
@@ -113,7 +113,7 @@ def profile(
         "emulation": os.environ.get("MIXMESH_EMULATION", "none: real devices"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 1),
-        "skipped": sorted({op for _, _, names in everyone for op in names}),
+        "skipped": sorted({op for _, _, names in measured for op in names}),
     }
     comm.close()
     return Profile(devices, links, provenance)
@@ -152,9 +152,8 @@ def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
         return held, held
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    everyone: list[Any] = [None] * comm.world_size
-    dist.all_gather_object(everyone, (machine, process_bytes() if first else (0, 0)))
-    return max(sizes for there, sizes in everyone if there == machine)
+    of_all = everyones((machine, process_bytes() if first else (0, 0)))
+    return max(sizes for there, sizes in of_all if there == machine)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -1,4 +1,4 @@
-"""Values that the first rank makes for all."""
+"""Values that ranks share."""
 
 from __future__ import annotations
 
@@ -29,3 +29,10 @@ def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = Non
     if box[1] is not None:
         raise failure or box[1]
     return box[0]
+
+
+def everyones(value: T) -> tuple[T, ...]:
+    """The ``value`` of every rank, in rank order. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return tuple(values)

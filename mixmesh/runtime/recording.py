@@ -24,6 +24,7 @@ from ..cost.placed import DUAL_COLLECTIVE
 from ..ir import Instruction
 from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name, wgrad_name
 from .comm import Channel, Comm
+from .first_rank import everyones
 
 SYNCHRONISATIONS = 15  # of the clocks: one barrier each
 PERIOD = "optimizer"  # a timeline lasts from one of these to the next
@@ -261,9 +262,7 @@ def clock_offset_s() -> float:
     for _ in range(SYNCHRONISATIONS):
         dist.barrier()
         moments.append(time.perf_counter())
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, moments)
-    return statistics.median(mine - first for mine, first in zip(moments, everyones[0]))
+    return statistics.median(mine - first for mine, first in zip(moments, everyones(moments)[0]))
 
 
 def gather_steps(recorder: Recorder, comm: Comm, peak_memory_bytes: tuple[int, ...]) -> tuple[Timeline, ...]:
@@ -271,9 +270,7 @@ def gather_steps(recorder: Recorder, comm: Comm, peak_memory_bytes: tuple[int, .
     if comm.device.type == "cuda":
         torch.cuda.synchronize(comm.device)
     events = recorder.events(clock_offset_s())
-    everyones: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyones, events)
-    cut = [_periods(own) for own in everyones]
+    cut = [_periods(own) for own in everyones(events)]
     return tuple(_timeline(per_rank, peak_memory_bytes) for per_rank in zip(*cut))
 
 

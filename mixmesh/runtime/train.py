@@ -27,6 +27,7 @@ from ..timeline import Timeline
 from .agreement import ranks_text
 from .comm import Comm
 from .data import shard_batches
+from .first_rank import everyones
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
 
@@ -262,13 +263,6 @@ def slowest(step_s: list[float]) -> tuple[float, ...]:
         times = times.cuda()
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return tuple(times.tolist())
-
-
-def everyones(value: Any) -> tuple[Any, ...]:
-    """Of every rank. Collective."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return tuple(values)
 
 
 def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from ..errors import MixmeshError
 from ..ir import print_program
 from ..plan_file import Plan
 from ..runtime.allocator import give_back
+from ..runtime.first_rank import everyones
 from ..runtime.recording import typical
-from ..runtime.train import RECORDED_STEPS, WARMUP_STEPS, RunReport, everyones, train
+from ..runtime.train import RECORDED_STEPS, WARMUP_STEPS, RunReport, train
 from ..testbed import enter_device, leave_device
 from ..timeline import Timeline
 from ..zero import zero_stage

@@ -11,7 +11,6 @@ from typing import Any
 
 import accelerate
 import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import PartialState
 from accelerate.utils import InitProcessGroupKwargs
@@ -22,7 +21,7 @@ from ...preparation.loading import example_batch, same_random_numbers
 from ...preparation.outside_loss import with_loss
 from ...preparation.script import prepare
 from ...runtime.comm import default_device, initialise
-from ...runtime.first_rank import from_first_rank
+from ...runtime.first_rank import everyones, from_first_rank
 from ...runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ..launched import is_launched, keep_metrics_apart, take_random_numbers
 from ..lending import Lender
@@ -164,11 +163,7 @@ class Accelerator(accelerate.Accelerator):
 
     def check_trigger(self) -> bool:
         mine = super().check_trigger()
-        if not is_launched():
-            return mine
-        of_all: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, mine)
-        return any(of_all)
+        return any(everyones(mine)) if is_launched() else mine
 
     # ---- meeting
 
