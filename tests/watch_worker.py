@@ -21,7 +21,7 @@ from mixmesh.errors import MixmeshError
 from mixmesh.ir import parse_program
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.runtime.watch import Watch
+from mixmesh.runtime.peers import Peers
 
 WORLD = 2
 LIMIT_S = 150.0  # of all worlds together, on a busy machine
@@ -84,7 +84,7 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     seed = rank if scenario == "seed" else 0
     heartbeat_s = 3.0 if scenario.startswith("stopped") else 30.0
     if scenario == "stopped before a beat":
-        Watch._read = lambda watch: None  # as if the others stopped before the first one
+        Peers.read = lambda peers: None  # as if the others stopped before the first one
     model, optimizer = parallelize(
         model, optimizer, parse_program(TEXT % (WORLD, shares, op)), device="cpu", heartbeat_s=heartbeat_s,
         timeout_s=150, seed=seed,

@@ -15,21 +15,19 @@ A thread that is blocked in gloo is woken by shutting the sockets of this progra
 from __future__ import annotations
 
 import atexit
-import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from ..errors import CollectiveError, MixmeshError
 from .agreement import Facts, by_value, exchange, ranks_text
-from .processes import is_gone, is_stopped, process_place, shut
+from .peers import Peers, Seen
+from .processes import process_place, shut
 
 BEAT_S = 1.0
 STUCK_S = 5.0  # in one collective, from when on others are looked at
@@ -38,31 +36,13 @@ TOLD_S = 10.0  # for the computing thread to raise what the watch has found, bef
 KEPT_CALLS = 16  # that are compared
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What a rank wrote last. ``calls`` holds its last calls, by number."""
-
-    beat: int
-    place: str
-    pid: int
-    number: int
-    doing: str
-    for_s: float
-    waiting: str
-    calls: dict[str, str] = field(default_factory=dict)
-    failed: str = ""
-    ended: str = ""
-    verdict: dict[str, str] | None = None
-
-
 class Watch:
     """The watch of one process; ``call`` and ``waiting`` are used by the thread that computes."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
         self.rank, self.world_size, self.heartbeat_s = rank, world_size, heartbeat_s
         # connections of their own: a thread that waits for an answer holds its one
-        self.store, self.own_store = store.clone(), store.clone()
-        self.store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
+        self._peers, self._store = Peers(store.clone(), rank, world_size, heartbeat_s), store.clone()
         self.sockets: dict[int, str] = {}
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: tuple[str, float] | None = None
@@ -70,13 +50,11 @@ class Watch:
         self._failed = self._ended = ""
         self._verdict: CollectiveError | None = None
         self._decided_at = 0.0
-        self._told = self._noticed = self._store_lost = self._asked = False
+        self._told = self._noticed = self._asked = False
         self._beat = 0
-        self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
         self._over = threading.Event()
         self._write()  # before anything is exchanged: whoever was met can be looked at
-        self._asked_at: float | None = None  # of the store, which has not answered yet
-        self._gone: set[int] = set()
+        self._asked_at: float | None = None  # while the store has not answered
         self._threads = [
             threading.Thread(target=run, name=f"mixmesh {name}", daemon=True)
             for name, run in (("tells", self._tell), ("watches", self._watch))
@@ -129,20 +107,12 @@ class Watch:
         self.waiting = (what, time.monotonic())
         try:
             told = exchange(
-                facts, self.own_store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
+                facts, self._store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
             )
-            self._meet()
+            self._peers.meet(self._store)
             return told
         finally:
             self.waiting = None
-
-    def _meet(self) -> None:
-        """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
-        next beat is known then."""
-        unseen = [rank for rank in self._others() if rank not in self._seen]
-        texts = self.own_store.multi_get([self._key(rank) for rank in unseen]) if unseen else []
-        for rank, text in zip(unseen, texts):
-            self._seen.setdefault(rank, (Seen(**json.loads(text)), time.monotonic()))
 
     def raise_verdict(self) -> None:
         if self._verdict is not None:
@@ -167,7 +137,7 @@ class Watch:
         self._ended = self._ended or (f"after {_one_line(last)}" if last else "its script is over")
         for thread in self._threads:
             thread.join(2 * BEAT_S)
-        if not self._store_lost and not any(thread.is_alive() for thread in self._threads):
+        if not self._peers.is_lost and not any(thread.is_alive() for thread in self._threads):
             self._write()
         atexit.unregister(self.close)
 
@@ -179,10 +149,10 @@ class Watch:
 
     def _tell(self) -> None:
         """Writes and reads; a store whose process is stopped does not answer."""
-        while not self._store_lost:
+        while not self._peers.is_lost:
             self._asked_at = time.monotonic()
             self._write()
-            self._read()
+            self._peers.read()
             self._asked_at = None
             if self._over.wait(self._pause_s):
                 return
@@ -191,7 +161,7 @@ class Watch:
         while not self._over.wait(self._pause_s):
             asked_at = self._asked_at
             if asked_at is not None and time.monotonic() - asked_at > self.heartbeat_s:
-                self._store_lost = True
+                self._peers.is_lost = True
             if self._verdict is None:
                 self._judge()
             elif not self._told and time.monotonic() - self._decided_at > TOLD_S:
@@ -209,36 +179,15 @@ class Watch:
         now, waiting = time.monotonic(), self.waiting
         calls = {str(n): call for n, call in list(self._calls.items())}
         verdict = None if self._verdict is None else _fields(self._verdict)
-        seen = Seen(
+        state = Seen(
             self._beat, process_place(), os.getpid(), self.number, self.doing, now - self.since,
             waiting[0] if waiting else "", calls, self._failed, self._ended, verdict,
         )  # fmt: skip
-        try:
-            self.store.set(self._key(self.rank), json.dumps(vars(seen)))
-        except RuntimeError:
-            self._store_lost = True
-
-    def _read(self) -> None:
-        try:
-            there = [r for r in self._others() if r in self._seen or self.store.check([self._key(r)])]
-            texts = self.store.multi_get([self._key(r) for r in there]) if there else []
-        except RuntimeError:
-            self._store_lost = True
-            return
-        for rank, text in zip(there, texts):
-            seen = Seen(**json.loads(text))
-            if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
-                self._seen[rank] = (seen, time.monotonic())
-
-    def _key(self, rank: int) -> str:
-        return f"mixmesh/watch/{rank}"
-
-    def _others(self) -> list[int]:
-        return [r for r in range(self.world_size) if r != self.rank]
+        self._peers.write(state)
 
     def _judge(self) -> None:
         """Concludes what can be concluded from what was read."""
-        states = {rank: seen for rank, (seen, _) in self._seen.copy().items()}
+        states = self._peers.states()
         for seen in states.values():
             if seen.verdict is not None:
                 return self._conclude(CollectiveError(**seen.verdict))
@@ -256,7 +205,7 @@ class Watch:
         if waited_s < STUCK_S and not self._asked:
             return None
         for rank in states:
-            if lost := self._lost(rank):
+            if lost := self._peers.why_lost(rank, self.heartbeat_s):
                 return self._conclude(self._error(f"rank {rank} {lost}", "no sign of life", what))
         if (error := self._other_call(states, what)) is not None:
             return self._conclude(error)
@@ -280,24 +229,6 @@ class Watch:
                     hint="take the call out of `if rank == 0:`, for all ranks to make it",
                 )
         return None
-
-    def _lost(self, rank: int) -> str:
-        """How a rank was lost; empty if it may still come."""
-        seen, heard_at = self._seen[rank]
-        is_here = seen.place == process_place() != ""
-        if is_here and is_gone(seen.pid):
-            if rank not in self._gone:  # its last word may come with the next beat
-                self._gone.add(rank)
-                return ""
-            return "has ended without a word: it was killed, for instance as it took too much memory"
-        silent_s = time.monotonic() - heard_at
-        if silent_s < self.heartbeat_s:
-            return ""
-        if is_here:
-            return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
-        if self._store_lost and rank:
-            return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
-        return f"has not been heard of for {silent_s:.0f} s"
 
     def _notice(self, states: dict[int, Seen], what: str, waited_s: float) -> None:
         late = {r: s for r, s in states.items() if not s.doing and s.number < self.number}

@@ -1,0 +1,100 @@
+"""The states of all ranks in the store of ``torch.distributed``: each writes its own and reads the others."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from .processes import is_gone, is_stopped, process_place
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The state that a rank wrote last. ``calls`` holds its last calls, by number."""
+
+    beat: int
+    place: str
+    pid: int
+    number: int
+    doing: str
+    for_s: float
+    waiting: str
+    calls: dict[str, str] = field(default_factory=dict)
+    failed: str = ""
+    ended: str = ""
+    verdict: dict[str, str] | None = None
+
+
+class Peers:
+    """The other ranks as this one has seen them. ``is_lost`` says that the store does not answer any more."""
+
+    def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
+        self._store = store
+        store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
+        self.is_lost = False
+        self._rank = rank
+        self._others = [r for r in range(world_size) if r != rank]
+        self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
+        self._gone: set[int] = set()
+
+    def write(self, state: Seen) -> None:
+        """Shows the others the state of this rank."""
+        try:
+            self._store.set(_key(self._rank), json.dumps(vars(state)))
+        except RuntimeError:
+            self.is_lost = True
+
+    def read(self) -> None:
+        """Reads the states of those that have written any."""
+        try:
+            there = [r for r in self._others if r in self._seen or self._store.check([_key(r)])]
+            states = _read(self._store, there)
+        except RuntimeError:
+            self.is_lost = True
+            return
+        for rank, seen in states.items():
+            if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
+                self._seen[rank] = (seen, time.monotonic())
+
+    def meet(self, store: dist.Store) -> None:
+        """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
+        next beat is known then. ``store``: the connection of the thread that calls this."""
+        for rank, seen in _read(store, [r for r in self._others if r not in self._seen]).items():
+            self._seen.setdefault(rank, (seen, time.monotonic()))
+
+    def states(self) -> dict[int, Seen]:
+        """The last state of every rank that was seen."""
+        return {rank: seen for rank, (seen, _) in self._seen.copy().items()}
+
+    def why_lost(self, rank: int, heartbeat_s: float) -> str:
+        """How a rank was lost; empty if it may still come."""
+        seen, heard_at = self._seen[rank]
+        is_here = seen.place == process_place() != ""
+        if is_here and is_gone(seen.pid):
+            if rank not in self._gone:  # its last word may come with the next beat
+                self._gone.add(rank)
+                return ""
+            return "has ended without a word: it was killed, for instance as it took too much memory"
+        silent_s = time.monotonic() - heard_at
+        if silent_s < heartbeat_s:
+            return ""
+        if is_here:
+            return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
+        if self.is_lost and rank:
+            return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
+        return f"has not been heard of for {silent_s:.0f} s"
+
+
+def _read(store: dist.Store, ranks: Sequence[int]) -> dict[int, Seen]:
+    """The states that ``ranks`` wrote last."""
+    texts = store.multi_get([_key(rank) for rank in ranks]) if ranks else []
+    return {rank: Seen(**json.loads(text)) for rank, text in zip(ranks, texts)}
+
+
+def _key(rank: int) -> str:
+    return f"mixmesh/watch/{rank}"
