@@ -130,7 +130,7 @@ def read_tables(text: str, where: str) -> ClusterTable:
 
 
 def _check_together(tables: ClusterTable, where: str) -> None:
-    """What no single table can know."""
+    """Checks what no table of the file shows by itself."""
     if tables.network is None and len(tables.machine) > 1:
         raise ClusterError(
             "no [network] table, which a cluster of more than one machine needs",

@@ -31,7 +31,7 @@ EXAMPLE = "return mixmesh.Job(model, batch)"
 
 @dataclass(frozen=True)
 class Job:
-    """What to train.
+    """A model to train, with its batch and optimizer.
 
     ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with
     ``.loss``. ``batch`` is one global example batch, the samples in dim 0 of its tensors; tensors without

@@ -1,4 +1,4 @@
-"""What an optimizer holds of every parameter, in tensors of its size."""
+"""The tensors that an optimizer holds for every parameter, each of its size."""
 
 from __future__ import annotations
 

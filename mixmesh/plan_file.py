@@ -297,7 +297,7 @@ def _micro_batches(rows: list | None) -> tuple[MicroBatch, ...] | None:
 
 
 def accumulation(plan: Plan) -> Samples | None:
-    """What the micro-steps of a plan go by; None if nobody takes more than one.
+    """The samples that the micro-steps of a plan take; None if no rank takes more than one.
 
     Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-steps.
     """

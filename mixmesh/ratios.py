@@ -203,7 +203,7 @@ def equal_ranks(costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, ..
 
 
 def usable_bytes(costs: CostModel, rank: int, headroom: float) -> float:
-    """What a plan may use of a rank's memory."""
+    """The bytes of a rank's memory that a plan may use."""
     return costs.cluster.devices[rank].memory_bytes * (1 - headroom)
 
 

@@ -51,7 +51,7 @@ def can_run_again(program: Program, n: int, stale: frozenset[str]) -> bool:
 
 
 class _Live:
-    """Of a program the bytes of activations that are held behind every computation, whatever keeps them."""
+    """The bytes of a program's activations that are held behind every computation, whatever keeps them."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -91,7 +91,7 @@ class _Live:
         self.keeps = {n: self._kept(n) for n in self.computations}
 
     def _kept(self, n: int) -> tuple[tuple[str, float], ...]:
-        """What autograd keeps of a computation, with its bytes; activations alone."""
+        """The activations that autograd keeps of a computation, with their bytes."""
         i = self.program.instructions[n]
         if not any(r in self.program.requires_grad for r in i.results):
             return ()

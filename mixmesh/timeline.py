@@ -208,7 +208,7 @@ class Comparison:
 
 
 def compare(predicted: Timeline, measured: Timeline, *, largest: int = 10) -> Comparison:
-    """What was predicted beside what was measured: the step, each stream, and the largest differences."""
+    """Compares a predicted step with a measured one: the step, each stream, and the largest differences."""
     one, two = durations(predicted), durations(measured)
     streams = [
         Difference("compute", rank, p, m)

@@ -53,7 +53,8 @@ class Case:
 
     @property
     def time_error_without_drift(self) -> float:
-        """Of the prediction for a machine that is as much slower since the profile as a local step is."""
+        """The error of the prediction for a machine that is as much slower since the profile as a local step
+        is."""
         return self.predicted_s * self.drift / self.measured_s - 1
 
     @property
@@ -208,7 +209,7 @@ def ranks(values: Sequence[float]) -> list[int]:
 
 
 def report(cases: Sequence[Case], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     rows = [
         {
             **asdict(c),

@@ -1,4 +1,4 @@
-"""What ``mixmesh bench accuracy`` measures: jobs on small emulated clusters, each under several plans.
+"""The cases of ``mixmesh bench accuracy``: jobs on small emulated clusters, each under several plans.
 
 The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6 devices steal from each other.
 """

@@ -137,7 +137,7 @@ def mean_regret(found: Sequence[Row]) -> float:
 
 
 def report(found: Sequence[Row], emulation: str, command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     return {
         "bench": "collectives",
         "command": command,

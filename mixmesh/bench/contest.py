@@ -66,7 +66,7 @@ class ContestResult:
 
     @property
     def speedups(self) -> dict[str, Speedup]:
-        """Of ours over each of the others."""
+        """The speed-up of ours over each of the others."""
         ours = self.timing(OURS)
         return {t.name: Speedup.of(ours, t) for t in self.timings if t.name != OURS}
 
@@ -158,7 +158,7 @@ def turns(
 
 
 def report(bench: str, results: Sequence[ContestResult], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     targets = [met for r in results for met in r.targets.values()]
     return {
         "bench": bench,

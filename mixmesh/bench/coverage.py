@@ -166,7 +166,7 @@ def reason_of(error: Exception) -> str:
 
 
 def report(rows: Sequence[Row], command: str) -> dict:
-    """What ``--json`` prints."""
+    """The object that ``--json`` prints."""
     return {
         "bench": "coverage",
         "command": command,

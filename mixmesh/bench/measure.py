@@ -1,5 +1,5 @@
-"""What the measured benches share: clusters as text, a worker on every device, profiles, steps against the
-clock.
+"""The common part of the measured benches: clusters as text, a worker on every device, profiles, steps
+against the clock.
 """
 
 from __future__ import annotations

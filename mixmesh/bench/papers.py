@@ -73,7 +73,8 @@ class Row:
 
 
 def cases(workloads: Sequence[str] = (), gpus: Sequence[int] = ()) -> tuple[tuple[Published, int], ...]:
-    """What there is to run, small first. Raises InputError for what is not in the figure."""
+    """The published cases that can be run, small first. Raises InputError for one that is not in the
+    figure."""
     known = [p.workload for p in HAP_FIGURE_12]
     for name in workloads:
         if name not in known:
@@ -180,7 +181,7 @@ def tuned_alone_s(traced, cluster: Cluster, profile: Profile | None) -> float | 
 
 
 def report(rows: Sequence[Row], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     return {
         "bench": "papers",
         "command": command,

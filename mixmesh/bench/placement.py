@@ -208,7 +208,8 @@ def _schemes(task: Task) -> Iterator[float]:
 
 
 def _finished_s(task: Task, proposals: Sequence[Proposal]) -> float | None:
-    """Of the best proposal, in the best of its orders and ways to sum gradients, as a plan has them."""
+    """Seconds of the best proposal, in the best of its orders and ways to sum gradients, as a plan has
+    them."""
     fitting = [p for p in proposals if p.feasible]
     if not fitting:
         return None
@@ -294,8 +295,9 @@ def _means(rows: Sequence[Row], methods: Sequence[str]) -> dict[str, float | Non
 
 @dataclass(frozen=True)
 class WithPipelines:
-    """Of cases with both, in how many a pipeline is ``faster`` than what a search found, or fits where that
-    does not; geometric means of speed-ups over data parallelism, of the search and of the faster one."""
+    """Pipelines against searches, over the cases with both: in how many a pipeline is ``faster`` than what a
+    search found, or fits where that does not; geometric means of speed-ups over data parallelism, of the
+    search and of the faster one."""
 
     cases: int
     faster: int
@@ -329,7 +331,7 @@ def geometric_mean(values: Sequence[float]) -> float | None:
 
 
 def report(rows: Sequence[Row], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     return {
         "bench": "placement",
         "command": command,

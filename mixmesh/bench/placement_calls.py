@@ -56,8 +56,8 @@ class Race:
 
 
 def race(pairs: Sequence[tuple[int | None, int | None, int]]) -> Race:
-    """Of median calls of the one and of the other with the budget of both, by case. Where neither gets there
-    nothing is compared."""
+    """Compares, by case, median calls of the one and of the other with the budget of both. Where neither gets
+    there nothing is compared."""
     ratios = [(a or budget) / (b or budget) for a, b, budget in pairs if a or b]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
     return Race(len(ratios), mean, sum(r <= 0.5 for r in ratios))

@@ -1,4 +1,4 @@
-"""What the placement bench plans: HeteroG's models on its clusters, and others that no policy has seen.
+"""The cases of the placement bench: HeteroG's models on its clusters, and others that no policy has seen.
 
 HeteroG (CoNEXT'20, section 6) gives batches for 8 devices, and half as much again for 12. What it runs data
 parallelism out of memory with is twice the batch, and BERT-large with 48 layers.

@@ -153,7 +153,7 @@ def plan_case(case: Case, traced, trace_s: float, target_s: float | None) -> Row
 
 
 def report(rows: Sequence[Row], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     return {
         "bench": "planning",
         "command": command,

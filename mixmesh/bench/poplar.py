@@ -104,7 +104,7 @@ def measure(case: Measured, effort: Effort, folder: Path, say: Progress) -> Meas
 
 
 def saved(planned: Planned, folder: Path) -> str:
-    """What the worker is to run: the path of a plan, or a baseline of PyTorch."""
+    """The argument that tells the worker what to run: the path of a plan, or a baseline of PyTorch."""
     if planned.plan is None:
         return planned.variant.name
     path = folder / f"{str(planned.variant).replace(', ', '-').replace(' ', '-')}.plan"

@@ -1,4 +1,4 @@
-"""What ``mixmesh bench poplar`` measures and simulates, and what each case must show.
+"""The cases that ``mixmesh bench poplar`` measures and simulates, and what each must show.
 
 The clusters are Poplar's three in the small: A, where memories differ, B, where speeds do, C, where both
 do; the first machine is the fast or large one. The sum of a cluster's CPU shares stays at 1.3 of two cores:

@@ -1,5 +1,5 @@
-"""What ``mixmesh bench poplar`` found, and which of its targets that meets. Seconds are per step, bytes per
-rank."""
+"""The results of ``mixmesh bench poplar``, and which of its targets they meet. Seconds are per step, bytes
+per rank."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class MeasuredResult:
         return min(self.of(*names), key=lambda r: r.median_s, default=None)
 
     def speedup(self, *names: str) -> float | None:
-        """Of our best stage over the best of these; None where none of them runs."""
+        """The speed-up of our best stage over the best of these; None where none of them runs."""
         ours, other = self.best(OURS), self.best(*names)
         return other.median_s / ours.median_s if ours and other else None
 
@@ -134,7 +134,7 @@ class MeasuredResult:
 
 @dataclass(frozen=True)
 class SimulatedResult:
-    """Of what fits in memory, with the planner's headroom."""
+    """Simulated steps of what fits in memory, with the planner's headroom."""
 
     case: Simulated
     variants: tuple[Variant, ...]
@@ -205,7 +205,7 @@ Result = MeasuredResult | SimulatedResult | FirstStep
 
 
 def report(results: Sequence[Result], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     targets = [met for r in results for met in r.targets.values()]
     measured = [r for r in results if isinstance(r, MeasuredResult)]
     return {

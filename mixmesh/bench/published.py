@@ -1,4 +1,4 @@
-"""What the papers report, as data. Times were read from bars of figures, to about 0.02 s."""
+"""The figures that the papers report, as data. Times were read from bars of figures, to about 0.02 s."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ HAP_FIGURE_12 = (
     ),
 )
 
-# What HAP's authors measured on their cluster with NCCL: bytes of the whole tensor per second, all devices
+# HAP's authors measured this on their cluster with NCCL: bytes of the whole tensor per second, all devices
 # together (the artifact's master.py; profiler.py divides bytes by the median time). An all_reduce at the
 # full 10.4 Gbit/s would reach 660e6. Broadcast is that of "all_gather_by_group_call".
 HAP_COLLECTIVE_BYTES_PER_S = {

@@ -191,7 +191,7 @@ def changed_lines(before: str | Path, after: str | Path) -> tuple[list[str], lis
 
 
 def report(results: Sequence[Result], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     targets = [met for result in results for met in result.targets.values()]
     return {
         "bench": "scripts",

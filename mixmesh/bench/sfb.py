@@ -120,8 +120,8 @@ def variants(crossing: Crossing, rows: int, costs: CostModel) -> Mapping[str, Pr
 
 
 def measured_rows(found: Turns, batches: tuple[int, ...]) -> float:
-    """What is lost by gathering grows with the rows: where a line through it, fitted to the differences
-    within each round, is zero. Infinite if it does not grow."""
+    """The number of rows at which gathering neither loses nor gains: where a line, fitted to what is lost in
+    each round, is zero. Infinite if the loss does not grow with the rows."""
     points = [
         (rows, factors - summed)
         for rows in batches

@@ -225,7 +225,7 @@ def _step(
 
 
 def report(rows: Sequence[Row], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     made = [
         {**asdict(r), "fastest_other": r.fastest_other, "times": r.times if r.auto_s else None, "met": r.met}
         for r in rows

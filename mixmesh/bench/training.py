@@ -184,7 +184,7 @@ def dealt_evenly(plan: Plan, costs: CostModel) -> Plan:
 
 
 def single_losses(job: str, steps: int) -> list[float]:
-    """Of the job's model in this process."""
+    """The losses of the job's model, trained in this process alone."""
     made = jobs.make(job)
     optimizer = made.optimizer(made.model.parameters())
     losses = []

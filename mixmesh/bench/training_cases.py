@@ -1,4 +1,4 @@
-"""What ``mixmesh bench training`` measures, and what each case must show.
+"""The cases of ``mixmesh bench training``, and what each must show.
 
 The sum of a cluster's CPU shares stays at 1.3 of two cores: beyond 1.6 devices steal from each other.
 """

@@ -1,4 +1,4 @@
-"""What ``mixmesh bench training`` measured, and which of its targets that meets. Seconds are per step."""
+"""The results of ``mixmesh bench training``, and which of its targets they meet. Seconds are per step."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Speedup:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of all variants of a case. ``loss_errors`` are relative to the single device, over ``checked_steps``;
-    speeds are samples per second of each rank's forward and backward pass, ``proportional`` the batches that
-    follow from them."""
+    """The measurements of all variants of a case. ``loss_errors`` are relative to the single device, over
+    ``checked_steps``; speeds are samples per second of each rank's forward and backward pass,
+    ``proportional`` the batches that follow from them."""
 
     step_s: dict[str, tuple[float, ...]]
     loss_errors: dict[str, float]
@@ -244,7 +244,7 @@ def bump(times_s: Sequence[float]) -> float:
 
 
 def report(results: Sequence[Result], command: str) -> dict:
-    """What ``--json`` prints and the file holds."""
+    """The object that ``--json`` prints and the file holds."""
     targets = [met for r in results for met in r.targets.values()]
     return {
         "bench": "training",

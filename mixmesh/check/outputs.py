@@ -1,4 +1,4 @@
-"""What is shown beside the loss: whole, or the rows of each rank's own samples. No torch."""
+"""Checks outputs that are shown beside the loss: whole, or the rows of each rank's own samples. No torch."""
 
 from __future__ import annotations
 

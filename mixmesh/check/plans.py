@@ -73,7 +73,8 @@ def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
 
 
 def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:
-    """What was planned and what was given: leaves by name first, then the first operator that differs."""
+    """Pairs of what was planned and what was given: leaves by name first, then the first operator that
+    differs."""
     found = False
     for op, label in (("param", "parameter"), ("buffer", "buffer"), ("input", "input")):
         ours = {n.args[0]: n.types[0] for n in planned.nodes if n.op == op}

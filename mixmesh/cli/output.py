@@ -1,4 +1,4 @@
-"""What commands write: text and one JSON line to stdout, progress and errors to stderr."""
+"""The output of commands: text and one JSON line to stdout, progress and errors to stderr."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def bound(bound_s: float) -> str:
 
 
 def recomputation(program: Program) -> str:
-    """What the backward pass computes again; empty if nothing."""
+    """The line on what the backward pass computes again; empty if nothing."""
     parts = regions(program)
     if not parts:
         return ""

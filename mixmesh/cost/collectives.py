@@ -1,4 +1,4 @@
-"""What a collective costs by the cluster file alone, and the algorithm that the runtime takes by itself.
+"""Seconds of collectives by the cluster file alone, and the algorithm that the runtime takes by itself.
 
 ``size_bytes`` is always that of the whole tensor. The estimate is that of a
 ring over the ranks in order: every byte crosses the slowest link, which is a machine's NIC as soon as
@@ -29,9 +29,9 @@ USUAL = {**FLAT, DIRECT: "all_reduce"}  # what the library does by itself, by wh
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,
 )  # fmt: skip
-# What a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed, four ranks
-# in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB. Elsewhere
-# waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
+# The seconds that a hop of a small collective takes beside the wire's latency. gloo on the emulated testbed,
+# four ranks in two machines: 1.2 ms for a broadcast, 2-4 for an all_to_all, 5-12 for an all_reduce of 4 KB.
+# Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
 MESSAGE_S = 5e-6  # what one more of several messages at once takes its sender: NCCL posts them in turn
@@ -63,7 +63,8 @@ class CollectiveFit:
 
 
 def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
-    """What the runtime takes for pieces of which more than one holds anything, where nothing else is asked.
+    """The runtime's own algorithm for pieces of which more than one holds anything, where no other is asked
+    for.
 
     It is what was fastest on gloo: one all_to_all, each piece sent to each rank. On NCCL it is padding while
     the largest piece is at most twice the mean, else one broadcast per piece (grouped broadcasts of HAP,
@@ -79,7 +80,7 @@ def default_algorithm(collective: str, backend: str, skew: float = 1.0) -> str:
 
 
 def fastest_of(lines: Iterable[tuple[float, float]]) -> CollectiveFit:
-    """Of algorithms, each (latency_s, s_per_byte), the fastest at every size."""
+    """The fastest at every size of algorithms that are each (latency_s, s_per_byte)."""
     kept: list[tuple[float, float]] = []
     for latency_s, s_per_byte in sorted(lines):
         if not kept or s_per_byte < kept[-1][1]:
@@ -171,7 +172,7 @@ def on_gpus(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 
 
 def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
-    """Of a collective by levels its stages: between the leaders of machines, and to them, from them, or
+    """The stages of a collective by levels: between the leaders of machines, and to them, from them, or
     both."""
     machines = dict.fromkeys(cluster.machine_index_of(r) for r in ranks)
     parts = [tuple(r for r in ranks if cluster.machine_index_of(r) == m) for m in machines]
@@ -182,7 +183,7 @@ def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tup
 
 
 def hop_s(cluster: Cluster, a: int, b: int) -> float:
-    """What passing something on takes beside the wire: the processes at its ends."""
+    """The seconds that passing something on takes beside the wire, in the processes at its ends."""
     kinds = {cluster.devices[r].kind for r in (a, b)}
     if "cpu" not in kinds:
         return 0.0

@@ -59,7 +59,7 @@ class Way:
 
     @property
     def largest_bytes(self) -> float:
-        """What was measured with the most unequal pieces, as in training."""
+        """The largest size that was measured with the most unequal pieces, as in training."""
         return self.curves[-1][1].points[-1][0]
 
     def seconds(self, size_bytes: float, skew: float | None) -> float:
@@ -85,7 +85,7 @@ class Way:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredCollective:
-    """What a collective between some ranks costs by the fastest of its measured algorithms at each size."""
+    """Seconds of a collective between some ranks, by the fastest of its measured algorithms at each size."""
 
     ways: tuple[Way, ...]
     _known: dict[tuple, tuple[float, str]] = field(default_factory=dict, repr=False)

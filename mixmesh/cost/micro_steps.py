@@ -18,7 +18,7 @@ MARK = " of a micro-step"  # behind the name of a ratio; no program text has suc
 
 
 def costed_micro_step(program: Program, samples: Samples) -> Program:
-    """What every micro-step of ``program`` runs, with samples marked."""
+    """The part of ``program`` that runs in every micro-step, with samples marked."""
 
     def marked(name, t):
         is_cut = name in samples.values and isinstance(t.placement, Shard)

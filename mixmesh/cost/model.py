@@ -144,7 +144,7 @@ class CostModel:
         return self._estimated(call, grads, device)
 
     def measured_op(self, call: Call, device: Device) -> OpMeasurement | None:
-        """What a device was measured to take for an operator, of as many samples or of others."""
+        """The measurement of an operator on a device, with as many samples or with others."""
         profile = self._measured(device)
         if profile is None:
             return None
@@ -282,7 +282,7 @@ class CostModel:
         return tried[stage] if stage < len(tried) else None
 
     def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
-        """What a process holds before any tensor: interpreter, libraries, CUDA context. One that is
+        """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context. One that is
         ``idle`` has not loaded the kernels."""
         device = self.cluster.devices[rank]
         measured = self._measured(device)

@@ -162,7 +162,7 @@ def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
 
 @lru_cache(maxsize=4096)
 def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
-    """What passes between two ranks where pieces of these shares become those."""
+    """How much passes between two ranks where pieces of these shares become those."""
     found = []
     starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
     for a, held in enumerate(src):
@@ -286,7 +286,7 @@ class Work:
 
 
 class Sheet:
-    """What a program costs apart from the values of its ratios and its buckets: made once, then read for
+    """The costs of a program, whatever the values of its ratios and its buckets: made once, then read for
     many ratios. The ranks that take part must stay the same.
     """
 
@@ -365,7 +365,7 @@ class Sheet:
         return made
 
     def pattern_of(self, program: Program) -> tuple:
-        """What decides which collectives there are and between whom: the ranks that take part, and what
+        """The key of which collectives there are and between whom: the ranks that take part, and what
         changes of ratio move, and what copies of a parameter share."""
         shared = [cells(program, i[0]) for i in program.copies.values()]
         return (supports(program), *(exchange_of(program, i) for i in self.borders), *shared)

@@ -328,13 +328,13 @@ def _curve(points: list[tuple[float, float]]) -> Curve:
 
 
 def device_key(device: Device) -> str:
-    """What makes two devices one for the profiler: everything that is declared of them."""
+    """The key by which two devices are one for the profiler: everything that is declared of them."""
     share = "" if device.cpu_share is None else f" x{device.cpu_share:g}"
     return f"{device.name}{share} {device.flop_per_s / 1e12:g}TF {device.memory_bytes_per_s / 1e9:g}GB/s"
 
 
 def op_key(call: Call) -> str:
-    """What makes two operator calls one for the profiler: operator, types and plain arguments."""
+    """The key by which two calls are one for the profiler: operator, types and plain arguments."""
     plain = [repr(a) for a in call.args if not _has_ref(a)] + [
         f"{k}={v!r}" for k, v in call.kwargs if not _has_ref(v)
     ]

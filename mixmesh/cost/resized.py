@@ -18,7 +18,7 @@ SAME_WORK = 0.01  # by which multiply-adds may differ from what the sizes say
 
 
 class Measured:
-    """What a device was measured to take, by ``op_key``."""
+    """Measured seconds of a device, by ``op_key``."""
 
     def __init__(self, ops: Mapping[str, OpMeasurement]) -> None:
         self._ops = ops

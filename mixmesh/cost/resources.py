@@ -1,4 +1,4 @@
-"""What collectives share: the NIC of every machine, out and in, and the link inside each machine.
+"""The links that collectives share: the NIC of every machine, out and in, and the link inside each machine.
 
 A collective crosses the NICs of its machines if they are several, and the link of every machine in which
 two of its ranks sit. The traffic is that of the algorithms behind ``ring_fit``: a ring over the ranks in

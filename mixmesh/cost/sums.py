@@ -60,7 +60,7 @@ class GradientSum:
 
     @property
     def gather(self) -> Exchange:
-        """Of what the owners have stepped."""
+        """The gather of what the owners have stepped."""
         return Exchange(
             "all_gather", self.size_bytes, self.ranks, rooted=self.rooted, levelled=bool(self.parts)
         )
@@ -72,7 +72,7 @@ def gradient_bytes(param: Instruction, cell: Cell | None) -> int:
 
 
 class SumKind(NamedTuple):
-    """What must agree within a bucket. ``owned`` is the owners' ratio."""
+    """The facts that must agree within a bucket. ``owned`` is the owners' ratio."""
 
     dtype: str
     ranks: tuple[int, ...]

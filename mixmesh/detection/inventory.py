@@ -1,4 +1,4 @@
-"""What every rank is: its host, its device, its memory. Nothing here is measured, so it is the same at
+"""The host, the device and the memory of every rank. Nothing here is measured, so it is the same at
 every start on the same machines."""
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def explain_tensor(
     all_layers: bool = False,
     optimizer_states: OptimizerStates = ADAM,
 ) -> Explanation:
-    """What every placement of a tensor of ``plan`` would cost, its own included.
+    """The cost of every placement of a tensor of ``plan``, its own included.
 
     ``tensor`` is a value of the program, the path of a parameter, or the end of one of them; of a plan of two
     levels a value of one machine (``h.m0``), or a path or value without a machine, which means it in all.
@@ -124,7 +124,8 @@ class Question:
         self.at_once: dict[str, str] = {}  # by placement, why its program takes no micro-steps
 
     def alternatives(self) -> Iterator[Alternative]:
-        """Of every placement where the tensor is (R, S(d) for every dim, P), then on other ranks."""
+        """One alternative for every placement where the tensor is (R, S(d) for every dim, P), then on other
+        ranks."""
         view, own = self.view, self._own()
         rows: list[Alternative] = []
         for code in view.places[0].codes:
@@ -196,7 +197,7 @@ class Question:
 
 
 def _uses(program: Program, name: str) -> Iterable[Instruction]:
-    """What moves a tensor and what uses it, in order."""
+    """The instructions that move a tensor or use it, in order."""
     names = {name}
     for i in program.instructions:
         if any(used in names for used in i.inputs):

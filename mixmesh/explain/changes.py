@@ -1,4 +1,4 @@
-"""What differs between two programs of one graph: their instructions, and the collectives of a step."""
+"""The differences between two programs of one graph: their instructions, and the collectives of a step."""
 
 from __future__ import annotations
 

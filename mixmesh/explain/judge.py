@@ -1,4 +1,4 @@
-"""What an alternative's step takes: simulated as the plan runs, in its micro-steps and with its owners."""
+"""Seconds of an alternative's step: simulated as the plan runs, in its micro-steps and with its owners."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Place:
                 continue
 
     def stored(self, code: int) -> Programs:
-        """Of a parameter that is asked for in rows: programs that use it whole, gathered ahead of that."""
+        """Programs that use a parameter whole, gathered ahead of that, where it is asked for in rows."""
         if code != 2 or not self.is_param or len(support(self.ratio)) == 1:
             return {}
         found = {price: fully_sharded(p, self.names) for price, p in self.searched(R).items()}

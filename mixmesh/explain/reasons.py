@@ -10,7 +10,7 @@ from ..synthesis.choices import P, R, code_of
 
 
 def why_not(problem: Problem, name: str, code: int) -> str:
-    """What forbids ``name`` to be made (or, a leaf, to be loaded) as ``code``; empty if nothing does."""
+    """The reason why ``name`` cannot be made (or, a leaf, be loaded) as ``code``; empty if there is none."""
     value = problem.ids[name]
     if len(problem.ranks) == 1 and code != R:
         return f"rank {problem.ranks[0]} works alone: there is nothing to share out"

@@ -1,4 +1,4 @@
-"""What program text may ask for at most. Plans come from anywhere: a number in one must not exhaust memory.
+"""The most that program text may ask for. Plans come from anywhere: a number in one must not exhaust memory.
 
 Every bound is far above what a real program has, and below what a reader could not hold.
 """

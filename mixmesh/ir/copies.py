@@ -36,7 +36,7 @@ class Cell:
 
 
 def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
-    """What the ranks of a parameter with copies hold in common. ``param`` is the first of them."""
+    """The boxes that ranks of a parameter with copies hold in common. ``param`` is the first of them."""
     name = param.args[0]
     if name not in program.cells:
         held = []
@@ -48,7 +48,7 @@ def cells(program: Program, param: Instruction) -> tuple[Cell, ...]:
 
 
 def piece(program: Program, param: Instruction, rank: int) -> Box:
-    """What a rank that takes part holds of a parameter."""
+    """The box of a parameter that a rank which takes part holds."""
     t = param.type
     box = [(0, size) for size in t.value.shape]
     if isinstance(t.placement, Shard):

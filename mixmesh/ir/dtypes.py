@@ -19,7 +19,7 @@ LARGEST = {"bf16": 3.3895313892515355e38, "f16": 65504.0}
 
 
 def on_rank(program: Program, rank: int) -> Program:
-    """What ``rank`` runs: the program in the dtypes that it computes."""
+    """The program that ``rank`` runs, in the dtypes that it computes in."""
     instead = {name: row[rank] for name, row in program.dtypes if row[rank] != name}
     if not instead:
         return program

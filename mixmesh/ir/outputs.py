@@ -19,8 +19,9 @@ from .types import TensorType, ValueType
 
 @dataclass(frozen=True)
 class Returned:
-    """What a model returns in place of its loss: the ``names`` of the tensors in it, the one called ``loss``
-    among them, and whether it is a tuple, which unpacks to values. Without names it is the loss itself."""
+    """A model's return value in place of its loss: the ``names`` of the tensors in it, the one called
+    ``loss`` among them, and whether it is a tuple, which unpacks to values. Without names it is the loss
+    itself."""
 
     names: tuple[str, ...] = ()
     loss: str = "loss"

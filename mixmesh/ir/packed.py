@@ -10,7 +10,7 @@ from .program import Instruction, Program
 
 
 class PackedSum(NamedTuple):
-    """What puts the addends together, the sum, and what takes it apart again."""
+    """Instructions that put the addends together, sum them, and take the sum apart again."""
 
     cat: Instruction
     sum: Instruction

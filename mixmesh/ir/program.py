@@ -169,16 +169,14 @@ class Program:
     @lazy
     def owned(self) -> dict[str, TensorType]:
         """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
-        said = [(i, i.attr("owned")) for i in self.params if i.attrs]
-        shared = [
-            (i, ratio)
-            for i, ratio in said
-            if ratio is not None
+        return {
+            i.result: TensorType(i.type.value, (Shard(0),), ratio)
+            for i in self.params
+            if (ratio := i.attr("owned")) is not None
             and i.result in self.requires_grad
             and isinstance(i.type.placement, Replicate)
             and len(self.participants(i.type)) > 1
-        ]
-        return {i.result: TensorType(i.type.value, (Shard(0),), ratio) for i, ratio in shared}
+        }
 
     @lazy
     def wgrads(self) -> dict[int, str]:
@@ -196,7 +194,7 @@ class Program:
 
     @lazy
     def cells(self) -> dict[str, tuple]:
-        """What ``copies.cells`` has found, by the name of the parameter."""
+        """The results of ``copies.cells`` so far, by the name of the parameter."""
         return {}
 
     @lazy
@@ -230,7 +228,7 @@ class Program:
         return made
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
-        """What ``rank`` holds of value ``name``; None if it takes no part."""
+        """The shape of what ``rank`` holds of value ``name``; None if it takes no part."""
         t = self.types[name]
         return local_shape(t.value, t.placement, self.ratio(t.ratio), rank)
 

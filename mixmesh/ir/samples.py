@@ -176,7 +176,8 @@ def is_cut_without_samples(program: Program, i: Instruction, values: Collection[
 
 
 def micro_step_program(program: Program, samples: Samples) -> Program:
-    """What runs in every micro-step: what is given is an input of the name ``%value``."""
+    """The part of a program that runs in every micro-step: each value of ``once_program`` is an input
+    ``%value``."""
     instructions = [
         Instruction(i.results, i.types, "input", (f"%{i.result}",), location=i.location)
         if any(r in samples.given for r in i.results)
@@ -187,7 +188,8 @@ def micro_step_program(program: Program, samples: Samples) -> Program:
 
 
 def once_program(program: Program, samples: Samples) -> Program | None:
-    """What runs once per step: it updates ``%value`` to what is given. None if nothing is."""
+    """The part of a program that runs once per step: it updates each ``%value`` of the micro-steps. None
+    if there is no such part."""
     if not samples.given:
         return None
     instructions = _needed(program.instructions, set(samples.given), sinks=False)
@@ -248,8 +250,8 @@ def _cut_between_samples(
 
 
 def local_kind(program: Program, i: Instruction) -> str:
-    """What a redistribution does that moves nothing: one of ``LOCAL``, or "keep" where some ranks go on with
-    their whole copy. Empty if it moves anything."""
+    """The kind of a redistribution that moves nothing: one of ``LOCAL``, or "keep" where some ranks go on
+    with their whole copy. Empty if it moves anything."""
     source = program.types[i.inputs[0]]
     if not {*program.participants(i.type)} <= {*program.participants(source)}:
         return ""

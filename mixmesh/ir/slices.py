@@ -1,4 +1,4 @@
-"""What is cut between samples and is none: rows of a parameter or of a constant, one for each of the batch.
+"""Rows of a parameter or of a constant, one for each sample of the batch: cut like samples, and no samples.
 
 A micro-step takes the rows of its own samples, so a rank has to hold all of them: samples of a rank do not
 follow each other in the batch where a pipeline cuts every micro-batch between the ranks of a stage.

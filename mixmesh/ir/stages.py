@@ -20,7 +20,7 @@ Ranks = tuple[int, ...]
 
 
 def transfers_of(program: Program) -> Iterator[Instruction]:
-    """What moves shards from some ranks to others that have nothing in common with them."""
+    """The instructions that move shards from some ranks to others, with none in common."""
     for i in program.instructions:
         if i.op == "move" and len(i.inputs) == len(i.types) == 1:  # others are refused when they are checked
             source = program.types[i.inputs[0]]
@@ -64,8 +64,8 @@ def stages_of(program: Program) -> tuple[Ranks, ...]:
 
 
 def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, int], ...]:
-    """What the ``stage``-th of some stages does, in order: whether it is a backward pass, and of which
-    micro-step."""
+    """The passes of the ``stage``-th of some stages, in order: for each whether it is a backward pass, and
+    its micro-step."""
     warm = min(stages - stage, micro_steps)
     out = [(False, k) for k in range(warm)]
     for k in range(micro_steps):
@@ -76,7 +76,7 @@ def passes_of(stage: int, stages: int, micro_steps: int) -> tuple[tuple[bool, in
 
 
 def in_flight(stage: int, stages: int, micro_steps: int) -> int:
-    """Of how many micro-steps a stage keeps the activations at most."""
+    """The most micro-steps of which a stage keeps activations at a time."""
     return min(stages - stage, micro_steps)
 
 

@@ -62,7 +62,7 @@ class TensorType:
 
     @lazy
     def cut(self) -> Cut:
-        """What decides the share that a rank holds."""
+        """The facts that decide which share a rank holds."""
         if isinstance(self.placement, Shard):
             return self.value.shape[self.placement.dim], self.placement.unit, self.ratio
         return 0, 1, self.ratio

@@ -40,9 +40,9 @@ def late_point(program: Program, n: int) -> int:
 
 
 class Beside(NamedTuple):
-    """Of a product with ``beside``: the result of the redistribution whose gradient travels meanwhile, and
-    where in the backward pass that is: after what is done at the index above, before what is at the one
-    below."""
+    """The place of a weight gradient with ``beside``: the result of the redistribution whose gradient travels
+    meanwhile, and where in the backward pass that is: after what is done at the index above, before what is
+    at the one below."""
 
     collective: str
     point: float

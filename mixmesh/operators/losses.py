@@ -68,7 +68,7 @@ def _positive(logs: Tensor) -> Tensor:
 
 
 def _log(sums: Tensor) -> Tensor:
-    """What ``_positive`` is of; infinite where a sum over ranks is (``sum_exp_of_part``)."""
+    """The inverse of ``_positive``; infinite where a sum over ranks is (``sum_exp_of_part``)."""
     large = math.exp(EDGE)
     logs = sums.log()
     logs = torch.where(sums > large, EDGE - 1 + sums / large, logs)
@@ -160,8 +160,8 @@ def cross_entropy_of_part(
     x: Tensor, sums: Tensor, target: Tensor, reduction: int, ignore_index: int, label_smoothing: float,
     first: int, num_classes: int,
 ) -> Tensor:  # fmt: skip
-    """What the classes from ``first`` on add to the ``cross_entropy`` over all ``num_classes``, by ``sums``
-    over all. ``target`` counts from the first class of all."""
+    """The addend of the classes from ``first`` on to the ``cross_entropy`` over all ``num_classes``, by
+    ``sums`` over all. ``target`` counts from the first class of all."""
     _check(x, sums, target)
     if reduction not in (NONE, SUM):
         raise RuntimeError(f"a sum or the loss of every row, not reduction {reduction}")

@@ -235,7 +235,8 @@ def experts_of_part(
     ids: Tensor, tokens: Sequence[Tensor], values: Sequence[Tensor], tables: Sequence[Tensor],
     whole: Sequence[Tensor], dtypes: Sequence[torch.dtype], body: str, first: int, num_experts: int,
 ) -> Tensor:  # fmt: skip
-    """What the experts from ``first`` on, those of ``tables``, add to ``experts`` of all ``num_experts``."""
+    """The addend of the experts from ``first`` on, those of ``tables``, to ``experts`` of all
+    ``num_experts``."""
     num_tokens, num_choices = tokens[0].shape[0], ids.shape[0]
     if not num_tokens or num_choices % num_tokens:
         raise RuntimeError(f"{num_choices} choices are not as many for each of {num_tokens} tokens")

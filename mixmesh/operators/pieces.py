@@ -1,4 +1,4 @@
-"""What the kernels of our own operators share."""
+"""Helpers that the kernels of our own operators share."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def wide(x: Tensor) -> torch.dtype:
-    """What statistics of ``x`` are computed in."""
+    """The dtype that statistics of ``x`` are computed in."""
     return torch.float32 if x.dtype in HALF else x.dtype

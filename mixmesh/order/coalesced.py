@@ -49,7 +49,8 @@ def levels_of_sums(program: Program, costs: CostModel) -> Groups:
 
 
 def _kind(program: Program, costs: CostModel, i: Instruction) -> tuple | None:
-    """What must agree in a group, of a sum whose bytes cost no more than its latency; None for others."""
+    """The facts that must agree within a group, for a sum whose bytes cost no more than its latency; None for
+    others."""
     if i.op != "all_reduce":
         return None
     source, t = program.types[i.inputs[0]], i.type

@@ -17,8 +17,8 @@ Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """What a step does in one go. ``seconds`` are per kind of rank; a collective has a ``group``, and takes
-    equally long on all ``kinds`` that meet."""
+    """A piece of work that a step does in one go. ``seconds`` are per kind of rank; a collective has a
+    ``group``, and takes equally long on all ``kinds`` that meet."""
 
     seconds: tuple[float, ...]
     group: Group | None

@@ -1,4 +1,4 @@
-"""What a strategy's step takes, group by group: for searches that ask thousands of times.
+"""Seconds of a strategy's step, group by group: for searches that ask thousands of times.
 
 The order of events is the simulator's, coarser. Groups run in their order on the ranks that they have, back
 in the reverse; what goes between groups of different ratios stops the ranks of both until it is there.
@@ -123,7 +123,8 @@ class Estimator:
         return Estimate(run.end_s, tuple(map(round, peaks)), tuple(run.busy), tuple(done))
 
     def held_bytes(self, k: int, placed: Placed) -> Iterator[tuple[int, float, float]]:
-        """What a group holds by rank that takes part: until it has run back, and while it does."""
+        """The bytes that a group holds on each rank that takes part: until it has run back, and while it
+        does."""
         cost = self._cost(k, placed)
         for (rank, fixed), (_, kept), (_, passing) in zip(cost.fixed, cost.kept, cost.passing):
             yield rank, fixed + kept, passing

@@ -46,7 +46,7 @@ class _Operator:
 
     @property
     def seconds(self) -> float:
-        """Of the whole batch, the mean over device classes."""
+        """Seconds for the whole batch, the mean over device classes."""
         return sum(map(sum, (*self.forward, *self.backward))) / len(self.forward)
 
 

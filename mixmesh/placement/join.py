@@ -236,6 +236,6 @@ class _Joining:
 
 
 def moved_to_all(program: Program, i: Instruction) -> Instruction | None:
-    """What moves an output to ranks without samples, if it is moved."""
+    """The instruction that moves an output to ranks without samples, if it is moved."""
     made = program.producers[i.inputs[0]]
     return made if made.op == "move" and not has_rows(i) else None

@@ -206,7 +206,7 @@ class _Lowering:
         return needs
 
     def need(self, name: str, ratio: Ratio) -> str:
-        """What holds a value of the source as it is held there, under ``ratio``."""
+        """The name of a value held as it is in the source, under ``ratio``."""
         return self._need(self.value_of[name], self.source.types[name].placement, ratio)
 
     def _need(self, value: str, placement: Placement, ratio: Ratio) -> str:
@@ -275,6 +275,7 @@ def even_over(ranks: Collection[int], world_size: int) -> Ratio:
 
 
 def _effort(form: _Form, placement: Placement, ratio: Ratio) -> tuple[bool, bool, bool]:
-    """What to make a form of a value from: a whole copy that is there, then the same cut, then a sum."""
+    """The key by which a form is preferred to make another from: a whole copy, then the same cut, then a
+    sum."""
     whole = form.placement == REPLICATE and {*ranks_of(ratio)} <= {*ranks_of(form.ratio)}
     return (not whole, form.placement != placement, isinstance(form.placement, Partial))

@@ -115,8 +115,8 @@ class _Cutting:
         return Part(graph, self.cuts, frozenset(self.summed), self.drawn)
 
     def needed_whole(self) -> set[str]:
-        """What is gathered of what follows from inputs alone (a mask), and what that is made of: each part
-        works it out for the whole batch."""
+        """Values that follow from inputs alone (a mask) and are gathered, and those that they are made of:
+        each part works them out for the whole batch."""
         program, found = self.program, set()
         left = [i.inputs[0] for i in program.instructions if i.op == "all_gather"]
         while left:

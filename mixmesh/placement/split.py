@@ -137,7 +137,7 @@ class _Splitting:
 
 
 def own(name: str) -> str:
-    """What a set calls a value."""
+    """The name of a value within a set."""
     return re.sub(r"\.m\d+$", "", name)
 
 

@@ -46,8 +46,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Value:
-    """What goes from one group to others: bytes of the whole batch, and whether as many of a gradient come
-    back."""
+    """A value that goes from one group to others: bytes of the whole batch, and whether as many of a gradient
+    come back."""
 
     source: int
     targets: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What the choices of a space come down to in seconds and bytes, as tables: no strategy is judged for them.
+"""Seconds and bytes of the choices of a space, as tables: no strategy is judged for them.
 
 A *kind* is a choice as far as groups share it: a ratio and a way to synchronise. A group without parameters
 has fewer kinds; which rank serves parameters differs by group.
@@ -18,7 +18,7 @@ SMALL_BYTES, LARGE_BYTES = 2**10, 2**26  # at which collectives are asked, to dr
 
 
 class Tables:
-    """Of N groups, A kinds, D ratios and R ranks."""
+    """Tables for N groups, A kinds, D ratios and R ranks."""
 
     def __init__(self, space: Space, optimizer_states: OptimizerStates, headroom: float) -> None:
         self.space, self.costs = space, space.costs
@@ -87,7 +87,7 @@ class Tables:
         return out
 
     def move_s(self, current: np.ndarray) -> np.ndarray:
-        """Of each group at each ratio, seconds of what comes and goes, there and back, [N, D], where all
+        """Seconds of what comes and goes, there and back, of each group at each ratio, [N, D], where all
         others stay at their ``current`` kinds."""
         at = self.ratio_of[current]
         fixed, slope = (np.zeros((len(self.ratios),) * 2) for _ in range(2))

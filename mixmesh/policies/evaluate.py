@@ -1,4 +1,4 @@
-"""What the simulator says of strategies: each is asked for once, and the best ever seen is kept."""
+"""Simulates strategies: each once, and keeps the best ever seen."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def compressed(x):
 
 
 class Facts:
-    """What does not change with the strategy: a space as numbers."""
+    """A space as numbers: the facts that do not change with the strategy."""
 
     def __init__(self, space: Space, optimizer_states: OptimizerStates, headroom: float) -> None:
         self.space, self.ranks = space, space.device_groups
@@ -157,7 +157,8 @@ class Facts:
         )
 
     def _pairs(self, kinds: np.ndarray, first: int, outcome: Outcome) -> np.ndarray:
-        """What each choice is, and what it would change, for each group that may have it, over the step."""
+        """The features of each choice, and what it would change, for each group that may have it, over the
+        step."""
         tables, (k, kind), each = self.tables, self.may, np.arange(len(kinds))
         ratio, here = tables.ratio_of, tables.ratio_of[kinds]
         compute, memory = tables.compute_s, tables.memory
@@ -188,6 +189,6 @@ class Facts:
 
 
 def _seconds(group: Group, device_class: int) -> np.ndarray:
-    """Of a group on a device, at every part of the batch."""
+    """Seconds of a group on a device, at every part of the batch."""
     fixed, whole = (sum(pair) for pair in zip(group.forward[device_class], group.backward[device_class]))
     return fixed + whole * np.array(PARTS)

@@ -146,7 +146,7 @@ class Tree:
         return self._rests[first]
 
     def _one_per_ratio(self) -> list[int]:
-        """Of the root's choices for the same device groups and shares the likeliest one; the likeliest first.
+        """The likeliest of the root's choices for each set of device groups and shares; the likeliest first.
         All are tried soon: a policy that is wrong of a ratio must not keep a search from it."""
         likeliest: dict[tuple, int] = {}
         for index in np.argsort(-self.root.prior, kind="stable"):

@@ -37,7 +37,7 @@ def singles(space: Space) -> Iterator[Actions]:
 
 
 def best_alike(evaluate: Evaluator) -> Actions:
-    """Of the seeds in which all groups have the same choice, the best."""
+    """The best of the seeds in which all groups have the same choice."""
     space = evaluate.space
     return min((*data_parallel(space), *singles(space)), key=lambda strategy: evaluate(strategy).key)
 

@@ -1,4 +1,4 @@
-"""What TAG's policy learns from: the best strategies that a long local search finds.
+"""Examples for TAG's policy to learn from: the best strategies that a long local search finds.
 
 TAG learns from the visits of its own tree search. In a tree of forty groups, thousands of visits say
 something of the first two or three; a strategy that was improved change by change says what all groups are

@@ -142,7 +142,7 @@ def confirmed(
 
 
 def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
-    """What an idle and a working process hold of their device's memory before any tensor. Collective.
+    """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
 
     On a CPU the first rank of every machine measures it for the others: they run the same libraries.
     """

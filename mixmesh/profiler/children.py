@@ -23,7 +23,7 @@ NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memo
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a piece of work: its ``value``, or the ``error`` that ended it, which may have been
+    """The outcome of a piece of work: its ``value``, or the ``error`` that ended it, which may have been
     that memory ran out."""
 
     value: Any = None

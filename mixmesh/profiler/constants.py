@@ -1,4 +1,4 @@
-"""What a process holds before any tensor of a job: the constant of the memory model."""
+"""Measures what a process holds before any tensor of a job: the constant of the memory model."""
 
 from __future__ import annotations
 

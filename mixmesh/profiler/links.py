@@ -82,7 +82,7 @@ class _Progress:
         return self.case.sizes_bytes[len(self.points)]
 
     def expected_s(self, cluster: Cluster) -> float:
-        """Of one run at the next size: as the links say, above what the last size took."""
+        """Seconds of one run at the next size: as the links say, above what the last size took."""
         fit = ring_fit(cluster, self.case.collective, self.case.ranks)
         if not self.points:
             return fit.seconds(self.next_bytes)

@@ -256,7 +256,7 @@ def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
 
 @contextmanager
 def written_tensors() -> Iterator[None]:
-    """What pretended collectives do not fill is filled all the same: memory that nobody writes to is none."""
+    """Fills what pretended collectives leave empty: memory counts only when it is written to."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators that are not deterministic
         before = torch.are_deterministic_algorithms_enabled()
@@ -268,6 +268,6 @@ def written_tensors() -> Iterator[None]:
 
 
 def size_bytes(job: Any) -> int:
-    """Of the model and the batch."""
+    """Bytes of the model and the batch."""
     tensors = (*job.model.parameters(), *job.model.buffers(), *tensors_of(job.batch))
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -89,7 +89,7 @@ def measure_ops(
 
 @dataclass(frozen=True)
 class Bench:
-    """What is measured, and on what."""
+    """The operators to measure, and the device to measure them on."""
 
     graph: Graph
     units: Mapping[str, tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""What communication and computing do to each other on one device.
+"""How communication and computing slow each other on one device.
 
 Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
 and the computing thread itself joins, copies and issues what is sent.
@@ -139,7 +139,7 @@ def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple
 
 
 def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
-    """Of the computing thread: joining a bucket of gradients, issuing its sum, taking it and cutting it up
+    """Seconds of the computing thread to join a bucket of gradients, issue its sum, take it and cut it up
     again, as the runtime's ``gradients`` does it."""
     device = meter.device
     pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
@@ -161,7 +161,7 @@ def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
 
 
 def everyone_cases(comm: Comm) -> list[Case]:
-    """What moves pieces between all ranks, by every algorithm."""
+    """The cases that move pieces between all ranks, by every algorithm."""
     even = (1.0,) * comm.world_size
     found = [
         Case(collective, algorithm, comm.everyone, even, EVEN)

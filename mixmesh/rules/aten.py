@@ -21,7 +21,8 @@ ALL = 99  # no argument names the dims: a reduction over all of them
 
 
 def if_zero(position: int, name: str, group: tuple[int, ...] = (0,)):
-    """What fills in a constant is linear where the constant is zero."""
+    """The linear inputs of an operator that fills in a constant: those of ``group`` where the constant is
+    zero."""
 
     def linear(call: Call) -> tuple[tuple[int, ...], ...]:
         return (group,) if not call.arg(position, name, 0) else ()

@@ -112,7 +112,7 @@ MEANS = {
 
 
 def mean_share(local: LocalCall) -> float | None:
-    """What a mean over a piece counts for in the mean over all; None for what is no mean over a cut dim."""
+    """The weight of a mean over a piece in the mean over all; None for what is no mean over a cut dim."""
     call = local.call
     if call.op not in MEANS or not isinstance(local.out_placements[0], Partial):
         return None

@@ -353,7 +353,8 @@ def aminmax(call: Call) -> str:
 
 
 def matrices(call: Call) -> str:
-    """Of each matrix a matrix, a vector or a number: the last two dims are whole."""
+    """The pattern of operators that make of each matrix a matrix, a vector or a number: the last two dims are
+    whole."""
     batch = rank_of(call) - 2
     outs = []
     for n, t in enumerate(call.outputs):

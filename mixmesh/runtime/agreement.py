@@ -1,5 +1,6 @@
-"""What all ranks must have been given alike, in short: their plan, model, code, seed and versions, and the
-values of the first batches. Ranks that differ train something that nobody asked for, or wait for each other.
+"""Compares, in short, what all ranks must have been given alike: their plan, model, code, seed and versions,
+and the values of the first batches. Ranks that differ train something that nobody asked for, or wait for each
+other.
 """
 
 from __future__ import annotations

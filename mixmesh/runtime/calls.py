@@ -25,8 +25,8 @@ POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 @dataclass(frozen=True)
 class Signature:
-    """What a forward pass takes: the names of its ``positions``, ``names`` of all that it names, with their
-    defaults, and whether it takes more of either kind."""
+    """The arguments of a forward pass: the names of its ``positions``, ``names`` of all that it names, with
+    their defaults, and whether it takes more of either kind."""
 
     positions: tuple[str, ...] = ()
     names: Mapping[str, Any] = field(default_factory=dict)

@@ -348,7 +348,7 @@ _PASS = {1: lambda x: (x,), 2: lambda x: (x, None)}
 
 
 def local_piece(whole: Tensor, held: Layout, rank: int) -> Tensor:
-    """What ``rank`` holds of a whole tensor: a view, empty if it holds nothing."""
+    """The piece of a whole tensor that ``rank`` holds: a view, empty if it holds nothing."""
     if isinstance(held.placement, Shard):
         return whole.narrow(held.dim, *held.piece(rank))
     return whole if rank in held.ranks else whole.new_empty(0)

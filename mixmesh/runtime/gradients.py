@@ -64,7 +64,7 @@ def assign_buckets(program: Program, cap_bytes: int = BUCKET_CAP_BYTES) -> tuple
 
 
 class Sums(Enum):
-    """What a backward pass sums over ranks."""
+    """The gradients that a backward pass sums over ranks."""
 
     ALL = "all buckets"
     EVERY_PASS = "those of ZeRO stage 2, which never keeps a whole gradient"
@@ -84,8 +84,8 @@ class Taken:
 
 @dataclass
 class _Progress:
-    """Of one backward pass: what is missing per bucket, how far the fixed order has got. None stands for a
-    bucket that this pass does not sum."""
+    """One backward pass: what is missing per bucket, how far the fixed order has got. None
+    stands for a bucket that this pass does not sum."""
 
     missing: list[set[int] | None] = field(default_factory=list)
     next: int = 0
@@ -392,7 +392,7 @@ class GradientReducer:
         self._take(deliver, handle, size_bytes)
 
     def _sum_cells(self, index: int, grads: list[Tensor]) -> None:
-        """What this rank's pieces have in common with those of other copies."""
+        """Sums what this rank's pieces have in common with those of other copies."""
         shared = []
         for p, grad, cell in zip(self._buckets[index], grads, self._cells[index]):
             p.grad = grad

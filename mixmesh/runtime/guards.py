@@ -1,4 +1,4 @@
-"""What must hold whenever a parallel model is called: asked before anything is computed."""
+"""Checks of what must hold whenever a parallel model is called: made before anything is computed."""
 
 from __future__ import annotations
 

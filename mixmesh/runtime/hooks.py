@@ -48,7 +48,7 @@ class HookWatch:
 
 
 def _hooks(held: Any, attributes: Any) -> list[tuple[Any, str]]:
-    """What hangs on a parameter or module, and the attribute that it hangs by or its other name."""
+    """The hooks on a parameter or module, each with the attribute that it hangs by or its other name."""
     kinds = attributes if isinstance(attributes, dict) else dict(zip(attributes, attributes))
     return [
         (hook, how)

@@ -111,7 +111,7 @@ def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
 
 
 def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequence[Window]) -> Values:
-    """Of an input every rank's samples of a micro-step."""
+    """Every rank's samples of an input in a micro-step."""
     ranks, dim = set(program.participants(t)), t.placement.dim
     pieces = [whole.narrow(dim, w.start(t), w.length(t)) for w in windows]
     return [p if rank in ranks else None for rank, p in enumerate(pieces)]
@@ -183,7 +183,7 @@ def cut(whole: Tensor, t: TensorType, program: Program) -> Values:
 
 
 def redistribute(values: Values, src: TensorType, dst: TensorType, program: Program) -> Values:
-    """What every rank holds after ``src -> dst``, as tensor expressions over what all held before."""
+    """The values of all ranks after ``src -> dst``, as tensor expressions over those before."""
     held = [(rank, v) for rank, v in enumerate(values) if v is not None]
     takers = program.participants(dst)
     match src.placement, dst.placement:

@@ -52,7 +52,7 @@ def _joined(pieces: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def windows(samples: Samples, planned: Schedule, number: int, random: RandomPolicy) -> list[Window]:
-    """Of every rank the samples of its micro-step of this number; none where it takes fewer."""
+    """The samples of every rank's micro-step of this number; none where it takes fewer."""
     out = []
     for rank, sizes in enumerate(planned.sizes):
         place = RandomPolicy(random.seed, exact=random.exact, by_shape=random.by_shape)

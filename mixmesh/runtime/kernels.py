@@ -152,8 +152,9 @@ def fill_kernel(draw: Callable):
 
 
 def seeded_kernel(site: Site) -> LocalOp:
-    """What draws in a way of its own and runs whole everywhere: by the process's generator, seeded alike on
-    all ranks. Its number among the draws is made of its name, which every part of a program keeps."""
+    """The kernel of an operator that draws in a way of its own and runs whole everywhere: by the process's
+    generator, seeded alike on all ranks. Its number among the draws is made of its name, which every part of
+    a program keeps."""
     plain, device = site.plain(), site.device
     operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
     others = [device] if device.type != "cpu" else []
@@ -277,7 +278,8 @@ def sum_exp_kernel(site: Site) -> LocalOp | None:
 
 
 def cross_entropy_kernel(site: Site) -> LocalOp | None:
-    """What a piece of the classes adds to the loss; labels count from the first class of all."""
+    """The kernel that makes the addend of a piece of the classes to the loss; labels count from the first
+    class of all."""
     span = cut_table(site, 1)
     if span is None:
         return None
@@ -316,7 +318,8 @@ def attention_kernel(site: Site) -> LocalOp | None:
 
 
 def experts_kernel(site: Site) -> LocalOp | None:
-    """What a piece of the experts adds to every token; ids count from the first expert of all."""
+    """The kernel that makes the addend of a piece of the experts to every token; ids count from the first
+    expert of all."""
     call = site.local.call
     first_table = 1 + len(call.args[1]) + len(call.args[2])
     if not isinstance(site.local.in_placements[first_table], Shard):

@@ -1,4 +1,5 @@
-"""Who holds what of a tensor, and the steps that turn one layout into another.
+"""The layout of a tensor, that is which rank holds which piece, and the steps that turn one layout into
+another.
 
 A redistribution ``src -> dst`` may change the placement, the ratio and the set of ranks at once. It is
 a short list of primitive steps, each of which moves data between at most one set of ranks:

@@ -93,7 +93,7 @@ class ByLevels:
 
 @cache
 def _first_stage() -> SimpleQueue:
-    """Of the thread of the first stage, which hands on to that of the next, and so on."""
+    """The queue of the thread of the first stage, which hands on to that of the next, and so on."""
     following = None
     for stage in reversed(range(STAGES)):
         following = queue_of(1, f"level {stage}", partial(_serve, stage, following))

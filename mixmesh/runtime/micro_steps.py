@@ -72,7 +72,7 @@ class MicroSteps:
         return bool(self.samples.stages)
 
     def cut(self, inputs: Mapping[str, Tensor], start: int, size: int) -> dict[str, Tensor]:
-        """Of this rank's inputs the samples of one micro-step."""
+        """The samples of one micro-step, cut from this rank's inputs."""
         out = dict(inputs)
         for i in self.program.instructions:
             if i.op == "input" and i.args[0] in out and isinstance(i.type.placement, Shard):
@@ -106,5 +106,5 @@ class Earlier:
 
 @torch.no_grad()
 def next_seed(gradient: Tensor, before: Tensor) -> Tensor:
-    """What the next step's earlier passes start from: this gradient, if one can divide by it."""
+    """The gradient that the next step's earlier passes start from: this one, if one can divide by it."""
     return torch.where(torch.isfinite(gradient) & (gradient != 0), gradient, before)

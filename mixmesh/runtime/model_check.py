@@ -101,8 +101,9 @@ def batch_of_shapes(
 
 
 def digest(graph: Graph) -> tuple[str, frozenset[str]]:
-    """What decides the loss, the buffers' updates and the outputs, whatever the order of the operators and
-    the names of their results: each value is known by its operator and by what that was applied to."""
+    """A digest of what decides the loss, the buffers' updates and the outputs, whatever the order of the
+    operators and the names of their results: each value is known by its operator and by what that was applied
+    to."""
     known: dict[str, str] = {}
     sinks: set[str] = set()
     for node in graph.nodes:
@@ -117,7 +118,7 @@ def digest(graph: Graph) -> tuple[str, frozenset[str]]:
 
 
 def first_difference(planned: Graph, given: Graph) -> tuple[str, str]:
-    """What was planned and what is given, where they first differ."""
+    """The first line in which two graphs differ: as planned, and as given."""
     ours = [n for n in planned.nodes if not n.is_leaf]
     theirs = [n for n in given.nodes if not n.is_leaf]
     for mine, other in zip(ours, theirs):

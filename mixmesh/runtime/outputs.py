@@ -1,4 +1,4 @@
-"""What a call of a parallel model returns where the model returns more than its loss.
+"""The return value of a parallel model that returns more than its loss.
 
 The loss is that of the whole batch. Of the tensors beside it, those that were asked for in planning
 (``outputs=("logits",)``) are kept: this rank's rows of them, by ``gather()`` the rows of all ranks in the
@@ -174,7 +174,7 @@ class Kept:
         return cls(i.args[0], stored, narrowed, t.value.is_floating and i.inputs[0] in flowing)
 
     def shown(self, pieces: list[Tensor], comm: Comm) -> Tensor:
-        """What this rank shows, of what it holds: the rows of its micro-steps one after the other."""
+        """The rows that this rank shows, those of its micro-steps one after the other."""
         layout = self.held.held
         if not pieces:
             shape = (0, *self.held.shape[1:]) if layout.sizes or self.held.shape else ()

@@ -300,8 +300,9 @@ def _owners(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, in
 
 
 def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list[list[Owned]], list[Parts]]:
-    """What is gathered together, in the order of first use: the buckets of owned parameters, from the last
-    that the backward pass completes. With each, its ranks by machine, if it is gathered by levels."""
+    """The parameters that are gathered together, in the order of first use: the buckets of owned ones, from
+    the last that the backward pass completes. With each, its ranks by machine, if it is gathered by
+    levels."""
     groups, parts = [], []
     for bucket in reversed(buckets):
         members = list({id(owned[n]): owned[n] for n in bucket.names if n in owned}.values())

@@ -1,4 +1,5 @@
-"""What ``parallelize`` returns: a model that is called like the original and returns the global loss."""
+"""The model that ``parallelize`` returns: a model that is called like the original and returns the global
+loss."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ from .window import Window
 
 @dataclass(frozen=True)
 class _Forward:
-    """What a forward pass leaves: this rank's addend of the loss with its graph (None if it has none) and
+    """The outcome of a forward pass: this rank's addend of the loss with its graph (None if it has none) and
     the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
     name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
     the addends of all ranks."""
@@ -123,7 +124,7 @@ class ParallelModel(Face):
 
     @property
     def source(self) -> str:
-        """What this rank runs, as Python."""
+        """The code that this rank runs, as Python."""
         return self._compiled().source
 
     @never_compiled
@@ -384,7 +385,7 @@ class ParallelModel(Face):
         self._runtime.reducer.drop()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
-        """Of ``to``, ``half``, ``cuda`` and the like: nothing where all is as asked for, else refused."""
+        """Refuses ``to``, ``half``, ``cuda`` and the like where they would change anything."""
         self._runtime.guards.check_conversion(fn)
         return self
 

@@ -36,8 +36,8 @@ ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"  # purposes o
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one move between stages is in every micro-step: pieces of ``counts`` elements, per rank, along the
-    dim that is cut."""
+    """One move between stages, as it is in every micro-step: pieces of ``counts`` elements, per rank, along
+    the dim that is cut."""
 
     instruction: Instruction  # of a micro-batch
     sources: tuple[int, ...]
@@ -163,7 +163,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a forward pass leaves for the backward pass of its micro-step; ``sent`` is what has a gradient."""
+    """Values that a forward pass leaves for the backward pass of its micro-step; ``sent`` have gradients."""
 
     received: list[Tensor]
     sent: list[Tensor]
@@ -171,7 +171,7 @@ class _Kept:
 
 
 class _Ahead:
-    """What comes in every micro-step, asked for one ahead."""
+    """Receives what comes in every micro-step, asked for one ahead."""
 
     def __init__(self, micro_steps: int, asked: Sequence[Callable[[], Handle]]) -> None:
         self._left, self._asked = micro_steps, asked
@@ -188,13 +188,13 @@ class _Ahead:
 
 
 def transfers(program: Program, samples: Samples, micro_steps: int) -> list[Transfer]:
-    """Of every micro-step: what moves once per step, before them, is none of these."""
+    """The transfers of every micro-step; what moves once per step, before them, is none of these."""
     moves = transfers_of(micro_step_program(program, samples))
     return [Transfer.of(program, samples, i, micro_steps) for i in moves]
 
 
 def groups(program: Program, samples: Samples) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Who communicates between stages, with the purpose."""
+    """The groups of ranks that communicate between stages, each with its purpose."""
     for t in transfers(program, samples, 1):
         yield ACTIVATIONS, t.ranks
         if t.has_gradient:

@@ -1,4 +1,4 @@
-"""What Linux tells of this process and of others on this machine; elsewhere nothing is known."""
+"""Reads what Linux tells of this process and of others on this machine; elsewhere nothing is known."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def chunks(piece: Piece) -> list[ChunkStorageMetadata]:
 
 
 def write_items(name: str, shape: torch.Size, piece: Piece) -> list[WriteItem]:
-    """What this rank writes of the tensor ``name``, of the whole shape ``shape``."""
+    """The items that this rank writes of the tensor ``name``, of the whole shape ``shape``."""
     properties = TensorProperties.create_from_tensor(piece[1])
     return [
         WriteItem(

@@ -124,7 +124,7 @@ def shard(piece: Tensor, whole: Whole, *, is_parameter: bool = False, requires_g
 
 
 def plain(x: Tensor) -> Tensor:
-    """What a rank holds of a tensor, shard or not, as a plain tensor."""
+    """The part of a tensor, shard or not, that this rank holds, as a plain tensor."""
     return x.to_local() if isinstance(x, ShardTensor) else x
 
 
@@ -320,7 +320,7 @@ def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 
 
 def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
-    """What belongs into ``x`` of another shard, of a whole tensor or of a piece."""
+    """The part of another shard, of a whole tensor or of a piece that belongs into ``x``."""
     whole = x.whole
     if isinstance(value, ShardTensor):
         _check_alike(Rule(Kind.SPECIAL, what), x, [value])

@@ -68,7 +68,7 @@ class Stored:
         return len(pieces) if len(pieces) > 1 else 0
 
     def piece(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
-        """What ``rank`` keeps. A piece never shares memory with the whole, so that can be let go of."""
+        """The piece that ``rank`` keeps. It never shares memory with the whole, so that can be let go of."""
         mine = local_piece(whole.detach(), self.held, rank)
         if mine.shape != whole.shape:
             mine = mine.clone(memory_format=torch.contiguous_format)

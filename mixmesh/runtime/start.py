@@ -1,4 +1,4 @@
-"""What ranks do together first: they compare what they were given, and begin to watch each other."""
+"""The start of all ranks: they compare what they were given, and begin to watch each other."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def start_together(
 
 @dataclass(frozen=True)
 class Planned:
-    """What a plan counts on, by rank: devices, None in a file that does not name them, and bytes of memory.
-    A bare program counts on nothing."""
+    """The devices and the bytes of memory that a plan counts on, by rank; devices are None where its file
+    does not name them. A bare program counts on nothing."""
 
     devices: tuple[PlannedDevice, ...] | None
     peaks_bytes: tuple[int, ...]

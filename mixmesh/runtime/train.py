@@ -49,7 +49,8 @@ class RunReport:
 
     @property
     def step_s_median(self) -> float:
-        """Of the steps after the warm-up, without those that were recorded where there are others."""
+        """The median of the steps after the warm-up, without those that were recorded where there are
+        others."""
         warm = self.step_s[WARMUP_STEPS:]
         return statistics.median(warm[len(self.timelines) :] or warm or self.step_s)
 
@@ -118,7 +119,7 @@ def owned(batch: Any) -> Any:
 
 
 def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
-    """What a job without an optimizer gets."""
+    """The optimizer of a job without one."""
     return torch.optim.AdamW(params, lr=1e-3)
 
 
@@ -222,8 +223,8 @@ def report_not_finite(comm: Comm, step: int, loss: float, mine: Tensor, *, allow
 
 
 class _Recording:
-    """Of a run: from the optimizer's step of the last step of the warm-up to that of the last recorded
-    step, so that whole periods lie between."""
+    """The recording of a run, from the optimizer's step of the last step of the warm-up to that of the last
+    recorded step, so that whole periods lie between."""
 
     def __init__(self, parallel: ParallelModel) -> None:
         self._parallel = parallel
@@ -232,7 +233,7 @@ class _Recording:
         self._span: Span = nullcontext
 
     def before_optimizer(self, number: int) -> Span:
-        """What to measure by from here on."""
+        """The spans to measure by from here on."""
         if number == WARMUP_STEPS - 1:
             self._recorder = Recorder(self._parallel.comm)
             self._open.enter_context(self._parallel.recorded(self._recorder))

@@ -25,7 +25,7 @@ LocalOp = Callable[..., tuple[Tensor]]
 
 
 class Receiver(Protocol):
-    """Who takes the gradients of parameters."""
+    """Takes the gradients of parameters."""
 
     def expects(self, p: Tensor, uses: int) -> None:
         """So many more uses of a parameter (or, negative, fewer) will bring it a gradient."""
@@ -88,7 +88,7 @@ class Convolution:
 
     @classmethod
     def of(cls, local: LocalCall) -> Convolution:
-        """Of a call ``convNd(x, weight, bias, stride, padding, dilation, groups)``, as a rank makes it."""
+        """Reads a call ``convNd(x, weight, bias, stride, padding, dilation, groups)``, as a rank makes it."""
         rule = RULES[local.call.op]
         args, kwargs = local.call.args, local.call.kwargs
         if rule.local is not None:
@@ -161,8 +161,9 @@ class _How:
 
 
 class _Uses:
-    """What one call expects of a receiver, until its gradients are there or its graph goes without them: a
-    backward pass may be that of several losses, each of which brings a parameter one gradient."""
+    """The gradients that one call expects a receiver to take, until its gradients are there or its graph goes
+    without them: a backward pass may be that of several losses, each of which brings a parameter one
+    gradient."""
 
     def __init__(self, receiver: Receiver, params: tuple[Tensor, ...]) -> None:
         self._receiver, self._left = receiver, list(params)

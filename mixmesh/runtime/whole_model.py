@@ -101,7 +101,7 @@ class Loan:
 
 @torch.no_grad()
 def mark(x: Tensor) -> tuple:
-    """What tells a tensor from one that was changed, on every rank alike: a piece may be nobody's here."""
+    """A mark that changes when a tensor does, on every rank alike: a piece may be nobody's here."""
     wide = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
     return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())
 

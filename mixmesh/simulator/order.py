@@ -1,4 +1,4 @@
-"""What happens in a pass, one after the other, and where gradients are complete."""
+"""The order of computations in a pass, and where gradients are complete."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Order:
         raise NotImplementedError
 
     def event(self, at: int) -> tuple[str, str]:
-        """What an event calls a computation, and its operator."""
+        """The name of a computation in an event, and its operator."""
         i = self.program.instructions[at]
         return next((r for r in i.results if r is not None), i.op), i.op
 

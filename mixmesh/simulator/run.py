@@ -334,7 +334,7 @@ class Run:
             self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
 
     def end_of_backward(self, work_s: Seconds) -> None:
-        """What is left is issued; then every rank takes in what arrives, and waits for its sums."""
+        """Issues what is left; then every rank takes in what arrives, and waits for its sums."""
         at_the_end = self.sums.issues.get(AT_THE_END, ())
         for k, ranks in at_the_end:
             if k not in self.sums.late:

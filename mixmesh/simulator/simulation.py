@@ -173,9 +173,9 @@ class Simulation:
         return schedule(program, micro_batches, self.samples)
 
     def least_s(self, program: Program) -> tuple[float, float]:
-        """What the step does not go below under these ratios if sums of gradients are free, and what it does
-        not go below whatever the buckets: each group of ranks makes one sum right after the forward pass.
-        Shares are not rounded to whole samples."""
+        """Two lower bounds of the step under these ratios, in seconds: with free sums of gradients, and
+        whatever the buckets, where each group of ranks makes one sum right after the forward pass. Shares are
+        not rounded to whole samples."""
         run = self._run(program, None, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
         for s in self.summed:

@@ -1,4 +1,4 @@
-"""What a simulated step is made of: collectives, runs of computations, ranks that are alike."""
+"""The parts of a simulated step: collectives, runs of computations, ranks that are alike."""
 
 from __future__ import annotations
 

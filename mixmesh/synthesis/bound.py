@@ -92,8 +92,8 @@ class Bound:
         return self._one[key]
 
     def _conversions(self, value: int, mask: int, most: int) -> list[tuple[int, float]]:
-        """What ``value`` may be held as in the end, with the least seconds of getting there, in no more
-        conversions than ``most``: those behind it need no more codes of it."""
+        """The masks that ``value`` may be held as in the end, with the least seconds of getting there, in no
+        more conversions than ``most``: those behind it need no more codes of it."""
         key = (self.steps.kinds[value], mask, weight := self.problem.choices.value_weights[value], most)
         if key not in self._converted:
             every = [(mask, 0.0, 0)]

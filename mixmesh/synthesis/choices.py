@@ -1,4 +1,4 @@
-"""What every step of a graph allows, whatever the ratio and the prices: made once, shared by problems.
+"""The choices of every step of a graph, whatever the ratio and the prices: made once, shared by problems.
 
 Placements are coded as small integers: R is 0, P(sum) is 1, S(d) is 2 + d.
 """

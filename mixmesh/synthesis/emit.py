@@ -199,8 +199,8 @@ def emit(problem: Problem, found: Found, *, named: bool = False) -> Program:
 
 
 class _Placed:
-    """What the move of the folded step ``n`` says of every step that follows it: which of its inputs are
-    loaded and needed how, by position, and how inputs and results are placed."""
+    """The move of the folded step ``n``, as every step that follows it has it: which of its inputs are loaded
+    and needed how, by position, and how inputs and results are placed."""
 
     def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
         node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]

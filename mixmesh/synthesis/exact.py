@@ -169,7 +169,7 @@ class _Program:
         self.times(self.behind, back, waits_back)
 
     def holding(self, value: int, code: int, before: Time) -> list[int]:
-        """What makes a value held in one way before a time."""
+        """The columns that make a value held in one way before a time."""
         return [c for c, mask, time in self.holds.get(value, ()) if time < before and mask >> code & 1]
 
     def conversions(

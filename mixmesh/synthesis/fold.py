@@ -53,7 +53,7 @@ class Fold:
 
     @lazy
     def middles(self) -> tuple[tuple[int, int], ...]:
-        """Of every run, the folded step at which the first block of its middle begins, and the period."""
+        """The folded step at which the first block of each run's middle begins, and the run's period."""
         at = {step: n for n, step in enumerate(self.kept)}
         return tuple((at[run.start + run.period], run.period) for run in self.runs)
 

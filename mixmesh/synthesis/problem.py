@@ -52,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What the additive cost of the search charges for effects that only the simulator sees.
+    """Prices by which the additive cost of the search charges effects that only the simulator sees.
 
     ``gradient_sync``: of a second of communication that may hide behind the compute (of gradients, and
     of values that carry none), below 1 where it does. ``byte_s``: seconds charged per byte that the
@@ -144,7 +144,7 @@ class Problem:
         return tuple(cutting or dealing or choices)
 
     def _shared_options(self) -> tuple[tuple[Option, ...], ...]:
-        """Of every step. No price is part of an option, so that problems of one ratio have the same."""
+        """The options of every step. No price is part of one, so that problems of one ratio have the same."""
         key = (self.ratio, self.batch_only)
         known = self.choices.options if self.costs is self.choices.costs else {}
         if key not in known:

@@ -57,7 +57,7 @@ class Found:
 
 
 class State:
-    """What is held before a step, and what it took to get there."""
+    """The values held before a step, and the cost of getting there."""
 
     __slots__ = ("backward", "dropped", "forward", "masks", "parent", "step", "transition")
 

@@ -58,7 +58,7 @@ class Steps:
         ]
 
     def entry(self, step: int, packed: int) -> int:
-        """What was held on entry to the folded middle that a state is inside of; 0 outside."""
+        """The values held on entry to the folded middle that a state is inside of; 0 outside."""
         inside = sum(1 for v in self.live[step] if v >= 0)
         return packed >> (BITS * inside)
 
@@ -85,7 +85,7 @@ class Steps:
         return {v: packed >> (BITS * n) & FULL for n, v in enumerate(self.live[step])}
 
     def needed(self, step: int, packed: int) -> dict[int, int]:
-        """What is held of the live values that a step needs."""
+        """The masks in which the live values that a step needs are held."""
         return {self.live[step][n]: packed >> (BITS * n) & FULL for n in self.lives.needed[step]}
 
     def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:

@@ -47,7 +47,7 @@ class Bed(ABC):
 
     @abstractmethod
     def _entering(self, rank: int) -> Callable[[], None]:
-        """What the child does before it runs its program."""
+        """The function that the child calls before it runs its program."""
 
     @abstractmethod
     def _result(self, number: int, rank: Rank) -> RankResult: ...
@@ -158,7 +158,8 @@ class Bed(ABC):
         return result.check() if check else result
 
     def _culprit(self, results: tuple[RankResult, ...]) -> RankResult | None:
-        """Who failed first. A lost peer makes others fail within moments: a death outweighs a status."""
+        """The rank that failed first. A lost peer makes others fail within moments: a death outweighs a
+        status."""
         failed = [r for r in results if r.returncode and not r.ended_by_launcher]
         ends = {r.rank: self._processes.ranks[r.rank].end_time_s for r in failed}
 

@@ -22,7 +22,7 @@ MIN_QUOTA_US = 1_000  # the kernel's own limit
 
 @dataclass(frozen=True)
 class Audit:
-    """What one device used, by the kernel's account."""
+    """The CPU time and memory that one device used, by the kernel's account."""
 
     cpu_s: float
     throttled_s: float

@@ -1,4 +1,5 @@
-"""What a rank inside the testbed calls. Standard library only, so that a worker may import it first.
+"""Functions that a rank inside the testbed calls. Standard library only, so that a worker may import it
+first.
 
 A rank starts in a cgroup without a quota, and so do the threads it makes, gloo's among them: a GPU's copy
 engine does not slow its computing. When training starts, the computing thread alone moves itself into the

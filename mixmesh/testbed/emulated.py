@@ -139,7 +139,7 @@ class Testbed(Bed):
 
 
 def warnings(cluster: Cluster) -> list[str]:
-    """What makes an emulated cluster's figures doubtful."""
+    """The reasons why an emulated cluster's figures are doubtful."""
     found = []
     cores = len(os.sched_getaffinity(0))
     load = sum(device.cpu_share or 1.0 for device in cluster.devices)
@@ -155,7 +155,7 @@ def warnings(cluster: Cluster) -> list[str]:
 
 
 def host_name(machine: str) -> bytes:
-    """What Linux takes as a host name."""
+    """A host name that Linux takes."""
     return re.sub(r"[^A-Za-z0-9.-]", "-", machine).encode()[:64]
 
 

@@ -1,4 +1,4 @@
-"""What a run of one process per device came to."""
+"""The result of a run of one process per device."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def multinomial(b: Builder, node: Node) -> tuple[Ref]:
 
 
 def rrelu(b: Builder, node: Node) -> tuple[Ref]:
-    """What is below zero times a random slope, in training; else times the mean of the slopes."""
+    """Multiplies what is below zero by a random slope in training, else by the mean of the slopes."""
     arg = bound(node)
     x, low, high = arg["self"], arg["lower"], arg["upper"]
     if not arg["training"]:

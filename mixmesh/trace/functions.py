@@ -22,7 +22,7 @@ TOLERANCE = 1e-6
 
 
 class _Context:
-    """What a forward may do with its ctx where nobody will ask for the backward."""
+    """The ctx of a forward pass whose backward nobody will ask for."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad

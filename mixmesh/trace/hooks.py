@@ -158,7 +158,7 @@ def _asking_for_gradients() -> Iterator[list[Tensor]]:
 
 
 def _state(module: nn.Module, args: tuple, kwargs: dict) -> list[Any]:
-    """What a hook may change: tensors that it is given, and those that its module is made of."""
+    """The tensors that a hook may change: those that it is given, and those that its module is made of."""
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     held = [(name, id(x)) for each in (module._parameters, module._buffers) for name, x in each.items()]
     return [*((id(t), t._version, t.requires_grad) for t in tensors), *held]

@@ -44,7 +44,7 @@ def _integer(value: ValueType) -> bool:
 
 
 def _read_positions(region: Region, node: Node) -> tuple[Held, ...] | None:
-    """What is worked out of the ids alone."""
+    """Reads an operator on values that are worked out of the ids alone."""
     kinds = kinds_of(region, node)
     first = region.known.get(node.inputs[0])
     match node.op, kinds:

@@ -19,8 +19,8 @@ class NoMixture(Exception):
 
 @dataclass(frozen=True)
 class Held:
-    """What is known of a value: its kind, and for rows the name that it has in the body; ``entry`` names the
-    table of which it is every row's own entry."""
+    """The facts known of a value: its kind, and for rows the name that it has in the body; ``entry`` names
+    the table of which it is every row's own entry."""
 
     kind: str
     name: str = ""

@@ -1,4 +1,5 @@
-"""What a forward pass returns beside the loss: its tensors by name, and which of them hold a row per sample.
+"""The outputs of a forward pass beside the loss: its tensors by name, and which of them hold a row per
+sample.
 
 The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. The first part of it
 is what a user asks for.
@@ -51,8 +52,8 @@ class IfGiven(str):
 
 
 def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
-    """Of the tensors named ``returns`` those that are ``wanted``. Raises TraceError for a name that
-    stands for none of them."""
+    """The ``wanted`` ones of the tensors named ``returns``. Raises TraceError for a name that stands for none
+    of them."""
     optional = {str(name) for name in wanted if isinstance(name, IfGiven)}
     wanted = tuple(map(str, wanted))
     offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))

@@ -62,7 +62,8 @@ ON_META = {"aten.ctc_loss.Tensor": ctc_loss_on_meta}
 
 
 def on_meta(op: str) -> Callable[..., Any]:
-    """What infers the types of an operator's results, from meta tensors. Raises UnsupportedOp."""
+    """The function that infers the types of an operator's results, from meta tensors. Raises
+    UnsupportedOp."""
     return ON_META.get(op) or overload(op)
 
 

@@ -109,7 +109,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
 
 
 def kind_text(plan: Plan) -> str:
-    """What tells a plan from other finalists, in a few words."""
+    """The words that tell a plan from other finalists."""
     program = plan.program
     sums = len({number for number in program.buckets if number is not None})
     moved = sum(i.is_redistribution for i in program.instructions)

@@ -1,4 +1,4 @@
-"""What the commands of ``mixmesh bench`` share: the group they join, the file of rows, the progress bar."""
+"""Common to the commands of ``mixmesh bench``: the group they join, the file of rows, the progress bar."""
 
 from __future__ import annotations
 

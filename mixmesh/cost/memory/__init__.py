@@ -263,7 +263,7 @@ class PeakMemory:
 
 
 def flight_of(program: Program, samples: Samples, planned: Schedule) -> Flight:
-    """What is in flight in every stage beside the micro-step that runs."""
+    """The micro-steps in flight in every stage beside the one that runs."""
     if not samples.stages:
         return NO_FLIGHT
     others = {}

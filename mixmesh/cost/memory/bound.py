@@ -1,5 +1,5 @@
-"""What a program surely does not exceed: all that may be kept, as if it all were, and of what goes with its
-last use the most at any time.
+"""An upper bound of a program's memory: all that may be kept, as if it all were, and the most at any time of
+what goes with its last use.
 
 Passes without a ledger, a tenth of the walk's time. Where even this fits, which is usual, nobody needs to
 know the peak.
@@ -151,7 +151,7 @@ def _most_at_once(coming: dict[Cut, list[tuple[int, float]]], sizes: Sizes) -> N
 
 
 def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
-    """What operators keep beside their results, and need meanwhile."""
+    """Adds what operators keep beside their results, and need meanwhile."""
     counts = Counter(map(id, kinds))
     beside: Sizes = {}
     for kind in {id(kind): kind for kind in kinds if kind is not None}.values():
@@ -211,8 +211,8 @@ def _may_copy(call: Call) -> bool:
 
 
 def _moved(program: Program, sizes: Sizes) -> None:
-    """What redistributions bring and take back, and hold until it has arrived; one at a time more, where it
-    is put in order."""
+    """Adds what redistributions bring and take back, and hold until it has arrived; one at a time more, where
+    it is put in order."""
     at_once: Sizes = {}
     for i in program.instructions:
         if not i.is_redistribution:

@@ -1,4 +1,4 @@
-"""What PyTorch's operators keep for their backward pass, and what they need beside their results.
+"""The values that PyTorch's operators keep for their backward pass, and the memory beside their results.
 
 One row per operator, after PyTorch's derivatives.yaml and the CPU kernels. An operator without a row keeps
 its inputs, which is the most that is usual.
@@ -80,7 +80,8 @@ def row_of(call: Call) -> Row:
 
 
 def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, int]]:
-    """What autograd keeps of a call: ("input" or "result", position). ``takes_gradient`` is per input."""
+    """The values that autograd keeps of a call: ("input" or "result", position). ``takes_gradient`` is per
+    input."""
     last = len(call.inputs) - 1
     match row_of(call).keeps:
         case "inputs":

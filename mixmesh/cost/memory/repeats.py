@@ -44,7 +44,7 @@ def keeps_something(program: Program, n: int) -> bool:
 
 
 def kept_inputs(program: Program, i: Instruction) -> set[str]:
-    """What autograd keeps of what a computation is given."""
+    """The inputs of a computation that autograd keeps."""
     if not any(r in program.requires_grad for r in i.results):
         return set()
     return {i.inputs[n] for what, n in _kept(program, i) if what == "input"}

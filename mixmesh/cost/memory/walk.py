@@ -80,9 +80,9 @@ class _View:
 
 @dataclass(slots=True)
 class _Footprint:
-    """What computations of a kind do to memory. ``keeps`` is what autograd does if a gradient passes: inputs
-    or results, by position. ``results``, by the strides of the inputs: of each result the strides, and the
-    input that it is a view of."""
+    """The effect of computations of a kind on memory. ``keeps`` is what autograd does if a gradient passes:
+    inputs or results, by position. ``results``, by the strides of the inputs: of each result the strides, and
+    the input that it is a view of."""
 
     keeps: tuple[tuple[str, int], ...]
     extra: float
@@ -171,7 +171,7 @@ def whole(t: TensorType) -> Cut:
 
 
 class Held(Enum):
-    """What a micro-step finds of the gradients of those before it."""
+    """How much a micro-step finds of the gradients of those before it."""
 
     NOTHING = "it is the first"
     ADDENDS = "what was not summed, whole"
@@ -315,7 +315,7 @@ class Walk:
             self.ledger.moments.append(Moment("cutting the model", held))
 
     def stored(self) -> None:
-        """What is held between steps, and the batch, which comes whole."""
+        """Adds what is held between steps, and the batch, which comes whole."""
         for i in self.program.instructions:
             if i.op in ("param", "buffer", "input", "const"):
                 size, ratio = i.type.value.size_bytes, i.type.ratio
@@ -373,7 +373,7 @@ class Walk:
         return _View(view.storage, strides)
 
     def _keep_inputs(self, n: int, i: Instruction) -> None:
-        """What a region that is computed again reads is kept, but for what is gathered again as well."""
+        """Keeps what a region that is computed again reads, but for what is gathered again as well."""
         repeat = self.repeat_of.get(region_of(i)) if i.attrs else None
         if repeat is None:
             return
@@ -427,8 +427,8 @@ class Walk:
     def _results(
         self, call: Call, given: tuple[tuple[int, ...], ...]
     ) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """Of every result the input that it is a view of, if any, and its strides; ``given`` are those of the
-        inputs."""
+        """For every result the input that it is a view of, if any, and its strides; ``given`` are those of
+        the inputs."""
         row, shapes = row_of(call), [t.shape for t in call.outputs]
         if call.op == "aten.broadcast_tensors":
             return tuple(
@@ -453,7 +453,8 @@ class Walk:
         )
 
     def _factor(self, call: Call, i: Instruction, position: int, views: list[_View]) -> _Storage:
-        """What is kept of an input: a product of many matrices keeps the copy that it had to make."""
+        """The storage that is kept of an input: a product of many matrices keeps the copy that it had to
+        make."""
         view, shape = views[position], call.inputs[position].shape
         if call.op == "aten.matmul" and len(shape) > 2 and len(call.outputs[0].shape) > 3:
             flat = (-1, *shape[-2:])
@@ -742,7 +743,7 @@ class Walk:
     def _staging(
         self, op: str, source: TensorType, target: TensorType, algorithm: str | None = None
     ) -> Iterable[tuple[float, Cut]]:
-        """What a collective holds beside its source and its result while it is under way
+        """The buffers that a collective holds beside its source and its result while it is under way
         (``runtime.collectives``)."""
         size = float(target.value.size_bytes)
         match op:
@@ -765,7 +766,8 @@ class Walk:
     # --- optimizer ------------------------------------------------------------------------------------
 
     def optimizer(self) -> None:
-        """What is made ``beside``: on a CPU parameter by parameter, on a GPU one tensor of all at once."""
+        """Adds what the optimizer's step makes for a moment: on a CPU for one parameter after the other, on a
+        GPU for all at once."""
         while self.flying:
             self._land()
         trained = [

@@ -235,7 +235,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _start_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the script says of how processes find each other."""
+    """The script's own arguments for how processes find each other."""
     handlers = kwargs.get("kwargs_handlers") or ()
     found = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
     return found[0] if found else {}

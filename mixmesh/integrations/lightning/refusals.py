@@ -1,4 +1,5 @@
-"""What a Trainer or a LightningModule asks for that cannot be kept exactly, with what to write instead."""
+"""Refuses what a Trainer or a LightningModule asks for and cannot be kept exactly, and says what to write
+instead."""
 
 from __future__ import annotations
 

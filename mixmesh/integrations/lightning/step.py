@@ -75,7 +75,7 @@ class Form:
 
 @dataclass
 class Log:
-    """What is logged in a step, once that was traced. An object of its own, as export takes back what is
+    """The values that a step logs, once it was traced. An object of its own, as export takes back what is
     assigned to modules."""
 
     entries: tuple[Logged, ...] | None = None

@@ -128,7 +128,7 @@ class _Carrier:
 
 
 def _without_passed(made: Program, graph: Graph) -> Graph:
-    """What a program computes, without dropout that the graph does not have."""
+    """The graph of a program, without dropout that ``graph`` does not have."""
     alias: dict[str, Ref] = {}
 
     def follow(ref: Ref) -> Ref:
