@@ -233,7 +233,7 @@ def markdown(rows: Sequence[Row], command: str) -> str:
             lines += ["| " + " | ".join(cells(r)) + " |" for r in held]
     stopped = [r for r in rows if r.reason]
     if stopped:
-        lines += ["", "## What stopped", ""]
+        lines += ["", "## Models that stopped", ""]
         lines += [f"- {r.name} (`{r.model}`): {r.reason}" for r in stopped]
     return "\n".join(lines) + "\n"
 
