@@ -61,7 +61,7 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
         end(j) = min over i < j of max(end(i), r_j) + latency_s + s_per_byte * bytes(i + 1, ..., j)
 
     which merges as MG-WFBP does (Shi et al., INFOCOM'19), but exactly: a sum that waits longer for more
-    gradients saves a latency. Of equally good ones that with the fewest buckets.
+    gradients saves a latency. Among equally good ones it is that with the fewest buckets.
     """
     params = program.params
     kinds: dict[tuple, list[int]] = {}  # the places of parameters

@@ -1,6 +1,6 @@
 """The TOML header of a plan file: a row for each key with what its value must be.
 
-What belongs together (a number per rank) is checked with the program's number of ranks.
+Fields that belong together (a number per rank) are checked with the program's number of ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation checkpointing (Chen et al., 2016): which computations of a program are worth computing again.
 
 A program is cut where little is held between what comes before and after, for a transformer between its
-layers; what lies between two cuts is a region. Of a region only what crosses its ends is kept, as what lies
+layers; what lies between two cuts is a region. Only what crosses the ends of a region is kept, as what lies
 within is computed again right before its backward.
 """
 

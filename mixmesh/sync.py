@@ -68,8 +68,8 @@ def best_run(program: Program, costs: CostModel, step_s: Callable[[Program], flo
     """The program with owners for a run of its buckets where that makes ``step_s`` less, after ``most``
     trials or fewer.
 
-    What the backward pass completes first is used last in the next forward pass, so its gathers hide best;
-    the very first one may have the rest of the backward pass for its all_reduce. What is completed last is
+    A bucket that the backward pass completes first is used last in the next forward pass, so its gathers hide
+    best; the very first one may have the rest of the backward pass for its all_reduce. The last bucket is
     used first, and nothing hides it in any way. So the best owners are those of a run: without the first
     bucket or with it, up to where the forward pass has hidden enough.
     """

@@ -104,8 +104,8 @@ def call(
     say: Callable[[str], None] = lambda _: None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[str, str]:
-    """The last line that rank 0 of the worker prints, and how the cluster was emulated. What rank 0 writes
-    to stderr goes to ``say``; ``env`` is added to this process's environment. Raises DeviceLost."""
+    """The last line that rank 0 of the worker prints, and how the cluster was emulated. The stderr of rank 0
+    goes to ``say``; ``env`` is added to this process's environment. Raises DeviceLost."""
     lines: list[str] = []
     errors: dict[int, deque[str]] = {}
 

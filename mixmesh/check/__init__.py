@@ -1,6 +1,6 @@
 """Layer 3: is this program a program, and is this plan for this cluster and this model?
 
-What a person edits is checked before anything runs. Invariants of a valid program:
+A program that a person has edited is checked before anything runs. Invariants of a valid program:
 
 - a value is defined once, before it is used;
 - the owners of a replicated parameter (ZeRO-1/2) hold it;

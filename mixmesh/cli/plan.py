@@ -116,7 +116,7 @@ def plan_job(
     unmeasured: Collection[str] = (),
     batch_norm: str = "exact",
 ) -> tuple[Any, Any, Plan]:
-    """The job, its trace and its plan. What is cheap to refuse is refused first."""
+    """The job, its trace and its plan. Cheap checks come first."""
     from ..api import load_profile, plan_traced
     from ..planner import check_limit, check_planner
 

@@ -93,9 +93,9 @@ class Exchange:
     def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
         """The collective that takes as long: its name, between whom it is, and of how many bytes.
 
-        What ranks have sent each other is scaled to what the fullest link carries, as a collective sends
-        every pair as much. Where some ranks only send and the others only receive it is like one sending to
-        another: links that are full both ways at once are slower.
+        The bytes that ranks have sent each other are scaled to what the fullest link carries, as a collective
+        sends every pair as much. Where some ranks only send and the others only receive it is like one
+        sending to another: links that are full both ways at once are slower.
         """
         if not self.sent:
             return self.performed, self.ranks, self.size_bytes

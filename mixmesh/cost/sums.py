@@ -82,8 +82,8 @@ class SumKind(NamedTuple):
 
 class Summed(NamedTuple):
     """A parameter whose gradient is summed: its place among the program's parameters, the index of its first
-    use, or where it is complete that is later (``last_points``), and the kind of its sum. Of one with copies
-    it is the first copy, once for every ``cell``."""
+    use, or where it is complete that is later (``last_points``), and the kind of its sum. With copies it is
+    the first copy, once for every ``cell``."""
 
     place: int
     first_use: float

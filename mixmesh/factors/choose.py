@@ -39,7 +39,8 @@ def repeated_s(program: Program, i: Instruction, costs: CostModel) -> float:
 
 
 def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
-    """The weights whose factors a minimum cut would gather. What several products need travels once."""
+    """The weights whose factors a minimum cut would gather. Factors that several products need travel
+    once."""
     products, gather_s = [], {}
     for name, (i,) in factorable(program).items():
         ranks = program.participants(i.type)

@@ -1,9 +1,9 @@
 """Copies of a parameter: held by several sets of ranks, each in a way of its own.
 
 A parameter that several ``param`` instructions load is copied: each loads it for other ranks, as R or in
-shards under a ratio of its own, and the gradients of all copies are summed. What two copies share is cut
-into *cells*, boxes of the tensor that are held by the same ranks: if two machines cut 12 rows between two and
-three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12, four cells are summed, 0-4, 4-6, 6-8 and 8-12, each
+shards under a ratio of its own, and the gradients of all copies are summed. The common part of two copies is
+cut into *cells*, boxes of the tensor that are held by the same ranks: if two machines cut 12 rows between two
+and three devices, in rows 0-6, 6-12 and 0-4, 4-8, 8-12, four cells are summed, 0-4, 4-6, 6-8 and 8-12, each
 between two ranks.
 """
 

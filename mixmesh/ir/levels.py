@@ -1,6 +1,6 @@
 """Sums of gradients by levels: within each machine first, between machines then, and back.
 
-What n ranks of m machines sum flat passes 2 (n - 1) / n times through every machine's NIC; summed within the
+A flat sum of n ranks in m machines passes 2 (n - 1) / n times through every machine's NIC; summed within the
 machines first it passes 2 (m - 1) / m times. With two devices in each of two machines that is two thirds.
 """
 

@@ -56,7 +56,7 @@ PARTIAL = Partial()
 def dual(placement: Placement) -> Placement:
     """The placement of the gradient of a tensor held as ``placement``.
 
-    What autograd issues for ``src -> dst`` is the redistribution ``dual(dst) -> dual(src)``.
+    For ``src -> dst`` autograd issues the redistribution ``dual(dst) -> dual(src)``.
     """
     if isinstance(placement, Replicate):
         return PARTIAL

@@ -216,8 +216,8 @@ class Program:
         return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
 
     def changed(self, **fields) -> Program:
-        """A copy with other ratios, or other attributes of instructions. What follows from names and types
-        alone is handed on, as planning makes many such copies."""
+        """A copy with other ratios, or other attributes of instructions. Results that follow from names and
+        types alone are handed on, as planning makes many such copies."""
         made = replace(self, **fields)
         same = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
         same = () if "instructions" in fields else same

@@ -1,7 +1,7 @@
 """Regions of a program that the backward pass computes again instead of keeping what they made.
 
-Computations with the attribute ``recompute=N`` form region N. Of what a region reads and does not make itself
-everything is kept, be it the result of a collective: so no collective is ever repeated, whatever stands
+Computations with the attribute ``recompute=N`` form region N. Everything that a region reads and does not
+make itself is kept, be it the result of a collective: so no collective is ever repeated, whatever stands
 between two computations of a region. Right before the backward of its last computation the region runs again
 on every rank by itself, up to what is needed.
 """

@@ -60,8 +60,8 @@ class Samples:
     """``values`` hold samples: shards cut between them, and addends of sums over them. ``given`` are computed
     once per step. ``meets``: a micro-step has collectives, so all ranks go through as many.
 
-    ``counts`` is samples per rank. Of a pipeline: the ranks of its ``stages``, in order, and the
-    ``transfers``, values that come from an earlier stage.
+    ``counts`` is samples per rank. For a pipeline there are also the ranks of its ``stages``, in order, and
+    the ``transfers``, values that come from an earlier stage.
     """
 
     batch_size: int

@@ -10,7 +10,7 @@ The attribute ``wgrad`` of the instruction has them apart:
   (pipelines without bubbles do so too: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR'24, section 2);
 - ``beside``: it is made when the next gradient that a redistribution sends back, and that the pass will have
   to wait for, is on its way: beside it (as Megatron-LM does, which hides the sums of tensor parallelism
-  behind these products). What waits for no such collective is made ``first``.
+  behind these products). A gradient that waits for no such collective is made ``first``.
 """
 
 from __future__ import annotations

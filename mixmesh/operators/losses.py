@@ -78,7 +78,7 @@ def _log(sums: Tensor) -> Tensor:
 @torch.no_grad()
 def sum_exp(x: Tensor) -> Tensor:
     """Sums of the exponentials of logits ``x`` [N, C, ...] over their classes, f64 [N, ...]. No gradient
-    passes: ``cross_entropy`` has all of it. Of rows whose sum f64 cannot hold, a number that tells its
+    passes: ``cross_entropy`` has all of it. For rows whose sum f64 cannot hold, a number that tells its
     logarithm."""
     _check(x)
     if x.is_meta or not x.numel():

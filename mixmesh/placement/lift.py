@@ -37,7 +37,7 @@ def ratios_of(program: Program) -> dict[str, Ratio]:
 
 
 def placed_of(program: Program) -> dict[str, Placed]:
-    """``ratios_of`` as ``lower`` takes it. Who owns gradients is not in it: parameters say that."""
+    """``ratios_of`` as ``lower`` takes it. The owners of gradients are not in it: parameters say that."""
     return {name: Placed(ratio) for name, ratio in ratios_of(program).items()}
 
 

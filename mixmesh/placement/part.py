@@ -2,7 +2,7 @@
 
 It follows from the program of data parallelism, which says what of each value holds samples: shapes become
 those of the part, arguments that bake in sizes are rewritten by the operators' own rules, and a mean over
-samples is scaled by the part's share of them. What is summed over all samples in the midst of the program
+samples is scaled by the part's share of them. A sum over all samples in the midst of the program
 (how many labels count, the statistics of batch norm) is a value of its own, in ``Part.summed``.
 """
 

@@ -31,8 +31,8 @@ def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
     """The sets of a joined program, and the whole inputs by name: ``join`` makes of them a program that
     computes the same on the same ranks.
 
-    What says how and not what is kept where it is said of a set's own instruction, and lost where it is said
-    of what joins them (buckets of common parameters, algorithms of what brings them).
+    Attributes that say how something is done are kept on a set's own instructions, and lost on those
+    that join sets (buckets of common parameters, algorithms of what brings them).
     """
     return _Splitting(program).sets(), {
         i.result: i.type.value for i in program.instructions if i.op == "input"

@@ -26,8 +26,8 @@ class Group:
     """Operators that are placed together: their names (of their first results) in order.
 
     ``forward`` and ``backward``: per device class, fixed seconds and those of the whole batch beside them.
-    Of the whole batch, ``kept_bytes`` are what they make for the backward pass to need, ``passing_bytes`` the
-    most that one of them holds in it beside.
+    For the whole batch, ``kept_bytes`` are what they make for the backward pass to need, ``passing_bytes``
+    the most that one of them holds in it beside.
     """
 
     nodes: tuple[str, ...]
@@ -86,7 +86,8 @@ class Grouping:
 
     @lazy
     def group_of(self) -> dict[str, int]:
-        """By name of an operator. What depends on neither inputs nor parameters is in no group."""
+        """The group of every operator, by name. One that depends on neither inputs nor parameters is in no
+        group."""
         return {name: k for k, group in enumerate(self.groups) for name in group.nodes}
 
     @lazy

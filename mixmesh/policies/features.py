@@ -2,7 +2,7 @@
 
 As TAG has it, seconds are over the length of the vector of the groups' seconds, rates over the fastest
 link's, and bytes over both: a size is the time that it needs on the best link, against the time of computing.
-So nothing changes with the units of time or size. Of TAG's released code two things differ: edges between
+So nothing changes with the units of time or size. Two things differ from TAG's released code: edges between
 groups have their sizes (there they were always zero), and every size is in bytes. Memory is a part of that
 of the device.
 

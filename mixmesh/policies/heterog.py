@@ -6,9 +6,9 @@ REINFORCE: reward -sqrt(T / T_base), ten times that where memory does not suffic
 bonus for entropy, raised where nothing new comes up; every third step learns from an elite of what was seen.
 
 As released it takes hours on two V100, so three things differ. The scores begin at the best seed's choices
-and the network learns what to change. What does not fit is punished by how much. Elites are what is fastest
-of all seen, not what beats a mean. And the simulator that rewards is the one of this package: gradients have
-their whole size, links are shared, sums of gradients overlap the backward pass.
+and the network learns what to change. A strategy that does not fit is punished by how much. Elites are the
+fastest of all seen, not those that beat a mean. And the simulator that rewards is the one of this package:
+gradients have their whole size, links are shared, sums of gradients overlap the backward pass.
 """
 
 from __future__ import annotations

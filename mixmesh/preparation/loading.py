@@ -84,7 +84,7 @@ def load(loader: DataLoader, indices: list[int]) -> Any:
 def depends_on_others(loader: DataLoader) -> bool:
     """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
     each other. Some samples from all over the data set are loaded together, the first half of them alone and
-    each alone, with the same random numbers. What cannot be loaded in parts depends on others too."""
+    each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too."""
     try:
         size = len(loader.dataset)
         count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)

@@ -24,12 +24,11 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     for, an object with that ``.loss`` and all that the model returns: a tensor as ``.logits``, anything else
     under its own names. Then a call without targets gives no loss, and the outputs.
 
-    Of a batch ``(x, y)`` as many values go to the model as its forward pass takes, the rest to the loss after
-    the outputs; optional arguments of the forward pass get no value that the loss needs. Of a dict what
-    the forward pass has names for goes to the model, the rest to the loss by name. The parameters, their
-    names and the class stay the model's own; a ``forward`` of the object alone is called in place of
-    the class's. Raises InputError where the forward pass does not say what it takes (``*args``,
-    ``**kwargs``).
+    A batch ``(x, y)`` gives the model as many values as its forward pass takes, and the rest to the loss
+    after the outputs; optional arguments of the forward pass get no value that the loss needs. A dict gives
+    the model what its forward pass has names for, and the rest to the loss by name. The parameters, their
+    names and the class stay the model's own; a ``forward`` of the object alone is called in place of the
+    class's. Raises InputError where the forward pass does not say what it takes (``*args``, ``**kwargs``).
     """
     original = type(model)
     names = input_names(model)

@@ -1,8 +1,9 @@
 """Times of collectives on the real links: every algorithm, between all ranks and between the groups that
 tell links apart, at sizes from kilobytes to tens of megabytes.
 
-What is cheap is measured first and what training needs most is cheap by decree, so that time which runs
-out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed on.
+Cheap cases are measured first, and those that training needs most are cheap by decree, so that time which
+runs out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed
+on.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def largest_micro_batches(
 
 
 class Search:
-    """The largest size that runs within the room. What the passes of one stage show of the model's error
+    """The largest size that runs within the room. The model's error in the passes of one stage
     holds for the next."""
 
     def __init__(self, room_bytes: float) -> None:

@@ -54,8 +54,8 @@ def times_of(unit: Callable[[], object], seconds: float) -> list[float]:
 def rested(rounds: list[list[float]]) -> tuple[float, float]:
     """The lead in seconds, and the speed over the usual one with which the first half of it is gained.
 
-    Of the rounds' mean, since a quota comes in periods: the line through the work done in the second half is
-    the usual pace, and that line is ahead of no work at no time by the lead.
+    The rounds' mean counts, since a quota comes in periods: the line through the work done in the second half
+    is the usual pace, and that line is ahead of no work at no time by the lead.
     """
     grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
     done = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)

@@ -109,7 +109,7 @@ def measure_steps(
 
 def mean_s(clock: Meter, step: Callable[[], object], budget_s: float) -> float:
     """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least. The first does not count, as
-    the device has rested before it; nor do the fastest and the slowest. Of steps that begin anywhere in a
+    the device has rested before it; nor do the fastest and the slowest. For steps that begin anywhere in a
     quota's periods the mean is right, where the median of a few is one of two or three values."""
     step()
     started = time.perf_counter()

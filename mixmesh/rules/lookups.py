@@ -84,7 +84,7 @@ def index_parts(call: Call, position: int, *, first_index: int, last_index: int 
 def scatter(*, adds: bool = False):
     """scatter, scatter_add(self, dim, index[, src]): the written dim is whole.
 
-    What only adds may take a part of the index and source, and then gives a partial sum.
+    An operator that only adds may take a part of the index and source, and then gives a partial sum.
     """
 
     def rule(call: Call) -> str:

@@ -4,7 +4,7 @@ PyTorch asks for aligned memory. Until glibc 2.38 a freed aligned piece often do
 of the same size (glibc bug 14581), so that activations of some megabytes, which come and go with every
 step, make the heap grow with every step. Large pieces of their own from the kernel go back whole: from
 8 MiB on. From 2 MiB on ranks would hold 30 to 70 MiB less, and the same in every run, for 0 to 5 % more of a
-step: pages that are new each time. What is free in the heap is given back between steps, where the process
+step: pages that are new each time. Free memory of the heap is given back between steps, where the process
 holds more than the plan promised: that costs page faults at the next step, little beside matrix products, and
 up to half the time of elementwise operators. A step of a small ResNet takes 1.4 times as long if that is done
 at every step, and peaks are 2 % lower (``python tests/memory_runs.py resnet-ddp-70-30``).

@@ -1,7 +1,7 @@
 """Collectives on pieces of unequal size, each with several named algorithms. No autograd here.
 
-Everything is done on flat buffers in rank order. What only copies travels as bytes, so that every dtype
-works; what sums travels as numbers. A piece of size zero is legal everywhere and is never sent.
+Everything is done on flat buffers in rank order. Copies travel as bytes, so that every dtype
+works; addends travel as numbers. A piece of size zero is legal everywhere and is never sent.
 
 Which algorithm is best depends on sizes and links, so an instruction can name one (attribute
 ``algorithm``); without one it is ``cost.default_algorithm`` that decides.

@@ -36,8 +36,8 @@ def shard_batches(
 
     Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
     micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
-    empty tensor. Of a batch of another size each rank gets its planned share, rounded again: possibly no row.
-    Raises InputError for a tuple of which the plan does not know what is what.
+    empty tensor. From a batch of another size each rank gets its planned share, rounded again: possibly no
+    row. Raises InputError for a tuple of which the plan does not know what is what.
     """
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None

@@ -2,7 +2,7 @@
 or made from a parallel model's parameters, as an error in the middle of a first step comes too late.
 
 An optimizer that treats every element by itself can step pieces. Others need whole parameters: they step
-where all of them are, if that is the same ranks. What is left is tried on small shards that refuse what needs
+where all of them are, if that is the same ranks. The others are tried on small shards that refuse what needs
 elements of other ranks: LAMB asks for norms of whole parameters, which shards know; Adafactor averages along
 rows, which they do not.
 """

@@ -1,6 +1,6 @@
 """The return value of a parallel model that returns more than its loss.
 
-The loss is that of the whole batch. Of the tensors beside it, those that were asked for in planning
+The loss is that of the whole batch. Tensors beside it that were asked for in planning
 (``outputs=("logits",)``) are kept: this rank's rows of them, by ``gather()`` the rows of all ranks in the
 order of the batch. All others say what to write when they are used.
 """

@@ -1,6 +1,6 @@
 """One rank's part in a pipeline: the micro-steps of its stage in 1F1B order (``ir.passes_of``).
 
-What goes to another stage is sent when the forward pass of a micro-step ends, its gradient when the backward
+A value for another stage is sent when the forward pass of a micro-step ends, its gradient when the backward
 pass does. Nobody waits for what it sends before the step ends; what it receives it asks for one micro-step
 ahead, so that it travels while the one before is computed. Activations and gradients have groups of their
 own, on each of which micro-steps follow each other in order, so no stage can wait for one that waits for it.

@@ -6,7 +6,7 @@ a shard instead draws the numbers of the whole tensor and keeps its piece, which
 equal to the single device number for number, at the cost of drawing everything everywhere.
 
 Micro-steps draw as so many smaller shards: each from a generator of its own, or in exact mode its piece of
-the numbers of the whole step. What is replicated is the same in all micro-steps of a step.
+the numbers of the whole step. Replicated values are the same in all micro-steps of a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters of which a rank holds a piece: tensors that stand for the whole.
 
 A ``ShardTensor`` is this rank's piece, in plain memory, with a note of the whole. PyTorch's kernels run on it
-as they are. What Python code asks of it is answered for the whole (shape, norm, sum), done piece by piece
+as they are. Python code gets answers for the whole (shape, norm, sum); its operations are done piece by piece
 (arithmetic, clamping, copying) or refused (``shard_rules``). So clipping, penalties, optimizers that compute
 norms, ``numel()`` and checkpoints by ``torch.distributed.checkpoint`` give what they give on one device.
 Nothing of this is in the way of the program's own kernels: they run on plain tensors of the same memory.

@@ -88,8 +88,8 @@ class Posted:
 
 
 class PairwiseWork:
-    """Receives and sends under way. Who waits for them does so itself. gloo says only to who waits that
-    something has come, so that who asks, or wants to be told, has a thread wait from then on."""
+    """Receives and sends under way. A caller of ``wait`` waits itself. gloo tells only a thread that waits
+    that something has come, so ``is_completed`` and futures have a thread wait from then on."""
 
     def __init__(self, posted: Posted) -> None:
         self._posted: Posted | None = posted  # nobody has waited for them

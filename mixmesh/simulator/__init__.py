@@ -17,7 +17,7 @@ Every time is a composition of sums, maxima and minima that grows with each dura
 link that gets faster can make the predicted step longer. That decides what is approximated:
 
 - Channels share a link fairly: a collective takes as much longer as the others, while they are busy there,
-  take of it. Those that stand earlier in the program are not slowed by it. What they lose is made up for by
+  take of it. Those that stand earlier in the program are not slowed by it. Their loss is made up for by
   the gradient sums that follow, which end when the link has carried all that it was given before, and by the
   end of the pass. A link that served by time of arrival would have anomalies.
 - By the same rule a collective that stands earlier in the program but starts later is taken to be in the

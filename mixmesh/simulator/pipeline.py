@@ -1,10 +1,10 @@
 """A pipeline: the passes of its stages in 1F1B order, on the clocks of a run.
 
 As in the runtime (``runtime.pipeline``): a stage sends when a pass ends and asks for what it receives one
-micro-step ahead, so a transfer begins when its last rank has done either. What is on its way holds links, and
-nobody waits for it but who receives it; the senders do when all their passes are through. Passes are gone
-through in an order that does not depend on how long they take, so that nothing that gets faster can make a
-step longer.
+micro-step ahead, so a transfer begins when its last rank has done either. A transfer under way holds links,
+and only its receiver waits for it; the senders do when all their passes are through. Passes are gone through
+in an order that does not depend on how long they take, so that nothing that gets faster can make a step
+longer.
 """
 
 from __future__ import annotations

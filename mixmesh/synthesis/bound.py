@@ -3,7 +3,7 @@
 Every step is given to one of its inputs, its *parent* (the largest, whose conversions cost most, and of equal
 ones that computed last; none if all are leaves).
 The relaxation lets a step have its other inputs as it likes and counts every class of ranks for itself,
-as if it never waited for another. What then remains is a forest that is solved exactly, from the last
+as if it never waited for another. That leaves a forest that is solved exactly, from the last
 step to the first:
 
     below(k, o)  = cost of option o of step k + sum over its results v of held(v, what o gives)

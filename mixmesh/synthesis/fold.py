@@ -1,7 +1,7 @@
 """Repeated blocks, searched once: a graph of many equal layers folded to four of them.
 
 A *run* is a part of the steps that equals itself ``period`` steps later: the same operators, arguments and
-types, each input from as far back, or the same value. Of its ``K`` blocks the first two, the third and the
+types, each input from as far back, or the same value. The first two of its ``K`` blocks, the third and the
 last are kept. The second and third stand for all between the first and the last: what they cost counts
 ``(K - 2) / 2`` times, and a path must leave them holding all that it entered them with, so that they can be
 repeated. A shortest path through many equal stages runs into its cheapest cycle and stays there until

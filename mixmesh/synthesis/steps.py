@@ -1,6 +1,6 @@
 """The steps of a problem as the search walks them: which values live, and what each option does to them.
 
-What is held of a live value is a *mask* of placement codes, closed under what is free: a value held as R
+A live value is held as a *mask* of placement codes, closed under what is free: a value held as R
 can be sliced at no cost, so its mask has every code. Two states that can do the same are then equal, and
 one can do all that another can if its masks contain the other's. The masks of a state are packed into
 one integer, so that both are single comparisons.
@@ -100,7 +100,7 @@ class Steps:
     def after(self, step: int, packed: int, transition: Transition) -> int | None:
         """The masks behind a step; None if it leaves a folded middle with less than was held on entry.
 
-        What was held on entry is kept as its complement: a state that must return to less is the better
+        The values held on entry are kept as their complement: a state that must return to less is the better
         one, so that one comparison serves for all.
         """
         out = transition.new

@@ -1,8 +1,8 @@
 """Rewriting: one algorithm, and a table of rules from an operator to what stands for it.
 
 A rule is a function of a ``Builder`` and a node that gives, for each of the node's results, a ``Ref`` to
-use in its place, or None to keep the node. What it builds carries the node's place in the user's file and
-a name that begins with the node's.
+use in its place, or None to keep the node. The nodes that it builds carry the node's place in the user's file
+and a name that begins with the node's.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ MAX_ROUNDS = 4  # of composites made of composites
 
 def with_known_operators(program: ExportedProgram, known: Container[str]) -> ExportedProgram:
     """The program with composites written out that are not ``known`` and would run whole on every device.
-    What cannot be traced so (a check of values inside) stays as it is."""
+    A composite that cannot be traced so (a check of values inside) stays as it is."""
     refused: set[OpOverload] = set()
     for _ in range(MAX_ROUNDS):
         found = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused

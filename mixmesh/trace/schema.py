@@ -48,7 +48,8 @@ def overload(op: str) -> torch._ops.OpOverload:
 
 
 def _is_computation(schema: torch._C.FunctionSchema) -> bool:
-    """Without effects. What makes tensors out of a string and no tensors reads a file."""
+    """Whether an operator has no effects. One that makes tensors out of a string and no tensors reads a
+    file."""
     kinds = [str(a.type) for a in schema.arguments]
     return not schema.is_mutable and ("str" not in kinds or any("Tensor" in kind for kind in kinds))
 

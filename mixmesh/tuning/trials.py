@@ -60,7 +60,7 @@ class Trial:
 def one_round(
     load: Load, trials: Sequence[Trial], *, record: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> tuple[Trial, ...]:
-    """A turn for each that has not failed. What one round costs, the next may be spared (``hopeful``)."""
+    """A turn for each that has not failed. The cost of one round may be spared in the next (``hopeful``)."""
     out = []
     for place, t in enumerate(trials):
         say(f"plan {place + 1} of {len(trials)}")

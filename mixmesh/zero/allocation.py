@@ -57,7 +57,7 @@ def allocate(
     accumulation step, whose number is common to all devices that take part (``mixmesh.zero.common``).
 
     The step is the shortest there is, within a few parts in 10^12 (rounding). Accumulation takes any batch,
-    whatever the limits. Of equally fast choices: fewer accumulation steps (stages 0 and 1: of each device,
+    whatever the limits. Among equally fast choices: fewer accumulation steps (stages 0 and 1: of each device,
     for its samples), then those of more even size; samples that more than one device could take without
     making the step longer are dealt in proportion to what each can do in that time, ties to the lower index.
 

@@ -42,7 +42,7 @@ def with_stage(program: Program, stage: int, owners: Ratio) -> Program:
     """``program`` in a stage of ZeRO: what its replicated parameters become.
 
     ``owners`` has one share per rank, zeros allowed; of the gradient and optimizer state in stages 1 and 2,
-    of the parameter too in stage 3. Rows are dealt out whole. What stays replicated: parameters without
+    of the parameter too in stage 3. Rows are dealt out whole. These stay replicated: parameters without
     dims, without a gradient, of one rank only, or whose gradient comes out of factors (``sfb``). Raises
     InputError for a bad stage or ratio, PlanError if an owner in stages 1 and 2 does not hold a parameter.
     """

@@ -200,8 +200,8 @@ class PeakMemory:
     def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
         """Bytes per rank, with what the process itself takes.
 
-        Of several micro-steps that of the most samples counts, with the gradients of those before it and the
-        sums of the last.
+        Among several micro-steps that of the most samples counts, with the gradients of those before it and
+        the sums of the last.
         """
         part = None if planned is None else largest_parts(planned)
         step = program if planned is None else costed_micro_step(program, self.samples)

@@ -191,8 +191,8 @@ class Flight:
     moved: frozenset[str] = frozenset()
 
     def over(self, program: Program, before: Moment, kept: Moment, moments: list[Moment]) -> list[Moment]:
-        """Moments with what the others keep. Of every transfer one is on its way and one asked for ahead, and
-        of its gradient too."""
+        """Moments with what the others keep. Every transfer is once on its way and once asked for ahead, and
+        so is its gradient."""
         others = dict(self.others)
         held: Sizes = {}
         for cut, size in kept.held.items():

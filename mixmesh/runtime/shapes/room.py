@@ -1,8 +1,8 @@
 """Does a batch of another shape fit in the memory that the plan was made for? By the memory model.
 
-What the planned step holds at its peak is known, and what the other one holds beside that: the difference
-counts. A plan knows what each device has for it; a bare program knows nothing, and then no shape may hold
-more than the planned one.
+The peak of the planned step is known, and so is that of the other one: the difference counts. A plan knows
+what each device has for it; a bare program knows nothing, and then no shape may hold more than the planned
+one.
 """
 
 from __future__ import annotations
