@@ -106,7 +106,7 @@ class MachineTable(_Table):
 
 class NetworkTable(_Table):
     bandwidth_gbit_per_s: Positive
-    latency_us: NotNegative = Decimal(50)  # of TCP over one switch
+    latency_us: NotNegative = Decimal(50)  # for TCP over one switch
 
 
 class ClusterTable(_Table):

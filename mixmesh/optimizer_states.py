@@ -13,4 +13,4 @@ class OptimizerStates(NamedTuple):
     beside: int = 0
 
 
-ADAM = OptimizerStates(2)  # of a job that names no optimizer, fused as ``runtime.optimizers`` has it
+ADAM = OptimizerStates(2)  # for a job that names no optimizer, fused as ``runtime.optimizers`` has it

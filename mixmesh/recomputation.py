@@ -18,7 +18,7 @@ from .ir.samples import draws_once
 from .rules import call_of
 
 Regions = tuple[tuple[int, ...], ...]
-MAX_LEVELS = 48  # of bytes held at a cut that are tried; equal layers have fewer
+MAX_LEVELS = 48  # limits of bytes held at a cut that are tried; equal layers have fewer
 
 
 def recomputed(program: Program) -> Program:
@@ -57,7 +57,7 @@ class _Live:
         self.program = program
         stale = updated_buffers(program)
         self.computations = [n for n in range(len(program.instructions)) if can_run_again(program, n, stale)]
-        self.root: dict[str, str] = {}  # of a view what it looks at
+        self.root: dict[str, str] = {}  # by view, the value that it looks at
         self.activations: set[str] = set()
         self.last: dict[str, int] = {}  # use of each value, and of what a view looks at
         last = self.last

@@ -41,11 +41,11 @@ class Case:
     chosen: bool
     predicted_s: float
     measured_s: float
-    spread_s: tuple[float, float]  # of the rounds: least and most
+    spread_s: tuple[float, float]  # among the rounds: least and most
     predicted_bytes: tuple[int, ...]
     measured_bytes: tuple[int, ...]
     emulation: str
-    drift: float = 1.0  # what a local step took beside the plans, over that beside the profile
+    drift: float = 1.0  # seconds of a local step beside the plans, over those beside the profile
 
     @property
     def time_error(self) -> float:

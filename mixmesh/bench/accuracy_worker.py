@@ -29,7 +29,7 @@ from mixmesh.testbed import enter_device
 
 ROUNDS = 4
 PLAN_S = 10.0  # about so long every plan is timed
-MAX_STEPS = 5  # of a round that count; one before them does not
+MAX_STEPS = 5  # in a round that count; one before them does not
 
 
 def profile_and_local_steps(job: str, cluster: str, out: str, budget_s: str) -> None:

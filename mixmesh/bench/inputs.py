@@ -11,7 +11,7 @@ LENGTH = 8  # tokens of a text
 VOCABULARY = 48
 IMAGE = 32  # pixels
 SOUND = 640  # samples of sound
-FRAMES = 32  # of a spectrogram
+FRAMES = 32  # in a spectrogram
 MEL_BINS = 16
 CLASSES = 2
 

@@ -152,7 +152,7 @@ def mixtral() -> Job:
             num_attention_heads=4, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=2,
         )
     )  # fmt: skip
-    # what the library sets for its own classes, and its fastest
+    # the library's settings for its own classes, and its fastest
     model.config._experts_implementation = "grouped_mm"
     return _language(model, samples=64, seq=64, words=1024, batches=DATA_BATCHES)
 

@@ -38,10 +38,10 @@ from ..testbed import PlainBed, enter_device, leave_device
 from ..trace import trace
 from . import jobs
 
-TIMEOUT_S = 600.0  # of a worker
+TIMEOUT_S = 600.0  # for a worker
 COLLECTIVE_TIMEOUT_S = 120.0
 LOCAL_STEPS = 6
-LAST_LINES = 12  # of what a rank wrote, shown if one fails
+LAST_LINES = 12  # the end of the output of a rank that fails, as it is shown
 
 
 def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ from .contest import OURS, Contest, Programs
 from .measure import cluster_text
 
 FIFO, DDP = "fifo", "ddp"
-DDP_BYTES = (2**20, 25 * 2**20)  # of the first bucket, and of the others
+DDP_BYTES = (2**20, 25 * 2**20)  # for the first bucket, and for the others
 TARGET = 1.08  # HeteroG's ordering alone gained 8 to 18 % over FIFO
 
 

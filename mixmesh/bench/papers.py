@@ -26,7 +26,7 @@ from .published import GPUS, HAP_COLLECTIVE_BYTES_PER_S, HAP_FIGURE_12, Publishe
 from .revision import revision
 
 LINKS = ("wire", "measured")
-TOLERANCE = 0.25  # of a published time: what differs more is marked
+TOLERANCE = 0.25  # share of a published time: rows that differ more are marked
 QUICK_GPUS = (8,)
 MACHINE_ALONE = "one machine"
 ANY_SIZE_BYTES = (2**12, 2**40)  # HAP gives a bandwidth, whatever the size
@@ -57,7 +57,7 @@ class Row:
     best_ratio: float | None
     bound_s: float | None  # that no plan is faster than
     baseline: str | None  # the fastest of those that a person would write by hand
-    speedup: float | None  # of the best plan over that baseline
+    speedup: float | None  # the best plan over that baseline
     over_data_parallel: float | None  # over the better of DP-EV and DP-CP: what HAP's own figure is over
     over_tuned: float | None
     most: float | None  # the largest speed-up over the baseline that any plan could have

@@ -35,7 +35,7 @@ from .placement_methods import LOCAL_METHODS, METHODS, MOST_S, Budget
 from .revision import revision
 
 CALLS = 1000  # strategies that each search may ask for
-SEEDS = 5  # of a tree search's chance
+SEEDS = 5  # for a tree search's random numbers
 DATA_PARALLEL = ("ddp-even", "ddp-proportional")
 BASELINES = (*DATA_PARALLEL, "single")
 SEARCHES = ("uniform", "tag", "heterog", "local")

@@ -19,7 +19,7 @@ from ..policies.seeds import judged_seeds
 from ..policies.tag import TagPriors, load
 from .placement_calls import Trace
 
-MOST_S = 120.0  # of one search
+MOST_S = 120.0  # for one search
 JUDGED = 2  # by the simulator, of each search
 
 

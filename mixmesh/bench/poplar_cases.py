@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ..cluster import Cluster
 
 STAGES = (0, 1, 2, 3)
-AS_FAST = 0.98  # of another's speed: what two measurements of one program may differ by
+AS_FAST = 0.98  # times another's speed: two measurements of one program may differ by as much
 MEMORY_TOLERANCE = 0.15
 FIRST_STEP = "first-step"  # the case's name
 FIRST_STEP_S = 90.0
@@ -94,7 +94,7 @@ SIMULATED = tuple(
 class Effort:
     """Every variant has ``rounds`` runs of ``steps`` that count, after ``WARMUP_STEPS`` that do not."""
 
-    profile_s: float  # of every case
+    profile_s: float  # for every case
     rounds: int
     steps: int
     stages: tuple[int, ...] = STAGES

@@ -33,7 +33,7 @@ from .training import Progress
 from .training_cases import Effort
 
 WIDTH = 1024  # h and f
-WITHIN = 0.25  # of the formula's batch
+WITHIN = 0.25  # share of the formula's batch
 SUMMED, FACTORS = "summed", "factors"
 
 

@@ -31,7 +31,7 @@ BUCKET_BYTES = 1e6
 ALL_REDUCE, LEVELS, SHARDED, SERVER, MIXED = "all_reduce", "levels", "sharded", "server", "mixed"
 DIRECT = "direct"
 DIRECT_BYTES = 2**14
-ABOUT_AS_FAST = 0.95  # of what is expected to be equal, on a machine that others use too
+ABOUT_AS_FAST = 0.95  # where both are expected to be equal, on a machine that others use too
 
 
 def ways(even: bool, graph: Graph, costs: CostModel) -> Mapping[str, Program]:

@@ -17,7 +17,7 @@ CLUSTERS: dict[str, str] = {
     "four": cluster_text("1", ("0.50",), ("0.35",), ("0.25",), ("0.20",)),
     "equal-four": cluster_text("1", ("0.30", "0.30"), ("0.30", "0.30")),
 }
-AS_FAST = 0.98  # of the best baseline's speed: what two measurements of one program may differ by
+AS_FAST = 0.98  # times the best baseline's speed: two measurements of one program may differ by as much
 PARALLEL = ("ddp-even", "ddp-proportional", "fsdp-even")
 ALL = ("single", "machine", *PARALLEL)
 
@@ -97,7 +97,7 @@ class Effort:
     """Every variant has ``rounds`` turns of about ``turn_s``, of at most
     ``max_steps`` steps. The losses of the first ``checked_steps`` are compared."""
 
-    profile_s: float  # of every case
+    profile_s: float  # for every case
     rounds: int
     turn_s: float
     max_steps: int

@@ -10,7 +10,7 @@ from .revision import revision
 from .training_cases import ALL, AS_FAST, Race, Sweep
 
 OURS = "auto"
-TUNED = "auto, tuned"  # of the plans that ``mixmesh tune`` has tried
+TUNED = "auto, tuned"  # the best of the plans that ``mixmesh tune`` has tried
 WITHOUT = "auto, without a pass"  # that the case names
 PADDED = " padded"
 EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
@@ -94,7 +94,7 @@ class RaceResult:
     shares: tuple[float, ...]
     tried: tuple[Tried, ...]
     measured: Measured
-    without: Timing | None = None  # of the plan for a graph made without one of the passes
+    without: Timing | None = None  # the plan for a graph made without one of the passes
 
     @property
     def better(self) -> tuple[Timing, ...]:

@@ -109,7 +109,7 @@ def take_turns(
         say(f"round {number + 1} of {rounds}")
         for name in steps:
             if count[name] > 1:
-                run(name, 1)  # what the last variant left in the caches
+                run(name, 1)  # warms caches that the last variant has filled
             step_s[name].append(run(name, count[name]))
     return step_s, losses
 

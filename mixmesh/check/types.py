@@ -34,7 +34,7 @@ def check_types(program: Program, where: str = "") -> None:
             many = f"{len(i.types)} result types"
             raise invalid(program, i, where, f"{i.op} gives {len(found)} results", str(len(found)), many)
         for name, printed, actual in zip(i.results, i.types, found):
-            # of what nobody reads, kernels on meta tensors need not know the size
+            # kernels on meta tensors need not know the size of a result that nobody reads
             if name is not None and actual is not None and actual != printed.value:
                 message = f"{i.op} gives another type"
                 raise invalid(program, i, where, message, str(actual), str(printed.value))

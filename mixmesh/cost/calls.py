@@ -60,7 +60,7 @@ def kinds_of(program: Program) -> Sequence[Kind | None]:
         rest = (grads, *takes, *map(id, i.types), *map(id, inputs))
         kind = by_identity.get((id(i.plain), *rest))
         if kind is None:
-            # of a program that was read, only types are shared
+            # a program that was read shares only its types
             parts = (id(plains.setdefault(i.plain, i.plain)), *rest)
             kind = by_identity.get(parts)
         if kind is None:

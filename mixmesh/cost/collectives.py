@@ -25,7 +25,7 @@ LEVELLED = {
 }
 FLAT = {levelled: name for name, levelled in LEVELLED.items()}
 DIRECT = "direct_all_reduce"  # every rank sends its addend to every other one, and adds up what it gets
-USUAL = {**FLAT, DIRECT: "all_reduce"}  # what the library does by itself, by what stands for it
+USUAL = {**FLAT, DIRECT: "all_reduce"}  # the library's own collective, by the name of another way to do it
 COLLECTIVES = (
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "send", *USUAL,
 )  # fmt: skip
@@ -34,9 +34,9 @@ COLLECTIVES = (
 # Elsewhere waking a thread takes some tens of microseconds, and NCCL's kernels wait without sleeping.
 EMULATED_HOP_S = 1e-3
 CPU_HOP_S = 5e-5
-MESSAGE_S = 5e-6  # what one more of several messages at once takes its sender: NCCL posts them in turn
+MESSAGE_S = 5e-6  # a sender takes this for each further message at once: NCCL posts them in turn
 NCCL_TREE_RATE = (
-    0.9  # of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
+    0.9  # share of the link's that NCCL's own model gives its trees (``busBw * .9``, src/graph/tuning.cc)
 )
 NCCL_MAX_SKEW = 2.0  # padding sends max/mean as much as needed; beyond this, one transfer per piece
 

@@ -50,7 +50,7 @@ def _operators(program: Program, costs: CostModel) -> Iterator[str]:
     estimated: dict[str, float] = {}  # operator -> seconds of the slowest call
     beyond: dict[int, tuple[float, str]] = {}  # instruction -> (times the measured range, text)
     estimated_calls = 0
-    # what packs small sums is planning's own, of a few kilobytes: no profile of the model can hold it
+    # planning packs small sums itself, a few kilobytes: no profile of the model can hold that
     packing = {packed.cat.result for packed in packed_sums(program)}
     for n, i in enumerate(program.instructions):
         if not is_computation(i) or i.op in VIEWS or i.results[0] in packing:

@@ -10,7 +10,7 @@ from .model import CostModel
 from .placed import Exchange
 
 SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
-MARGIN = 0.05  # of its seconds, by which a sum must be faster: less is noise
+MARGIN = 0.05  # share of its seconds by which a sum must be faster: less is noise
 
 
 def best_levels(costs: CostModel, ranks: Sequence[int] | None = None) -> Levels | None:

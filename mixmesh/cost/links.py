@@ -79,7 +79,7 @@ class Way:
         if size_bytes <= largest:
             return curve.at(size_bytes)
         beyond = seconds + self.link_s_per_byte * (size_bytes - largest)
-        # of one point's seconds nobody knows which part grows
+        # one point's seconds do not tell which part grows
         return beyond if len(curve.points) < 2 else max(curve.at(size_bytes), beyond)
 
 

@@ -31,7 +31,7 @@ VIEWS = frozenset(
         "split_with_sizes chunk slice.Tensor select.int unbind.int detach alias"
     ).split()
 )
-CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # of `mixmesh run` with PyTorch 2.13: working, idle
+CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
 GPU_CONTEXT_BYTES = 600 * 2**20
 GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 # With OVERLAPPED_ISSUE eager PyTorch issues the next kernels while a GPU computes: an operator takes the
@@ -39,7 +39,7 @@ GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 GPU_VIEW_S = 2e-6  # the issue of a view, which has no kernel
 GPU_KERNEL_S = 2e-6  # from the end of a kernel to the beginning of the next one's work
 CPU_LAUNCH_S = 4e-6  # dispatch of one operator on one full core
-EFFICIENCY = 0.5  # of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
+EFFICIENCY = 0.5  # share of the datasheet's peak that dense layers reach in practice (Poplar, HAP: 0.3-0.6)
 HALF = ("f16", "bf16")
 # seconds of operators bound by memory, forward and backward, over those of reading and writing what they are
 # given and give, by tensors of the data's size that are read and written: of moments the gradient is written
@@ -205,7 +205,7 @@ class CostModel:
             return estimate
         measured = measured_collective(self.cluster, self.profile.collectives, name, ranks)
         if measured is None and name in USUAL:
-            # what links were measured to do as the library does it they do in other ways too
+            # links measured by the library's own algorithm carry as much by others
             flat, usual = self.collective(USUAL[name], ranks), ring_fit(self.cluster, USUAL[name], ranks)
             latency_s = estimate.latency_s * _ratio(flat.latency_s, usual.latency_s)
             return CollectiveFit(latency_s, estimate.s_per_byte * _ratio(flat.s_per_byte, usual.s_per_byte))

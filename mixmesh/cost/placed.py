@@ -307,9 +307,9 @@ class Sheet:
         self.kinds = kinds_of(program)
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
-        self.factor_work_of: dict[int, int] = {}  # of one with sfb -> that of the weight's gradient
-        self.again_work_of: dict[int, int] = {}  # of one in a region -> of its second run, in the backward
-        self.wgrad_work_of: dict[int, int] = {}  # of one with wgrad -> that of the weight's gradient
+        self.factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
+        self.again_work_of: dict[int, int] = {}  # a computation in a region -> its second run
+        self.wgrad_work_of: dict[int, int] = {}  # a computation with wgrad -> that of the weight's gradient
         numbers: dict[tuple[int, Cut, str], int] = {}
 
         def number(times: int, cut: Cut, part: str, found: tuple[OpTime, ...]) -> int:

@@ -26,8 +26,8 @@ from .curve import Curve
 from .links import LinkMeasurement, measurement_of_fit
 
 FORMAT = 2
-MAX_BYTES = 256 * 2**20  # of a file: one line an operator, on every kind of device
-FIRST_SIZES_BYTES = (2**12, 2**24)  # what the lines of version 1 were fitted to
+MAX_BYTES = 256 * 2**20  # in a file: one line an operator, on every kind of device
+FIRST_SIZES_BYTES = (2**12, 2**24)  # the lines of version 1 were fitted to these
 # far from what any device or link has, and near enough that sums and products of them stay finite
 _NotNegative = Annotated[float, pydantic.Field(ge=0, le=1e9, allow_inf_nan=False)]
 _Positive = Annotated[float, pydantic.Field(ge=1e-12, le=1e15, allow_inf_nan=False)]
@@ -75,7 +75,7 @@ class _Device(pydantic.BaseModel, extra="forbid"):
     memory_constant_bytes: _Count
     step_scale: _Factor = 1.0
     slowdown: float = pydantic.Field(default=0.0, ge=0, le=1)
-    exchange_s_per_byte: _NotNegative = 0.0  # of older files: of any collective
+    exchange_s_per_byte: _NotNegative = 0.0  # in older files: for any collective
     host_s: dict[str, tuple[_NotNegative, _NotNegative]] = {}
     host_scale: _Factor = 1.0
     idle_constant_bytes: _Count | None = None

@@ -91,7 +91,7 @@ Sent = tuple[tuple[int, int, float], ...]  # from rank, to rank, share of the wh
 def sent_s_per_byte(cluster: Cluster, sent: Sent) -> dict[Link, float]:
     """As ``link_s_per_byte``, where ranks send each other what is ``sent``."""
     load: dict[Link, float] = defaultdict(float)
-    ways: dict[tuple[str, int], float] = defaultdict(float)  # of each device, within its machine
+    ways: dict[tuple[str, int], float] = defaultdict(float)  # for each device, within its machine
     for a, b, share in sent:
         here, there = cluster.machine_index_of(a), cluster.machine_index_of(b)
         if here == there:

@@ -27,7 +27,7 @@ from ..lazy import lazy
 from .placed import Exchange, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
-# what is on its way to the ranks that own it, or comes back from them, holds its buffer: the runtime has no
+# a gradient on its way to the ranks that own it, or back from them, holds its buffer: the runtime has no
 # more than this under way beside the newest
 IN_FLIGHT_BYTES = 32 * 2**20
 

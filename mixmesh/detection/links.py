@@ -17,7 +17,7 @@ NUM_PINGS = 20
 FIRST_BYTES = 2**18
 LARGEST_BYTES = 2**26
 LONG_ENOUGH_S = 0.05  # a message that takes so long tells the rate: latency is little of it
-MOST_PAIRS = 28  # of machines: above that, each machine is measured against the next ones only
+MOST_PAIRS = 28  # pairs of machines: above that, each machine is measured against the next ones only
 
 
 @dataclass(frozen=True)

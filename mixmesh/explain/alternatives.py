@@ -17,7 +17,7 @@ from .judge import Judge, Judged
 from .summary import summary_of
 from .views import Flat, Joined, Lowered, View, view_of
 
-SAME = 1e-6  # of a step: less is rounding
+SAME = 1e-6  # share of a step: less is rounding
 
 
 @dataclass(frozen=True)
@@ -182,13 +182,13 @@ class Question:
         """The best of some programs; None of none."""
         found = [self.judge.best(p) for p in dict.fromkeys(programs)]
         if found and not any(j.fits for j in found):
-            # what is not asked about may be stored in shards where memory is short
+            # other parameters may be stored in shards where memory is short
             stored = (self.view.in_shards(j.program) for j in tuple(found))
             found += [self.judge.best(p) for p in stored if p is not None]
         best = min(found, key=lambda j: j.key, default=None)
         if best is None:
             return None
-        # of a program in micro-steps, or of several ratios, no factors are gathered
+        # no factors are gathered in a program of micro-steps, or of several ratios
         if isinstance(self.view, Flat) and not self.judge.accumulates:
             factored = best_factors(best.program, self.costs, lambda p: self.judge.best(p).key)
             if factored is not None:

@@ -22,7 +22,7 @@ from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
 from ..synthesis.choices import P, R, code_of
 from .reasons import why_not
 
-PRICES = (None, *GRADIENT_PRICES)  # of a second of gradient sums; None is data parallelism
+PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient sums; None is data parallelism
 KEPT = "kept"  # in place of a price: everything else as in the plan
 Programs = dict[Hashable, Program]  # by price
 
@@ -55,7 +55,7 @@ class Place:
         ids = self.choices.ids
         self.values = tuple(ids[n] for n in names if n in ids)
         self.names, self.name = names, names[0]
-        if self.name not in ids:  # of a layer that is folded: another stands for it
+        if self.name not in ids:  # its layer is folded: another stands for it
             self.name = self.choices.names[self.values[0]]
         self.own = held_as(program, self.graph, names[0])
         self.kept = {ids[n]: code for n, code in all_held(program).items() if n in ids}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .alternatives import Alternative
 
 SHOWN = 3  # kinds of collectives in a sentence
-SAME = 1e-6  # of a step: less is rounding
+SAME = 1e-6  # share of a step: less is rounding
 
 
 def summary_of(alternatives: Sequence[Alternative], planned_s: float, num_tensors: int) -> str:

@@ -134,7 +134,7 @@ class Lowered(View):
         self.ratios = ratios_of(program)
         first = self.operators_of(names[0])
         self.ratio = next((self.ratios[o] for o in first if o in self.ratios), program.ratios[0][1])
-        # what stands in its place in layers under other ratios is left as it is
+        # the tensors in its place in layers under other ratios are left as they are
         names = tuple(n for n in names if n == names[0] or self.ratio in self.ratios_of(n))
         self.tensors = names
         others = [n for n in self.graph.nodes if self.ratios.get(operator_name(n)) != self.ratio]

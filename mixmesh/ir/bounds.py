@@ -8,8 +8,8 @@ from __future__ import annotations
 MAX_RANKS = 65_536
 MAX_INSTRUCTIONS = 100_000
 MAX_TEXT_BYTES = 64 * 2**20
-MAX_DEPTH = 8  # of lists within lists; arguments of operators have two
+MAX_DEPTH = 8  # lists within lists; arguments of operators have two
 MAX_DIMS = 64  # as in PyTorch
-MAX_INTEGER = 2**63 - 1  # what an operator takes
-MAX_ELEMENTS = 2**48  # of one tensor: sizes in bytes stay exact in floating point
-MAX_MICRO_STEPS = 65_536  # of one rank in one step
+MAX_INTEGER = 2**63 - 1  # the largest that an operator takes
+MAX_ELEMENTS = 2**48  # in one tensor: sizes in bytes stay exact in floating point
+MAX_MICRO_STEPS = 65_536  # for one rank in one step

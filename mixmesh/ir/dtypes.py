@@ -90,7 +90,7 @@ def half_dtypes(graph: Graph, computes_bf16: tuple[bool, ...]) -> tuple[tuple[st
         return ()
     if any(n.is_leaf or n.is_sink for n in computed) or graph.types[graph.loss].dtype == "bf16":
         return ()
-    # of any node, as what is made in f32 may be cast
+    # for any node, as a value made in f32 may be cast
     floating = (n for n in graph.nodes if any(t.is_floating for t in n.types))
     if any(LARGEST["f16"] < abs(a) <= LARGEST["bf16"] for n in floating for a in _numbers(n)):
         return ()

@@ -152,8 +152,8 @@ class Graph:
         return hashlib.sha256((text + self.loss).encode()).hexdigest()[:12]
 
 
-# what these make has no gradient, though it may be floating: PyTorch leaves the gradient of what it is made
-# of alone, and an optimizer does not even decay a parameter without one
+# results of these have no gradient, though they may be floating: PyTorch leaves the gradients of their inputs
+# alone, and an optimizer does not even decay a parameter without one
 # (tests/rules/test_differentiable.py holds it against PyTorch's table of derivatives)
 _POLYNOMIALS = (
     "chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w "

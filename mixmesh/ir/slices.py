@@ -18,7 +18,7 @@ def with_whole_rows(program: Program) -> Program:
     """The program in which parameters, buffers and what moves once per step are held whole by the ranks that
     use rows of them for their samples, each of which slices its own. The same object if there are none."""
     values = cut_between_samples(program)
-    slices: dict[str, str] = {}  # of leaves, which keep their names
+    slices: dict[str, str] = {}  # by leaf; leaves keep their names
     made: list[Instruction] = []
     for i in program.instructions:
         if not is_cut_without_samples(program, i, values):

@@ -37,7 +37,7 @@ def parse_program(text: str, where: str = "<program>") -> Program:
 class _Parser(Tokens):
     def __init__(self, text: str, where: str) -> None:
         super().__init__(text, where)
-        self.depth = 0  # of lists within lists
+        self.depth = 0  # lists within lists
         self.known_types: dict[TensorType, TensorType] = {}  # one object for equal ones
 
     def program(self) -> Program:
@@ -219,7 +219,7 @@ class _Parser(Tokens):
         value = ValueType(dtype, shape)
         if len(shape) > bounds.MAX_DIMS:
             self.fail(place, f"a tensor of {len(shape)} dims", f"at most {bounds.MAX_DIMS}")
-        # of what is empty too: where a size of 0 is summed away, the others remain
+        # also for empty values: where a size of 0 is summed away, the others remain
         if math.prod(size or 1 for size in shape) > bounds.MAX_ELEMENTS:
             self.fail(place, f"{value} is too large", f"at most {bounds.MAX_ELEMENTS} elements")
         place = self.token[2]

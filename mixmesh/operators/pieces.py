@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PIECE_BYTES = 2**21  # of what is worked on at a time on a CPU: it stays in the second-level cache
+PIECE_BYTES = 2**21  # worked on at a time on a CPU: it stays in the second-level cache
 HALF = (torch.float16, torch.bfloat16)
 
 

@@ -27,7 +27,7 @@ from ..cost.placed import Sheet, synchronised
 from ..ir import Program
 from .graph import Group, StepGraph, step_graph
 
-GAIN = 0.005  # of the estimated step, below which an order is not worth a simulation
+GAIN = 0.005  # share of the estimated step below which an order is not worth a simulation
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Played:
     end_s: float
 
 
-# of a task, when it is ready and when it could begin, in seconds: what is least is first
+# (when a task is ready, when it could begin), in seconds: the least is first
 Priority = Callable[[int, float, float], tuple]
 
 
@@ -55,7 +55,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
             missing[s] += 1
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
-    arrival = {t: [0.0 for _ in kinds] for t in tasks}  # of all that a task needs, by kind of rank
+    arrival = {t: [0.0 for _ in kinds] for t in tasks}  # when all that a task needs is there, by kind of rank
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
@@ -123,7 +123,7 @@ class Orders:
         played = play(self.graph, self._back(self.main), self.listed)
         back = [self.graph.backward(t) for t in reversed(played.order)]
         place = {n: float(k) for k, n in enumerate(back)}
-        # what no gradient passes comes no later than it stood
+        # a value that no gradient passes comes no later than it stood
         earliest = float(len(back))
         for n in reversed(self.main):
             earliest = min(earliest, place.setdefault(n, earliest - 0.5))

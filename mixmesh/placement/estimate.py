@@ -154,7 +154,7 @@ class Estimator:
         group, ranks, owners = self.space.groups[k], support(placed.ratio), placed.owners
         shares, class_of = self._shares(placed.ratio), self.costs.class_of
         size, states = group.param_bytes, self.optimizer_states.kept
-        # of the parameter itself every rank has all, of its gradient and the optimizer's state what it owns
+        # every rank has all of the parameter, and what it owns of its gradient and the optimizer's state
         owned = {r: size * (1.0 if owners is None else owners[r]) for r in ranks}
 
         def seconds(lines) -> By:

@@ -31,8 +31,8 @@ from ..synthesis.fold import find_runs
 from .strategy import Group, Grouping, Value
 
 NUM_GROUPS = 40
-IMBALANCE = 5.0  # of METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
-LEAST_OPERATORS = 4  # of a part, on average
+IMBALANCE = 5.0  # for METIS: the largest part over the mean; loose, as a cut matters more than balance (TAG)
+LEAST_OPERATORS = 4  # in a part, on average
 
 # fixed seconds, and those of the whole batch beside them: right for a device alone and for even shares
 Affine = tuple[float, float]
@@ -183,7 +183,7 @@ def silent() -> Iterator[None]:
     try:
         os.dup2(nowhere, 1)
         yield
-        ctypes.CDLL(None).fflush(None)  # what C has written is in its own buffer
+        ctypes.CDLL(None).fflush(None)  # C has written into a buffer of its own
     finally:
         os.dup2(kept, 1)
         os.close(nowhere)
@@ -207,7 +207,7 @@ def centres(piece: _Piece, parts: int) -> Sequence[int]:
             if labels[other] < 0:
                 labels[other] = labels[at]
                 waiting.append(other)
-    for n, label in enumerate(labels):  # what no path leads to joins what is before it
+    for n, label in enumerate(labels):  # an operator that no path leads to joins what is before it
         if label < 0:
             labels[n] = labels[n - 1] if n else 0
     return labels
@@ -238,7 +238,7 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
     params = {n.result: n for n in graph.params}
     group_of = {r: label for o, label in zip(operators, labels) for r in o.node.results if r is not None}
     members: dict[int, list[_Operator]] = {}
-    users: dict[str, dict[int, None]] = {}  # of values that leave their group
+    users: dict[str, dict[int, None]] = {}  # users of values that leave their group
     for o, label in zip(operators, labels):
         members.setdefault(label, []).append(o)
         for name in o.node.inputs:

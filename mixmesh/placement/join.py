@@ -103,7 +103,7 @@ class _Joining:
                 args = (i.args[0], Ref(f"{i.inputs[0]}.m{m}"))
                 self.out.append(replace(i, args=args))
             elif i.op == "output":
-                continue  # of all sets together, in the end
+                continue  # for all sets together, in the end
             elif i.results[0] in s.part.summed:
                 yield i.results[0]
             else:

@@ -84,7 +84,7 @@ def lower(program: Program, placed: Mapping[str, Placed]) -> Program:
 
 
 ranks_of = lru_cache(maxsize=4096)(support)  # asked for tens of times per operator
-Key = tuple[Placement, Ratio | tuple[int, ...]]  # of what is not cut, only who holds it matters
+Key = tuple[Placement, Ratio | tuple[int, ...]]  # for a value that is not cut, only its holders matter
 
 
 def key_of(placement: Placement, ratio: Ratio) -> Key:

@@ -238,7 +238,7 @@ class _Cutting:
             cut = self.cut(name)
             if cut is not None and i.op in DRAWS:
                 self.cuts[name] = cut
-        if i.op in SQUEEZES:  # of a part of one sample, that dim stays
+        if i.op in SQUEEZES:  # in a part of one sample that dim stays
             self.add(i, "aten.view", (Ref(i.inputs[0]), outs[0].shape))
             return
         args, kwargs = (i.args, i.kwargs) if rule.local is None else rule.local(local)

@@ -19,7 +19,7 @@ from .join import GATHERED, PADDED, Set
 from .part import Cut, Part, output_key
 
 OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a ratio of a set; without a name that of what it holds whole
-WHOLE, SAMPLES = ".whole", ".samples"  # what an input is on its way to a set
+WHOLE, SAMPLES = ".whole", ".samples"  # suffixes of an input on its way to a set
 
 
 def is_joined(program: Program) -> bool:

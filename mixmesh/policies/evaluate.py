@@ -13,7 +13,7 @@ from ..ratios import usable_bytes
 from ..simulator import Simulation, Timeline
 
 Actions = tuple[Action, ...]  # one per group, in the order of the groups
-Strategy = tuple[Placed, ...]  # what they come down to
+Strategy = tuple[Placed, ...]  # the placements that actions come down to
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from ..ratios import usable_bytes
 from .choices import Tables
 from .evaluate import Outcome
 
-PARTS = (1.0, 0.5, 0.25, 0.125)  # of the batch, at which times are looked at
+PARTS = (1.0, 0.5, 0.25, 0.125)  # shares of the batch at which times are looked at
 # widths of the rows of ``Features``
 GROUP, DEVICE, LINK, EDGE, SERVE = len(PARTS) + len(SYNCS) + 6, 8, 2, 1, len(PARTS) + 3
 CHOICE, HELD, PAIR = len(SYNCS) + 4, 2, 12
-MOST_MEMORY = 4.0  # of what is usable: more is as bad
+MOST_MEMORY = 4.0  # times what is usable: more is as bad
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Facts:
     def __init__(self, space: Space, optimizer_states: OptimizerStates, headroom: float) -> None:
         self.space, self.ranks = space, space.device_groups
         costs, cluster = space.costs, space.costs.cluster
-        firsts = [ranks[0] for ranks in self.ranks]  # of equal devices
+        firsts = [ranks[0] for ranks in self.ranks]  # the first of equal devices
         machines = [cluster.machine_of(r) for r in firsts]
         seconds = np.array([[_seconds(g, costs.class_of[r]) for r in firsts] for g in space.groups])
         self.scale_s = float(np.linalg.norm(seconds[:, :, 0].mean(1)))

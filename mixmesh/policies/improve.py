@@ -24,8 +24,8 @@ from ..placement import SYNCS, Action, Space
 from .evaluate import Actions, Outcome
 from .moves import Moves
 
-ADVISED = 0.6  # of the changes, the rest is by chance
-ANYWHERE = 0.05  # of probability, to change a group where the policy would not
+ADVISED = 0.6  # share of the changes, the rest is by chance
+ANYWHERE = 0.05  # probability to change a group where the policy would not
 MOST_OTHERS = 6  # strategies of which parts are taken over
 ASKED_AGAIN = 1.003  # times as fast as when the policy was asked last: it is asked again
 

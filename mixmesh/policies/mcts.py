@@ -33,7 +33,7 @@ Priors = Callable[[int, Actions, Outcome], Advice | None]
 OUT_OF_MEMORY = -1.0
 EXPLORE = 0.1
 EXPLORE_ADVISED = 0.25  # advice is to be followed for longer where the first gains were made without it
-EVEN = 0.25  # of the probability is spread evenly: wrong advice must not keep a search from looking
+EVEN = 0.25  # share of probability spread evenly: wrong advice must not keep a search from looking
 REFINED = 3  # times at most that a policy is asked of its own strategy before the first playout
 PLAYOUTS_PER_CALL = 30  # most of them, where strategies repeat
 
@@ -62,7 +62,7 @@ class Node:
     decided: tuple[Action, ...]
     value: float
     outcome: Outcome
-    strategy: Actions  # what was judged; before any choice, data parallelism
+    strategy: Actions  # the one that was judged; before any choice, data parallelism
     choices: tuple[Action, ...] = ()  # in the order ``mixed`` of the space's
     mixed: np.ndarray = field(default_factory=lambda: np.empty(0))
     prior: np.ndarray = field(default_factory=lambda: np.empty(0))

@@ -23,14 +23,14 @@ from ..workloads.images import Classifier
 from ..workloads.language import LanguageModel
 from ..workloads.layers import Layer
 
-CONTEXT_BYTES = 2**30  # of every device, beside what a model needs
+CONTEXT_BYTES = 2**30  # on every device, beside what a model needs
 MAX_DEVICES = 16
 
 
 @dataclass(frozen=True)
 class Model:
     graph: Graph
-    need_bytes: float  # of parameters with all that belongs to them, and of activations, on one device
+    need_bytes: float  # for parameters with all that belongs to them, and for activations, on one device
 
 
 # a list of its own: problems of one seed stay the same when the catalogue grows

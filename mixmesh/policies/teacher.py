@@ -22,7 +22,7 @@ from .seeds import everywhere
 
 ROUNDS = ((14, 60), (4, 200), (1, 900))  # so many searches, each for so many tries more
 FREE = 900  # tries of the last search
-CLOSE = 1.01  # of the best one's seconds: as good, for what is taught
+CLOSE = 1.01  # times the best one's seconds: as good, for teaching
 PASSED = 1.002  # times as fast: a new state of the search, to learn from
 
 
@@ -44,7 +44,7 @@ class Lesson:
 class _Search:
     strategy: Actions
     outcome: Outcome
-    seen: dict = field(default_factory=dict)  # of strategies that were close to the best when they were tried
+    seen: dict = field(default_factory=dict)  # strategies that were close to the best when they were tried
     passed: list[Actions] = field(default_factory=list)
     passed_s: float = float("inf")
 

@@ -42,13 +42,13 @@ from .seeds import best_alike, everywhere, judged_seeds
 from .tag import Policy, TagPriors
 from .teacher import Lesson, lessons
 
-HEADROOM = 0.05  # of memory, as in planning
+HEADROOM = 0.05  # share of memory, as in planning
 PER_MODEL = 3  # clusters of each model
 LEARNED_FROM = 1.5  # times the seconds of the best lesson's: others teach a first choice that nobody makes
 MIXED = 2  # states of each lesson, beside that in which all groups copy the first
 PASSED = 4  # states that searches came by, of each problem
 FOLLOWED, STEPS = 2, 2  # first choices after which the policy is followed, and how far where none is made
-STRAY = 0.05  # of the groups of a state are anything
+STRAY = 0.05  # share of the groups of a state that are anything
 SOFT = 0.01  # first choices whose best step is longer by this part have 1 / e of the probability
 SOFT_BEST = 0.003  # the same of strategies after one first choice
 BATCH, EPOCHS_BEFORE, EPOCHS, LEARNING_RATE = 16, 3, 8, 2e-3

@@ -22,7 +22,7 @@ from ..runtime.data import own_rows, own_samples, shard_batches
 from ..runtime.first_rank import from_first_rank
 from .alike import same_on_all
 
-BATCHES_PER_MESSAGE = 64  # of indices: one message for many steps, and none that grows with the data set
+BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
 PROBED_ROWS = 8  # enough that lengths differ, if they do
 KEPT_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",

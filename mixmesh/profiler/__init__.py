@@ -34,7 +34,7 @@ from .rest import measure_rest
 from .steps import measure_steps
 
 OPERATORS_SHARE = 0.3  # at least
-LINKS_SHARE = 0.27  # of the budget, beside some seconds for links and computing together
+LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
 
 
 def profile(

@@ -17,7 +17,7 @@ import torch
 from ..runtime.allocator import give_back
 from ..testbed.system import die_with
 
-# what PyTorch's CPU allocator says: its errors have no type of their own
+# the message of PyTorch's CPU allocator: its errors have no type of their own
 NO_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 
 

@@ -8,7 +8,7 @@ import sys
 
 from ..errors import MixmeshError
 
-# what ``mixmesh run`` imports, a process group, and every library once: the matrix products and convolutions
+# imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
 PROGRAM = """
 import os

@@ -29,14 +29,14 @@ from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
 RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
-DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # of sums that are fast where they are small
+DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast where they are small
 SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
 BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
 BUCKET_SHARE = 0.7
 WIDTH = 64  # floats in a row of the tensors that are moved
-MEMORY_SHARE = 1 / 32  # of the smallest device, that a tensor may take: some algorithms hold several
+MEMORY_SHARE = 1 / 32  # share of the smallest device that a tensor may take: some algorithms hold several
 QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
-# what a case's seconds count for when the cheapest is chosen: training's own collectives come far first
+# weights of a case's seconds when the cheapest is chosen: training's own collectives come far first
 VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
 ALGORITHMS = {
     "all_gather": tuple(collectives.ALL_GATHER),

@@ -38,11 +38,11 @@ from .children import Outcome, attempt_on
 from .steps import tensors_of
 
 STAGES = (0, 1, 2, 3)
-MAX_PASSES = 4  # of a stage
+MAX_PASSES = 4  # in a stage
 ENOUGH = 1.1  # a micro-batch that might be so much larger is not worth another pass
-HEADROOM = 0.05  # of a device's memory that is left free, as the planner leaves it
-LACKED = 0.1  # of the room, by a pass that ran out of memory
-STEPS = 3  # of a pass: on a CPU the heap grows with the first ones
+HEADROOM = 0.05  # share of a device's memory that is left free, as the planner leaves it
+LACKED = 0.1  # share of the room, by a pass that ran out of memory
+STEPS = 3  # in a pass: on a CPU the heap grows with the first ones
 PASS_S = 180.0
 
 
@@ -258,7 +258,7 @@ def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:
 def written_tensors() -> Iterator[None]:
     """Fills what pretended collectives leave empty: memory counts only when it is written to."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are not deterministic
+        warnings.simplefilter("ignore")  # about operators that are not deterministic
         before = torch.are_deterministic_algorithms_enabled()
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:

@@ -35,8 +35,8 @@ from .meter import Meter
 LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
 LEAST = 1 / 16  # the same, of a small micro-batch
 EVICTED_BYTES = 8 * 2**20  # written before each run of one: about what the rest of a pass goes through
-COPIES = 5  # of an operator's inputs and outputs, that it takes with its gradients and what it works with
-FILLED = 0.9  # of a device's memory
+COPIES = 5  # copies of inputs and outputs that an operator takes, with its gradients and what it works with
+FILLED = 0.9  # share of a device's memory
 
 
 def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
@@ -104,7 +104,7 @@ class Bench:
             return True
         allowed = FILLED * self.memory_bytes - size_bytes
         if resident_bytes() > allowed:
-            give_back()  # what the operators before have left in the heap
+            give_back()  # frees what the operators before have left in the heap
         return resident_bytes() <= allowed
 
 

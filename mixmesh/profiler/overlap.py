@@ -20,7 +20,7 @@ from ..runtime.comm import Channel, Comm
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
 
-WINDOW_S = 0.3  # of computing alone, and about as long beside communication
+WINDOW_S = 0.3  # for computing alone, and about as long beside communication
 ROUNDS = 3
 BUCKET_BYTES = (2**12, 2**22)
 PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
@@ -29,7 +29,7 @@ BESIDE_S = 0.06  # a collective that the many bytes are sent by takes no longer
 REPEATS = 5
 MAX_SUMS = 64  # one after the other, at most
 PIECES = 16  # gradients in a bucket
-SIDE = 160  # of the matrices that are multiplied meanwhile
+SIDE = 160  # size of the matrices that are multiplied meanwhile
 
 
 def measure_overlap(
@@ -183,5 +183,5 @@ def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, oth
 
     once()
     found = [once() for _ in range(REPEATS)]
-    # what other threads take is a difference of two clocks, and never less than it needs
+    # the time of other threads is a difference of two clocks, and never less than they need
     return min(found) if others else statistics.median(found)

@@ -21,7 +21,7 @@ from .children import attempt_on
 from .meter import REPEATS, Meter
 
 FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
-TRIAL_S = 60.0  # of a first step
+TRIAL_S = 60.0  # for a first step
 LEAST_STEPS = 6
 
 
@@ -46,7 +46,7 @@ def measure_steps(
     """
     device = meter.device
     clock = Meter(device, emulated=False)
-    give_back()  # what measuring operators left in the heap
+    give_back()  # frees what measuring operators left in the heap
     model = job.model.to(device)
     make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
     optimizer = make(model.parameters())

@@ -92,7 +92,7 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
     left, right = [[] for _ in source], [[] for _ in target]
     sizes: dict[str, int] = {}
     i = j = 0
-    a = b = 1  # what is left of the current dims
+    a = b = 1  # sizes left of the current dims
     whole = False  # the two sides step differently here: until they meet again, no dim keeps its order
 
     def emit(size: int, *places: list[str]) -> None:

@@ -26,7 +26,7 @@ Facts = dict[str, str]  # by what it is of, a value short enough to be shown
 COMPARED_STEPS = 3  # training steps whose batches are compared
 POLL_S = (0.005, 0.2)  # at first and at last
 NOTICE_S = 10.0
-HASHED_BYTES = 64 * 2**20  # of one tensor
+HASHED_BYTES = 64 * 2**20  # at most, from one tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
     "seed": "parallelize(..., seed=...) with one number on all ranks",

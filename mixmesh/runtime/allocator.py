@@ -21,7 +21,7 @@ from pathlib import Path
 from ..cost.memory.walk import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
-TRIM_ABOVE = 1.0  # of what was planned, which has room for what a step more may add
+TRIM_ABOVE = 1.0  # times what was planned, which has room for what a step more may add
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 

@@ -255,7 +255,7 @@ def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
     dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # of what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
+    gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
 
 
 def release_last_tensors() -> None:

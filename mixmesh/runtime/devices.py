@@ -16,7 +16,7 @@ from ..errors import PlanError
 from ..plan_devices import PlannedDevice
 from ..units import size_text
 
-# what the driver and ECC keep of a card's nominal memory, as the catalogue's own comparison allows
+# share of a card's nominal memory that the driver and ECC keep, as the catalogue's own comparison allows
 MEMORY_TOLERANCE = 0.12
 
 

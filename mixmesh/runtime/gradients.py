@@ -238,7 +238,7 @@ class GradientReducer:
         progress = self._progress
         for handle in taken.handles:
             handle.wait()
-        for n in progress.whole:  # of another loss of this pass
+        for n in progress.whole:  # from another loss of this pass
             for p in self._buckets[n]:
                 self._summed.discard(id(p))
                 if not self._first[id(p)]:

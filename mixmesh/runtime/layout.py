@@ -77,7 +77,7 @@ class Step:
     kind: str
     src: Layout
     dst: Layout
-    ranks: tuple[int, ...] = ()  # who communicates; empty for a local step
+    ranks: tuple[int, ...] = ()  # that communicate; empty for a local step
 
 
 def layout(program: Program, t: TensorType) -> Layout:

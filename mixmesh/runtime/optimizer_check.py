@@ -24,7 +24,7 @@ from .layout import Layout
 from .shard_tensor import ShardTensor, Whole, shard
 from .shards import Stored
 
-TRIAL_SIZE = 4  # of every dim of the parameters that a step is tried on
+TRIAL_SIZE = 4  # size of every dim of the parameters that a step is tried on
 
 
 def check_optimizer(

@@ -107,7 +107,7 @@ def step_on_pieces(optimizer: optim.Optimizer, holders: tuple[int, ...] | None, 
 
     @wraps(kernel)
     def on_pieces(self, closure=None, **kwargs):
-        self._opt_called = True  # what a learning rate scheduler looks for
+        self._opt_called = True  # a learning rate scheduler looks for it
         seeing = _seeing_shards(closure)
         with Off():
             if takes_part:

@@ -30,7 +30,7 @@ class TakenOver(torch.Tensor):
     """A parameter or buffer of a model that ``parallelize`` took over: its shape, and no values."""
 
     was: type
-    heir: weakref.ref  # of the tensor that the parallel model shows
+    heir: weakref.ref  # the tensor that the parallel model shows
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

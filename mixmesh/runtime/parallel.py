@@ -171,7 +171,7 @@ def _take(
         if not isinstance(whole, TakenOver):
             take_over(whole, shown)
     if comm.device.type == "cpu":
-        trim_heap(0)  # what setting up took
+        trim_heap(0)  # returns memory that setting up took
     return parallel
 
 

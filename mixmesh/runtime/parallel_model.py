@@ -78,8 +78,8 @@ class Runtime:
     compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
     owned: dict[str, Owned]  # by every name
     wholes: WholeParams
-    seed: Tensor  # of the loss's gradient: the last one
-    planned_bytes: int  # what this process may hold as planned; 0 where that is not known
+    seed: Tensor  # the last gradient of the loss
+    planned_bytes: int  # that this process may hold as planned; 0 where that is not known
     params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
     reducer: GradientReducer
     loss_sum: LossSum
@@ -155,7 +155,7 @@ class ParallelModel(Face):
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
-        # what a rank sees to be wrong by itself it says before it waits for others
+        # a rank reports errors that it sees by itself before it waits for others
         form = run.forms.form(tensors, args, kwargs, training=self.training)
         steps = form.steps
         if steps is not None and steps.is_pipeline:
@@ -232,7 +232,7 @@ class ParallelModel(Face):
             if learns and number + 1 < len(steps.sizes):
                 with run.reducer.summing(steps.sums):
                     self._rooted(own, _Forward(local, tokens, own)).backward(run.seed)
-                del local, tokens  # what is left of its graph must not live beside the next one
+                del local, tokens  # the rest of its graph must not live beside the next one
             del part
         run.random.micro_step = 0
         earlier = None
@@ -324,7 +324,7 @@ class ParallelModel(Face):
         for size in set(steps.sizes) if steps else (None,):
             self._compiled(size=size)  # not in the first step that is measured
 
-        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # of copies the first
+        result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # the first of copies
 
         def channel_of(channel, bucket, size_bytes):
             ranks = bucket.ranks if bucket.cells else ()

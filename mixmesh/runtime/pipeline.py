@@ -39,7 +39,7 @@ class Transfer:
     """One move between stages, as it is in every micro-step: pieces of ``counts`` elements, per rank, along
     the dim that is cut."""
 
-    instruction: Instruction  # of a micro-batch
+    instruction: Instruction  # for a micro-batch
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     counts: tuple[int, ...]
@@ -144,7 +144,7 @@ class Stage:
                 sent += [t.pass_on(comm, handed[t.name].detach()) for t in self.outgoing]
                 if learns:
                     kept[k] = _Kept(received, [handed[t.name] for t in returning], loss)
-                del received, by_key, loss, handed  # what is kept goes with its backward pass
+                del received, by_key, loss, handed  # kept values go with their backward pass
             while sent and sent[0].is_ready():
                 sent.popleft().wait()
         for handle in sent:

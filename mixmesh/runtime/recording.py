@@ -26,7 +26,7 @@ from ..timeline import Event, Timeline, communication_s, durations, gradient_nam
 from .comm import Channel, Comm
 from .first_rank import everyones
 
-SYNCHRONISATIONS = 15  # of the clocks: one barrier each
+SYNCHRONISATIONS = 15  # between clocks: one barrier each
 PERIOD = "optimizer"  # a timeline lasts from one of these to the next
 
 
@@ -72,7 +72,7 @@ class Recorder:
         self.clock = Clock(comm.device)
         self.rank = comm.rank
         self._spans: list[_Span] = []
-        self._backward: _Span | None = None  # of the instruction whose backward is running
+        self._backward: _Span | None = None  # for the instruction whose backward is running
         self._without_future: dict[int, Callable[[], None]] = {}  # by the identity of what is under way
 
     # computation
@@ -223,7 +223,7 @@ class RecordedChannel(Channel):
     in_backward: str
     op: str
     size_bytes: int | None
-    last: list[_Span] = field(default_factory=list)  # what it did last, if anything
+    last: list[_Span] = field(default_factory=list)  # its last activity, if any
 
     def title(self) -> str:
         return self.name if torch._C._current_graph_task_id() == -1 else self.in_backward

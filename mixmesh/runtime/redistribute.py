@@ -52,7 +52,7 @@ class Redistribution:
     algorithm: str | None = None
     gradient_algorithm: str | None = None
     direct: bool = False  # whether sums go from each rank to each other one
-    purpose: str = "data"  # of the process group
+    purpose: str = "data"  # the process group's
     sent: Callable[[], object] | None = None  # called when its gradient is on its way
 
     @lazy

@@ -27,7 +27,7 @@ COMBINE: dict[str, tuple[Callable[[Tensor, float], Tensor], float]] = {
     "max": (lambda x, _: x.amax(0), -math.inf),
     "min": (lambda x, _: x.amin(0), math.inf),
 }
-# what is known of a number without asking the other ranks
+# facts about a number known without asking the other ranks
 _OWN = frozenset(("to", "float", "double", "detach", "clone", "cpu", "cuda", "reshape", "view"))
 _GETTERS = frozenset(("device", "dtype", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout"))
 

@@ -102,7 +102,7 @@ class ShardTensor(torch.Tensor):
     def __create_chunk_list__(self) -> list:
         from . import shard_files
 
-        _written(self)  # what is asked for by chunks will be loaded
+        _written(self)  # pieces that are asked for by chunks will be loaded
         return shard_files.chunks(self._piece())
 
     def __get_tensor_shard__(self, _index: Any) -> Tensor:

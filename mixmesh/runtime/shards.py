@@ -29,7 +29,7 @@ class Stored:
     shape: tuple[int, ...]
     dtype: torch.dtype
     held: Layout
-    copies: tuple[Layout, ...] = ()  # of which ``held`` is one, of a tensor that has several
+    copies: tuple[Layout, ...] = ()  # all layouts of a tensor that has several; ``held`` is one of them
     counting: int | None = None  # the rank whose tensor counts, where each has its own
 
     def at(self, rank: int) -> Stored:

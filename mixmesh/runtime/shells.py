@@ -22,7 +22,7 @@ from ..trace.compiled import DYNAMO
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original
 _OWN = frozenset({*nn.Module().__dict__, "forward", "__call__", "_compiled_call_impl", "_orig_mod"})
-# what modules of a parallel model take from nn.Module whatever the original makes of it: names and values are
+# modules of a parallel model take these from nn.Module, whatever the original does: names and values are
 # those of the program
 _OF_STATES = ("get_extra_state", "set_extra_state", "_save_to_state_dict", "_load_from_state_dict")
 _OF_THE_WHOLE = (
@@ -36,7 +36,7 @@ _REFUSED = ("generate", "save_pretrained", "push_to_hub")
 class Shell(nn.Module):
     """A module within a parallel model."""
 
-    # of a class that makes them of its tensors (torchmetrics), which a shell does not have
+    # where a class makes them of its tensors (torchmetrics), which a shell does not have
     __hash__ = object.__hash__
     __eq__ = object.__eq__
 
@@ -115,7 +115,7 @@ def _reserved(kind: type) -> frozenset[str]:
 
 @lru_cache
 def _class_of(original: type) -> type:
-    if issubclass(original, Shell):  # of a copy
+    if issubclass(original, Shell):  # a copy's class
         return original
     return _derived(Shell, original, {name: getattr(nn.Module, name) for name in _OF_STATES})
 

@@ -164,7 +164,7 @@ def train(
     parallel.check_planned(job.batch)
     comm = parallel.comm
     batches = own_batches(job, plan, comm.rank, epochs)
-    del job, model  # what this rank does not need of them is let go of
+    del job, model  # frees what this rank does not need of them
     on_start()
     dist.barrier()
     step_s: list[float] = []

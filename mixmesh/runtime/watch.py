@@ -274,7 +274,7 @@ def _fields(error: MixmeshError) -> dict:
     }
 
 
-_of_process: list[tuple[object, Watch]] = []  # of one default group; empty before the first
+_of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
 
 
 def watch_of_process(heartbeat_s: float) -> Watch | None:

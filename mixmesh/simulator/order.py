@@ -143,7 +143,7 @@ class Backward(Order):
 
     def event(self, at: int) -> tuple[str, str]:
         count = len(self.program.instructions)
-        if at < -count:  # of a weight, as far below
+        if at < -count:  # a weight's, as far below
             name, op = super().event(~at - count)
             return wgrad_name(name), op
         if at < 0:  # a second run, by the complement of the instruction's index
@@ -160,7 +160,7 @@ class Backward(Order):
         beside: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
         for n, at in beside_points(program).items():
             beside.setdefault(at.collective, []).append(n)
-        self.returning: set[str] = set()  # what goes back to a place that is still to come
+        self.returning: set[str] = set()  # values that go back to a place that is still to come
         self.gathered: set[str] = set()  # factors
         coming: set[str] = set()
         for n in range(len(program.instructions), -1, -1):

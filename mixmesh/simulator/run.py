@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .simulation import Simulation
 
 
-# of a run, what changes while it goes on without events, beside numbers
+# the parts of a run that change while it goes on without events, beside numbers
 MOVING = "arriving busy carrying clock free has_gradients paced ready served under_way".split()
 
 

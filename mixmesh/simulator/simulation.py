@@ -322,7 +322,7 @@ class Simulation:
             self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
         name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
         alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
-        # what its seconds hold of the computing threads is counted there, slower
+        # the part of its seconds that takes the computing threads is counted there, slower
         lag_s = exchange.lag_s(self.costs)
         seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
         # where a collective was measured to be faster than the cluster file allows, it holds no link longer

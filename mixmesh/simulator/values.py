@@ -21,7 +21,7 @@ class Call:
     channel: int
     seconds: float
     links: tuple[tuple[int, float], ...]  # by number, seconds for which it occupies each
-    longest: float  # of these
+    longest: float  # among these
     yields: bool  # a gradient sum, which nobody waits for soon
     host: tuple[float, ...]  # per rank of the exchange: half of what it costs the computing thread, or empty
     beside: tuple[float, ...]  # the same of the threads that communicate, where devices rest
@@ -36,7 +36,7 @@ class Step(NamedTuple):  # made by the thousand, in a third of a frozen dataclas
     awaited: str = ""  # a value on its way
     call: Call | None = None
     name: str = ""
-    value: str = ""  # what the call brings, awaited later; empty if it never is
+    value: str = ""  # the result of the call, awaited later; empty if it never is
     taken_in: tuple[int, str] | None = None  # at the end of the pass: (work of the product or -1, name)
     point: float | None = None  # gradients are complete here
     used: str = ""  # an owned parameter, brought up to date by now

@@ -40,7 +40,7 @@ class Bound:
         self._below: list[list[tuple[int, Vector]]] = [[] for _ in range(steps.count)]
         self._one: dict[tuple[int, int], Vector] = {}
         self._converted: dict[tuple[int, int, float, int], list[tuple[int, float]]] = {}
-        self._codes: list[int] = [0] * steps.count  # of a step's parent that an option of it needs, at most
+        self._codes: list[int] = [0] * steps.count  # most codes of a step's parent that an option needs
         self._held: dict[tuple[int, int], dict[int, Vector]] = {}  # by value and children, then mask
         self._remaining: list[dict[int, Vector]] = [{} for _ in range(steps.count + 1)]
         self._ahead: dict[int, list[tuple[int, dict[int, Vector], int, int]]] = {}

@@ -74,7 +74,7 @@ class Choices:
         self.steps: tuple[Node, ...] = tuple(n for n in graph.nodes if not n.is_leaf)
         self.inputs = tuple(n.inputs for n in self.steps)
         self.values = tuple(tuple(self.ids[name] for name in names) for names in self.inputs)
-        self.options: dict[tuple, tuple] = {}  # of problems, by what they depend on
+        self.options: dict[tuple, tuple] = {}  # for problems, by what they depend on
         self._strategies: dict[tuple, tuple[Strategy, ...]] = {}
         self._times: dict[tuple, tuple[OpTime, ...]] = {}
         self.times: list[tuple[OpTime, ...]] = []  # per step and device class; () for an update or an output

@@ -129,7 +129,7 @@ class _Program:
     def __init__(self, problem: Problem, steps: Steps, known_s: float) -> None:
         self.problem, self.steps, self.known_s = problem, steps, known_s
         self.model = _Model()
-        # what makes a value held, and as what from when on: (column, mask, time)
+        # columns that make a value held, as what, and from when on: (column, mask, time)
         self.holds: dict[int, list[tuple[int, int, Time]]] = {}
         self.options: list[list[int | None]] = []
         classes = range(len(problem.classes))

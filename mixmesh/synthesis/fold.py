@@ -85,7 +85,7 @@ def fold(graph: Graph) -> Fold:
         away = (run.count - KEPT) * run.period
         gone = range(run.start + 3 * run.period, run.start + (run.count - 1) * run.period)
         dropped.update(gone)
-        # what the last block takes from those before it, it now takes from as many before it
+        # values that the last block takes from those before it now come from as many before it
         for step in range(run.start + away, run.start + away + 3 * run.period):
             if step in gone:
                 for name, there in zip(steps[step].results, steps[step - away].results):

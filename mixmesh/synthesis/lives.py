@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .choices import Choices
 
-BITS = 16  # of a mask: R, P and up to 14 dims
+BITS = 16  # in a mask: R, P and up to 14 dims
 
 Shifts = tuple[tuple[int, int], ...]  # pairs of a shift before a step and one after it
 

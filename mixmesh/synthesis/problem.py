@@ -89,7 +89,7 @@ class Problem:
         forced: Mapping[int, int] | None = None,
     ) -> None:
         self.choices = choices or Choices(graph, costs, rules, units)
-        # of the whole graph's repeated blocks, those that were kept; a step counts as often as its weight
+        # the kept ones of the whole graph's repeated blocks; a step counts as often as its weight
         self.graph, self.weights = self.choices.graph, self.choices.fold.weights
         self.costs, self.ratio = costs, ratio
         self.prices = prices or Prices()

@@ -18,7 +18,7 @@ from mixmesh.errors import TestbedUnavailable
 
 COMPUTE_VARIABLE = "MIXMESH_COMPUTE_TASKS"
 FREE_VARIABLE = "MIXMESH_FREE_TASKS"
-EMULATED_VARIABLE = "MIXMESH_EMULATED"  # what is emulated, and how: another cluster has another value
+EMULATED_VARIABLE = "MIXMESH_EMULATED"  # says what is emulated, and how: another cluster has another value
 MEMORY_PEAK_VARIABLE = "MIXMESH_MEMORY_PEAK_FILE"
 
 

@@ -26,7 +26,7 @@ from mixmesh.testbed.result import RankResult
 from mixmesh.testbed.system import CommandFailed, enter_machine, start_time
 
 MASTER_PORT = 29500  # a new namespace has every port free; below the range of outgoing connections
-MAX_LOAD = 0.8  # of all cores: beyond it devices steal from each other
+MAX_LOAD = 0.8  # share of all cores: beyond it devices steal from each other
 
 
 class Testbed(Bed):

@@ -11,7 +11,7 @@ import os
 
 from mixmesh.testbed.system import command
 
-LIMIT_BYTES = 64_000_000  # of the queue: senders wait instead of losing packets
+LIMIT_BYTES = 64_000_000  # in the queue: senders wait instead of losing packets
 MTU = 1500
 
 
@@ -73,7 +73,7 @@ class Network:
             command("tc", "-n", namespace, "qdisc", "replace", "dev", port, "root", "tbf", *bucket)
 
     def _sysctl(self, namespace: str, key: str, value: object) -> None:
-        # what this kernel does not have is left as it is
+        # settings that this kernel does not have are left out
         script = f"test ! -e /proc/sys/{key} || echo {value} > /proc/sys/{key}"
         command("ip", "netns", "exec", namespace, "sh", "-c", script, check=False)
 

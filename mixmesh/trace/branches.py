@@ -55,7 +55,7 @@ class _Paths(TorchFunctionMode):
             raise Undecided(site) from error
         if isinstance(value, bool) or site in self.taken:
             return value
-        raise Undecided(site)  # of item(): a number known only at run time
+        raise Undecided(site)  # by item(): a number known only at run time
 
 
 def _site() -> Site:

@@ -303,8 +303,8 @@ def _quiet() -> Iterator[None]:
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
-TIED = "expected compiled_fn to be GraphModule"  # of inputs that share memory and are updated
-# what PyTorch says -> what to do about it
+TIED = "expected compiled_fn to be GraphModule"  # said of inputs that share memory and are updated
+# PyTorch's message -> the remedy
 HINTS = (
     ("GuardOnDataDependent", BRANCH_HINT),
     ("data-dependent", BRANCH_HINT),

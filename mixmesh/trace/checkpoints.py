@@ -16,7 +16,7 @@ from typing import Any
 from torch.utils import checkpoint as checkpoints
 
 _NUMBER = re.compile(r'File "<checkpoint (\d+)>"')
-_DISABLED = "__dynamo_disable"  # what torch runs in place of a function that it does not compile
+_DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it does not compile
 
 
 def region_of_stack(text: str | None) -> int | None:

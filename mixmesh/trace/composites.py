@@ -10,7 +10,7 @@ from torch.export.exported_program import _get_decomp_for_cia
 
 from .schema import op_name
 
-MAX_ROUNDS = 4  # of composites made of composites
+MAX_ROUNDS = 4  # composites may be made of composites
 
 
 def with_known_operators(program: ExportedProgram, known: Container[str]) -> ExportedProgram:

@@ -58,7 +58,7 @@ class _Converter:
         self.model = model
         self.names = Names()
         self.nodes: list[Node] = []
-        # what an fx node stands for: one value, or several with None for those that nobody uses
+        # the values of an fx node: one, or several with None for those that nobody uses
         self.values: dict[fx.Node, str | tuple[str | None, ...]] = {}
         self.leaf_of: dict[tuple[str, str], str] = {}
         parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -9,7 +9,7 @@ from .build import Builder, Rule
 from .dtypes import TORCH_DTYPE
 from .schema import bound
 
-MAX_SPAN = 2**53  # of integers that a uniform number in f64 tells apart
+MAX_SPAN = 2**53  # integers that a uniform number in f64 tells apart
 
 
 def randint(b: Builder, node: Node) -> tuple[Ref] | None:

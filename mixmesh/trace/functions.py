@@ -16,8 +16,8 @@ from torch.utils import _python_dispatch as dispatch
 
 from ..errors import TraceError
 
-SCALES = (1e-2, 1.0, 30.0)  # of inputs and gradients in turn: a backward that clips shows at one of them
-MAX_DIM = 7  # of a probe; the gradients of an operator do not depend on its size
+SCALES = (1e-2, 1.0, 30.0)  # for inputs and gradients in turn: a backward that clips shows at one of them
+MAX_DIM = 7  # for a probe; the gradients of an operator do not depend on its size
 TOLERANCE = 1e-6
 
 

@@ -69,7 +69,7 @@ def place_of_hook(hook: Any) -> Place:
 
 
 def _function(hook: Any) -> Any:
-    hook = getattr(hook, "func", hook)  # of a functools.partial
+    hook = getattr(hook, "func", hook)  # for a functools.partial
     return hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
 
 

@@ -84,7 +84,7 @@ def _pick(frames: Iterable[Frame]) -> Place:
             continue
         if "site-packages" not in path and not path.startswith(_STDLIB):
             return _place(path, line)
-        # of a library's frames, one of a module's forward says more than a helper's below it
+        # among a library's frames, one of a module's forward says more than a helper's below it
         better = library is None or (function == "forward" != library[2])
         if better and not path.startswith(_STDLIB):
             library = (path, line, function)

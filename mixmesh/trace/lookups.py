@@ -25,7 +25,7 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     if any(r is not None for r in node.results[1:]) or not equal or arg["include_last_offset"]:
         return None
     if arg["mode"] == MAX and padding >= 0:
-        return None  # what an empty bag gives is its own case
+        return None  # an empty bag is a case of its own
     ids = b("aten.view", ids, (bags, length))
     rows = b("aten.embedding", weight, ids, padding, arg["scale_grad_by_freq"])
     if arg["per_sample_weights"] is not None:

@@ -101,7 +101,7 @@ def read_region(graph: Graph, ids: str) -> Region:
         held = next((held for read in readers if (held := read(node)) is not None), None)
         if held is None:
             if set(filter(None, kinds_of(region, node))) <= POSITIONS:
-                continue  # what is worked out of ids alone may be looked at from outside
+                continue  # values worked out of ids alone may be looked at from outside
             raise NoMixture(f"{node.op} at {node.location}")
         region.nodes.add(n)
         region.known.update((r, h) for r, h in zip(node.results, held) if r is not None)

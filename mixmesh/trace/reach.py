@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-DEPTH = 3  # of containers within each other that are looked into
+DEPTH = 3  # containers within each other that are looked into
 MOST = 2000  # things that are looked at
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 CLOSED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, Tensor)

@@ -27,7 +27,7 @@ def layers(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
         x, *left = b.all(node.op, x, hx, params[layer * each : (layer + 1) * each], *options)
         last.append(left)
     kept = (b("aten.cat", tuple(s), 0) if count > 1 else s[0] for s in zip(*last))
-    # what nobody reads is dropped later
+    # results that nobody reads are dropped later
     return (x, *kept)
 
 

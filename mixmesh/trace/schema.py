@@ -19,7 +19,7 @@ PLACEMENT_ARGS = frozenset({"device", "layout", "memory_format", "pin_memory", "
 KERNEL_ARGS = frozenset({"cudnn_enable", "cudnn_enabled"})
 
 
-# of PyTorch itself, and nothing that computes a value from values: files, threads, other processes
+# operators of PyTorch that do not compute a value from values: files, threads, other processes
 NO_COMPUTATIONS = frozenset(
     """
     _c10d_functional _c10d_functional_autograd _dtensor _native _quantized _test c10d cuda debug_mode_ops

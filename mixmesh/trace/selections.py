@@ -15,7 +15,7 @@ from .locate import place_of_stack
 
 aten = torch.ops.aten
 SELECT = (aten.masked_select.default, aten.index.Tensor)
-# what export says of a length that it does not know
+# export says this of a length that it does not know
 SIZES = (
     aten.sym_size.int, aten._assert_scalar.default, aten.sym_constrain_range_for_size.default,
     aten.sym_constrain_range.default,

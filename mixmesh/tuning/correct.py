@@ -10,7 +10,7 @@ from ..cluster import Cluster
 from ..cost import DeviceProfile, Profile, device_key
 from ..timeline import Timeline
 
-IDLE = 0.05  # of a step: who computes no longer says nothing about computing
+IDLE = 0.05  # share of a step: a rank that computes no longer says nothing about computing
 LARGEST = 4.0  # either way; beyond it something else happened than computing
 
 

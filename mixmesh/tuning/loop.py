@@ -22,7 +22,7 @@ from .correct import corrected, device_factors
 from .trials import Load, Trial, hopeful, one_round, same
 
 PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
-MARGIN = 0.03  # of a step, by which two turns of one plan differ
+MARGIN = 0.03  # share of a step by which two turns of one plan differ
 CORRECTED_COUNT = 2  # plans by the corrected profile that are tried
 
 

@@ -21,11 +21,11 @@ from ..testbed import enter_device, leave_device
 from ..timeline import Timeline
 from ..zero import zero_stage
 
-TURN_S = 2.0  # of steps that count, by prediction
+TURN_S = 2.0  # for the steps that count, by prediction
 LEAST_STEPS, MOST_STEPS = 3, 12
 # before those that count, in every turn: the first few are slower, and some of the first round are recorded
 UNCOUNTED_STEPS = WARMUP_STEPS + RECORDED_STEPS
-KEPT_WITHIN = (1.15, 1.07)  # of the fastest, after each round; the last one stands for all that follow
+KEPT_WITHIN = (1.15, 1.07)  # times the fastest, after each round; the last one stands for all that follow
 PATIENCE = 40  # predicted steps that a collective of a trial may take
 OUT_OF_MEMORY = "out of memory"
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 60.0, 300.0
@@ -102,7 +102,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
         torch.cuda.empty_cache()
     give_back()
     failures = [(rank, text) for rank, text in enumerate(everyones(failure)) if text]
-    if failures:  # who ran out of memory is what the others have waited for
+    if failures:  # the others have waited for the one that ran out of memory
         rank, text = min(failures, key=lambda f: (f[1] != OUT_OF_MEMORY, f[0]))
         return f"rank {rank}: {text}"
     return report if report.step_s else "the job's data has no batch"

@@ -42,7 +42,7 @@ __all__ = [
 
 TOLERANCE = 1e-4  # relative, in the model's own precision: what float32 usually keeps to
 TOLERANCE_F64 = 1e-9
-TOLERANCE_UPDATE = 1e-9  # of a step of the optimizer, both sides with the same gradients
+TOLERANCE_UPDATE = 1e-9  # for a step of the optimizer, both sides with the same gradients
 
 
 @dataclass(frozen=True)

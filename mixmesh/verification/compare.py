@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-GRADIENT_FLOOR = 1e-3  # of the largest gradient entry: below it, a tensor is compared on that scale
-BUFFER_FLOOR = 1e-2  # of the largest buffer entry: the running mean of centred activations is rounding
+GRADIENT_FLOOR = 1e-3  # times the largest gradient entry: below it, a tensor is compared on that scale
+BUFFER_FLOOR = 1e-2  # times the largest buffer entry: the running mean of centred activations is rounding
 
 
 @dataclass(frozen=True)

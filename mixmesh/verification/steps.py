@@ -20,7 +20,7 @@ from .compare import relative_error
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 CPU = torch.device("cpu")
-UPDATE_FLOOR = 1e-3  # of the largest update: below it, one is compared on that scale
+UPDATE_FLOOR = 1e-3  # times the largest update: below it, one is compared on that scale
 
 
 class Optimizers:

@@ -34,7 +34,7 @@ from ..ir import (
 )
 
 STAGES = (0, 1, 2, 3)
-# what these give may be what they are given
+# their results may be their inputs
 COPIES = ("aten._to_copy", "aten.contiguous", "aten.clone", "aten.broadcast_tensors")
 
 

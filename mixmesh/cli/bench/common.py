@@ -77,7 +77,7 @@ def case_by_case(
             advance()
             if not as_json:
                 print(shown(result), "\n", flush=True)
-            write_rows(report(results), out)  # what there is, if a later case fails
+            write_rows(report(results), out)  # keeps the rows so far, if a later case fails
     made = report(results)
     if as_json:
         print_json(made)

@@ -43,7 +43,7 @@ def subsets(
         for row in run(drawn, search_s=search_seconds, processes=processes, progress=say):
             rows.append(row)
             advance()
-            write_rows(report(rows, command_line()), out)  # what there is, if a later pair fails
+            write_rows(report(rows, command_line()), out)  # keeps the rows so far, if a later pair fails
     if as_json:
         print_json(report(rows, command_line()))
         return

@@ -99,7 +99,7 @@ def undominated(sizes: np.ndarray) -> np.ndarray:
 def _without_slopes(sizes: np.ndarray) -> np.ndarray:
     """Rows but those of which the next one, or the one before, has no less of anything."""
     rises = (sizes[:-1] <= sizes[1:]).all(axis=1)
-    falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # of equal ones the last stays
+    falls = (sizes[1:] <= sizes[:-1]).all(axis=1) & ~rises  # the last of equal ones stays
     kept = np.ones(len(sizes), dtype=bool)
     kept[:-1] &= ~rises
     kept[1:] &= ~falls

@@ -219,7 +219,7 @@ def _moved(program: Program, sizes: Sizes) -> None:
             continue
         source, target = program.types[i.inputs[0]], i.type
         size = float(target.value.size_bytes)
-        # of a piece of a sum the addends of all ranks
+        # a piece of a sum comes with the addends of all ranks
         if i.op == "reduce_scatter":
             _add(sizes, target.cut, program.world_size * size)
         elif DUAL_COLLECTIVE.get(i.op) == "reduce_scatter":

@@ -92,7 +92,7 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
             yield from (("input", n) for n in range(1, last + 1))
         case "result":
             yield "result", 0
-        case "tables":  # of experts; ids, tokens and values are kept sorted (extra_bytes)
+        case "tables":  # those of experts; ids, tokens and values are kept sorted (extra_bytes)
             first = 1 + len(call.args[1]) + len(call.args[2])
             yield from (("input", n) for n in range(first, last + 1))
         case "condition":
@@ -118,7 +118,7 @@ def extra_bytes(call: Call) -> float:
     if call.op == "aten.cross_entropy_loss":
         return call.inputs[0].size_bytes  # the logarithms of the softmax; the logits are not kept
     if call.op == "mixmesh.experts":
-        return call.inputs[0].num_elements * call.args[-1]  # what the choices' own values take
+        return call.inputs[0].num_elements * call.args[-1]  # for the choices' own values
     if call.op == "aten.scaled_dot_product_attention":
         return result / max(call.outputs[0].shape[-1], 1)  # the logarithm of each row's sum
     return row_of(call).extra * result
@@ -126,7 +126,7 @@ def extra_bytes(call: Call) -> float:
 
 def forward_bytes(call: Call) -> float:
     """Temporaries of the forward pass."""
-    if call.op == "mixmesh.experts":  # what its choices make of a token, before they are summed
+    if call.op == "mixmesh.experts":  # the results of its choices for a token, before they are summed
         return _choices(call) * call.outputs[0].size_bytes
     return row_of(call).forward * call.outputs[0].size_bytes
 

@@ -242,14 +242,14 @@ class Walk:
         self.values: dict[str, _View] = {}
         self.saved: dict[int, list[_Storage]] = {}  # by index of the instruction that keeps it
         self.gradients: dict[str, _View] = {}
-        self.late: dict[int, tuple[_Storage, ...]] = {}  # what weight gradients are made of, by index
+        self.late: dict[int, tuple[_Storage, ...]] = {}  # inputs of weight gradients, by index
         # sums on their way to where pieces are kept: bytes, and what is held meanwhile
         self.flying: deque[tuple[float, tuple[_Storage, ...]]] = deque()
         self.returning: dict[str, tuple[_View, list[_Storage]]] = {}  # gradients, with what carries them
         # by point of the backward pass, where the last gradient of a parameter is there
         self.complete: dict[float, Moment] = {}
         self.uses: dict[str, list[int]] = {}
-        # of each instruction, without repetition
+        # for each instruction, without repetition
         self.inputs = [
             i.inputs if len(i.inputs) < 2 else tuple(dict.fromkeys(i.inputs)) for i in program.instructions
         ]
@@ -266,7 +266,7 @@ class Walk:
         self.resharded = {i.result for i in program.instructions if is_resharded(program, i)}
         self.repeats = repeats(program)
         self.repeat_of = {region_of(program.instructions[at]): r for at, r in self.repeats.items()}
-        # what regions that are computed again hold of what they read, by where that is
+        # inputs that regions which are computed again hold, by where they are
         self.kept_inputs: dict[int, dict[str, _Storage]] = {at: {} for at in self.repeats}
         self.released: dict[int, list[str]] = {}  # resharded values by where they are gathered again
         for name, n in release_points(program, self.resharded).items() if self.repeats else ():
@@ -782,7 +782,7 @@ class Walk:
         if self.cuda:
             self.ledger.moment("the optimizer", *((size, cut) for cut, size in beside.items()))
             return
-        # of the tensors of the backward pass that went, the heap still keeps what it lost
+        # tensors of the backward pass are gone, but the heap still keeps what it lost to them
         smalls = {id(m.small): m.small for m in self.ledger.moments}.values()
         lost = {cut: max(small.get(cut, 0.0) for small in smalls) for cut in self.ledger.small}
         made = [((self.states.beside * size, cut),) for cut, size in beside.items()]

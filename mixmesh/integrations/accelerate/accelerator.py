@@ -138,7 +138,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if not self._lenders:
             return super().backward(loss, **kwargs)
-        with same_random_numbers():  # of regions that are computed again
+        with same_random_numbers():  # regions that are computed again draw too
             return super().backward(loss, **kwargs)
 
     @contextmanager

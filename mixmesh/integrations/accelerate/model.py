@@ -27,7 +27,7 @@ class _AsOneDevice(nn.Module):
             return lend_in_its_modes(lender)(*args, **kwargs)
         lender.take_back()
         check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
-        with same_random_numbers():  # what ranks draw here differs, and the next batches must be alike
+        with same_random_numbers():  # ranks draw other numbers here, and their next batches must be alike
             out = super().__call__(*args, **kwargs)
         return out.everywhere() if isinstance(out, Output) else out
 

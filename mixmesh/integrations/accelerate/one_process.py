@@ -35,7 +35,7 @@ def look_like_one_process(state: PartialState) -> None:
     # without GPUs Accelerate counts processes only where it is told to use CPUs
     state.process_index = int(os.environ["RANK"])
     state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
-    made = AcceleratorState._shared_state  # of an Accelerator from before
+    made = AcceleratorState._shared_state  # left by an earlier Accelerator
     if (made.get("num_processes"), made.get("process_index")) != (1, state.process_index):
         AcceleratorState._reset_state()
     atexit.register(release_last_tensors)

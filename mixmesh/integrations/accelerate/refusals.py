@@ -25,7 +25,7 @@ REFUSED = {
     "dynamo_backend": "the program is compiled by mixmesh",
     "dynamo_plugin": "the program is compiled by mixmesh",
 }
-# what `accelerate launch` asks for
+# variables that `accelerate launch` sets
 VARIABLES = (
     "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_USE_PARALLELISM_CONFIG",

@@ -110,7 +110,7 @@ class Trainer(transformers.Trainer):
         if self.parallel is None:
             return super().training_step(model, *args, **kwargs)
         follows = not self.accelerator.sync_gradients  # another batch of the same optimizer step
-        # what ranks draw here differs, and the next batches must be drawn alike
+        # ranks draw other numbers here, and must draw their next batches alike
         with same_random_numbers(), self.parallel.no_sync() if follows else nullcontext():
             return super().training_step(model, *args, **kwargs)
 

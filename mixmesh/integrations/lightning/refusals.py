@@ -26,7 +26,7 @@ CALLBACKS = {
     StochasticWeightAveraging: "leave it out: it reads weights while they are in parts",
     WeightAveraging: "leave it out: it reads weights while they are in parts",
 }
-# what only the Trainer knows, in training_step -> what to write instead
+# attributes that only the Trainer knows, in training_step -> the line to write instead
 OF_TRAINER = {
     "trainer": LOOP,
     "global_step": "a buffer that training_step updates in place: self.step += 1",

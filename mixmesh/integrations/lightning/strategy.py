@@ -113,7 +113,7 @@ class Strategy(SingleDeviceStrategy):
         with self.precision_plugin.train_step_context():
             options = {"outputs": (IfGiven(LOGGED),), **self.planning}
             parallel, _, _ = prepare(step, optimizer, [step.tensors], **options)
-        step.log.keep(from_first_rank(lambda: step.log.entries))  # of the rank that traces
+        step.log.keep(from_first_rank(lambda: step.log.entries))  # only one rank traces
         module.zero_grad = parallel.zero_grad  # before validation Lightning asks the module for it
         self.parallel, self._step, self._lender = parallel, step, Lender(parallel)
 
@@ -125,7 +125,7 @@ class Strategy(SingleDeviceStrategy):
         form, tensors = Form.of(batch)
         check_alike(tensors, learning_rates(self.optimizers[0]))
         self._check_as_planned(form)
-        # what ranks draw here differs, and the next batches must be drawn alike
+        # ranks draw other numbers here, and must draw their next batches alike
         with self.precision_plugin.train_step_context(), same_random_numbers(), self._unless_stepping():
             out = self.parallel(**tensors)
         if any(each.key is not None for each in step.log.entries):

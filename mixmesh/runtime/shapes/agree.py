@@ -24,7 +24,7 @@ from ..collectives import done
 from ..comm import Comm
 from ..listeners import Listeners
 
-Shapes = tuple[tuple[int, ...] | None, ...]  # of a program's inputs, in its order; None for one left out
+Shapes = tuple[tuple[int, ...] | None, ...]  # by input of a program, in its order; None for one left out
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
 SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one

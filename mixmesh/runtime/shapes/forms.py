@@ -119,7 +119,7 @@ class Forms:
             return False
         if training == self.training:
             return True
-        # of a bare program it is not known what else the model does where it evaluates
+        # a bare program does not tell what else the model does where it evaluates
         return not self.plan.graph_fingerprint and not any(i.op == "update" for i in program.instructions)
 
     def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:

@@ -52,7 +52,7 @@ class _Lowering:
                 self.params.setdefault(i.args[0], i)
         cut = (i.type.ratio for i in self.inputs.values() if isinstance(i.type.placement, Shard))
         named = (i.type.ratio for i in self.inputs.values() if i.type.ratio is not None)
-        self.ratio = next(cut, None) or next(named, None)  # who computes
+        self.ratio = next(cut, None) or next(named, None)  # its ranks compute
         self.units = shard_units(graph, RULES)
         self.used = {name for node in graph.nodes for name in node.inputs}
         self.instructions: list[Instruction] = []
@@ -81,7 +81,7 @@ class _Lowering:
         else:
             t, attrs = replace(known.type, value=value), known.attrs
         if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:
-            unit = self._unit(node.result, t.placement.dim)  # of an input: parameters keep their shapes
+            unit = self._unit(node.result, t.placement.dim)  # only inputs: parameters keep their shapes
             t = replace(t, placements=(Shard(t.placement.dim, unit),))
         self._append((node.result,), (t,), node.op, node.args, node.kwargs, attrs, node.location)
         if node.result not in self.used:
@@ -152,7 +152,7 @@ class _Lowering:
             return held[wanted]
         source = REPLICATE if REPLICATE in held else next(iter(held))
         if isinstance(source, Partial | Shard) and not isinstance(wanted, Replicate):
-            self.convert(value, REPLICATE)  # what is cut otherwise, or a sum, by way of the whole
+            self.convert(value, REPLICATE)  # a value cut otherwise, or a sum, goes by way of the whole
             source = REPLICATE
         t = self._type(self.graph.types[value], wanted)
         name = self._fresh(value, wanted)
