@@ -17,6 +17,7 @@ import typer
 
 from .cli.bench import app as bench_app
 from .cli.detect import detect
+from .cli.doctor import doctor
 from .cli.explain import explain
 from .cli.output import error_object, error_text, print_json
 from .cli.plan import plan
@@ -40,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (plan, show, explain, diff, simulate, verify, detect, profile, tune, run, testbed):
+for command in (plan, show, explain, diff, simulate, verify, doctor, detect, profile, tune, run, testbed):
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 

@@ -43,14 +43,14 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"planner", "explain"}, {"report"}),
     ({"api"}, {"tuning"}),
     ({"preparation"},),
-    ({"integrations", "hf", "accelerate", "lightning"},),
+    ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
-    "tuning", "detection", "preparation", "integrations", "hf", "accelerate", "lightning",
+    "tuning", "detection", "preparation", "doctor", "integrations", "hf", "accelerate", "lightning",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 

@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import socket
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -74,10 +75,15 @@ class Inventory:
 
 
 def read_inventory(device: torch.device) -> Inventory:
-    """The inventory of all ranks. Collective. Raises InputError if the ranks of a host do not follow each
-    other, as they do under torchrun."""
-    inventory = Inventory(everyones(read_device(device)))
-    hosts = [inventory.devices[ranks[0]].host for ranks in inventory.machines]
+    """The inventory of all ranks. Collective. Raises InputError as ``inventory_of`` does."""
+    return inventory_of(everyones(read_device(device)))
+
+
+def inventory_of(devices: Sequence[FoundDevice]) -> Inventory:
+    """The inventory of these devices, in rank order. Raises InputError if the ranks of a host do not follow
+    each other, as they do under torchrun."""
+    inventory = Inventory(tuple(devices))
+    hosts = [devices[ranks[0]].host for ranks in inventory.machines]
     repeated = sorted({host for host in hosts if hosts.count(host) > 1})
     if repeated:
         ranks = [rank for rank, found in enumerate(inventory.devices) if found.host == repeated[0]]

@@ -26,6 +26,7 @@ from ..profiler import profile as measure_profile
 from ..runtime.comm import default_device, initialise
 from ..runtime.first_rank import from_first_rank
 from ..runtime.original import traceable
+from ..runtime.start import compare_first
 from ..testbed import enter_device, leave_device
 from ..trace import Traced, trace
 
@@ -94,6 +95,7 @@ def prepare_job(
     where = default_device()
     initialise(world_size, where, options.timeout_s)
     phases = _Phases(cache or Cache(None), progress)
+    phases.new("comparison of the ranks", lambda: compare_first(job.model))
     versions = version("mixmesh"), torch.__version__
     if cluster_file is not None:
         cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))

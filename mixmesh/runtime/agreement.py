@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import sys
 import time
 import types
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Program, Shard, print_program
+from .versions import versions_text
 
 Facts = dict[str, str]  # by what it is of, a value short enough to be shown
 
@@ -39,14 +39,21 @@ HINTS = {
 def facts_of_start(model: nn.Module, program: Program, header: str, seed: int) -> Facts:
     """The facts that are compared before anything is exchanged. ``header``: what a plan says beside its
     program."""
-    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
     return {
         "plan": f"{program.name} for {program.world_size} ranks, digest "
         + _digest(print_program(program) + header),
+        **facts_of_model(model),
+        "seed": str(seed),
+        "versions": versions_text(),
+    }
+
+
+def facts_of_model(model: nn.Module) -> Facts:
+    """The facts that are compared of a model: its class, settings and parameters, and its code."""
+    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    return {
         "model": f"{type(model).__name__}, digest {_digest(repr(tensors) + repr(model))}",
         "model code": _digest(*_code_of(model)),
-        "seed": str(seed),
-        "versions": f"torch {torch.__version__}, Python {'.'.join(platform.python_version_tuple()[:2])}",
     }
 
 

@@ -220,21 +220,23 @@ def default_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
-def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
-    """torch.distributed from the launcher's variables, unless it is initialised already.
+def backend_for(device: torch.device) -> str:
+    """NCCL where every process of this machine has a GPU of its own, gloo otherwise (NCCL refuses two
+    ranks on one GPU)."""
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
+    return "nccl" if own_gpu else "gloo"
 
-    NCCL where every process of this machine has a GPU of its own, gloo otherwise (NCCL refuses two
-    ranks on one GPU).
-    """
+
+def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
+    """torch.distributed from the launcher's variables, unless it is initialised already."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
     # ranks find each other in more than a short time-out of collectives: they import PyTorch before
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
-    backend = "nccl" if own_gpu else "gloo"
+    backend = backend_for(device)
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing and world_size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)

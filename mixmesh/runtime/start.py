@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import Program
 from ..plan_devices import PlannedDevice
-from .agreement import Facts, disagreement, facts_of_start
+from .agreement import Facts, disagreement, facts_of_model, facts_of_start
 from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise
 from .devices import FoundDevice, device_mismatch, find_device
+from .first_rank import everyones
+from .versions import versions_text
 from .watch import Watch, watch_of_process
 
 DEVICE = "device"  # the key of what ranks tell, and need not have alike
@@ -66,6 +68,14 @@ class Planned:
     @classmethod
     def of(cls, plan: Any) -> Planned:
         return cls(plan.devices, tuple(plan.predicted_peak_memory_bytes))
+
+
+def compare_first(model: nn.Module) -> None:
+    """Raises PlanError on all ranks if their versions or models differ: one small message, before anything is
+    measured or planned for them. Collective."""
+    told = list(everyones({"versions": versions_text(), **facts_of_model(model)}))
+    if (error := disagreement(told)) is not None:
+        raise error
 
 
 def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevice, timeout_s: float) -> None:

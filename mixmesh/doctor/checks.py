@@ -1,0 +1,350 @@
+"""The checks, one function each: what was found, in a line. All ranks call them together, judge by what all
+told, and so raise the same error where something is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..detection.inventory import FoundDevice, inventory_of, read_device
+from ..detection.links import machine_pairs
+from ..errors import CollectiveError, InputError
+from ..job import WORKLOAD, Job, load_job, split_name
+from ..preparation.alike import END, digest
+from ..runtime.agreement import COMPARED_STEPS, by_value, disagreement, facts_of_model, ranks_text
+from ..runtime.comm import backend_for, default_device, leave
+from ..runtime.processes import process_place
+from ..runtime.versions import versions_text
+from ..units import size_text
+from .meeting import PREFIX, Meeting
+from .reach import Address, Listener, call_all, own_host
+
+SHARED_FOLDER = Path("/dev/shm")
+LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill
+LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans are of some MiB at most
+
+
+class Ground:
+    """The findings that checks build on: the meeting of all ranks, their hosts and devices, the job."""
+
+    def __init__(
+        self, timeout_s: float, job_name: str | None, cache: Path, meeting: Meeting | None = None
+    ) -> None:
+        self.timeout_s, self.job_name, self.cache = timeout_s, job_name, cache
+        self._meeting = meeting
+        self.device = default_device()
+        self.backend = backend_for(self.device)
+        self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks that one launcher started on one host
+        self.hosts: list[str] = []
+        self.devices: list[FoundDevice] = []
+        self.job: Job | None = None
+
+    @property
+    def meeting(self) -> Meeting:
+        """The meeting of all ranks, opened when it is first asked for."""
+        if self._meeting is None:
+            self._meeting = Meeting.open(self.timeout_s)
+        return self._meeting
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have not all met, or do not any more."""
+        return self._meeting is None or self._meeting.is_over
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a thread of this process waits in a collective that will not end."""
+        return self._meeting is not None and self._meeting.is_abandoned
+
+    def close(self) -> None:
+        """Leaves together with the others."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+def rendezvous(ground: Ground) -> str:
+    """All ranks of the launch are there."""
+
+    def make() -> list[str]:
+        place = process_place().split(" ")[0]  # another one where a machine was started anew: its boot
+        return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place]
+
+    told = ground.meeting.gather("the rendezvous", make)
+    ground.hosts = [host for host, _, _ in told]
+    ground.machines = tuple(tuple(ranks) for ranks in by_value(dict(enumerate(map(str, told)))).values())
+    for host in set(ground.hosts):
+        ranks = [rank for rank, one in enumerate(told) if one[0] == host]
+        if len({told[rank][2] for rank in ranks}) > 1:
+            raise InputError(
+                f'two machines have the host name "{host}"',
+                expected="a name of its own for every machine: devices are grouped by it",
+                got=ranks_text(ranks),
+                hint="hostnamectl set-hostname NAME on one of them",
+            )
+    if ground.meeting.world_size == 1:
+        return "one process; with others under torchrun"
+    return f"{count(len(told), 'rank')} on {count(len(set(ground.hosts)), 'host')}"
+
+
+def versions(ground: Ground) -> str:
+    """PyTorch, Python and mixmesh are the same on all ranks."""
+    told = ground.meeting.gather("the comparison of versions", versions_text)
+    check_alike([{"versions": text} for text in told])
+    return told[0]
+
+
+def devices(ground: Ground) -> str:
+    """Every rank has a device that computes, and all ranks can talk by one backend."""
+
+    def make() -> list[Any]:
+        ones = torch.ones(2, 2, device=ground.device)
+        if float((ones @ ones).sum()) != 8:  # a build of PyTorch without this card's kernels raises here
+            raise InputError("the device computes a product of ones wrongly", got=str(ground.device))
+        return [asdict(read_device(ground.device)), ground.backend]
+
+    told = ground.meeting.gather("the look at devices", make)
+    ground.devices = [FoundDevice(**fields) for fields, _ in told]
+    backends = by_value({rank: backend for rank, (_, backend) in enumerate(told)})
+    if len(backends) > 1:
+        (one, first), (other, second), *_ = backends.items()
+        raise InputError(
+            "the ranks cannot talk to each other: they would choose other backends",
+            expected="a GPU for every rank (nccl), or ranks on CPUs or on shared GPUs everywhere (gloo)",
+            got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+            hint=(
+                "nvidia-smi and python -c 'import torch; print(torch.cuda.device_count())' on each machine",
+                "torchrun --nproc-per-node gpu: one process for each GPU",
+            ),
+        )
+    inventory_of(ground.devices)
+    names = by_value({rank: device.name for rank, device in enumerate(ground.devices)})
+    return ", ".join(f"{len(ranks)} x {name}" for name, ranks in names.items()) + f", by {told[0][1]}"
+
+
+def reachability(ground: Ground) -> str:
+    """The first process of each machine is reached by those of the other machines, both ways."""
+    firsts = [ranks[0] for ranks in ground.machines]
+    pairs = [(firsts[a], firsts[b]) for a, b in machine_pairs(len(firsts))]
+    if not pairs:
+        return "one machine: nothing to reach"
+    rank, listeners = ground.meeting.rank, []
+
+    def listen() -> list[Any]:
+        if rank not in firsts:
+            return []
+        listeners.append(Listener(own_host(ground.backend)))
+        return list(asdict(listeners[0].address).values())
+
+    def reach() -> dict[int, tuple[float, str]]:
+        own = {b if rank == a else a for a, b in pairs if rank in (a, b)}
+        return call_all({peer: Address(*told[peer]) for peer in sorted(own)})
+
+    try:
+        told = ground.meeting.gather("the choice of addresses", listen)
+        reached = ground.meeting.gather("the calls between machines", reach)
+    finally:
+        for listener in listeners:
+            listener.close()
+    lost = [(a, int(b), wrong) for a, of in enumerate(reached) for b, (_, wrong) in of.items() if wrong]
+    if lost:
+        raise unreached(ground, told, lost)
+    slowest_s = max(time_s for of in reached for time_s, _ in of.values())
+    return f"{count(len(pairs), 'pair')} of machines, both ways, the slowest in {slowest_s * 1e3:.2g} ms"
+
+
+def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]]) -> CollectiveError:
+    """The first of the connections that failed: from rank, to rank, and why."""
+    a, b, wrong = lost[0]
+    others = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return CollectiveError(
+        f'rank {a} on "{ground.hosts[a]}" does not reach rank {b} on "{ground.hosts[b]}"{others}',
+        expected=f"a connection to {told[b][0]}, port {told[b][1]} (any free port)",
+        got=wrong,
+        hint=(
+            f"GLOO_SOCKET_IFNAME on {ground.hosts[b]} (or NCCL_SOCKET_IFNAME): its interface for the others",
+            "let firewalls pass all ports between the machines",
+        ),
+    )
+
+
+def collectives(ground: Ground) -> str:
+    """A sum over all ranks is right, in the backend that training takes."""
+    meeting = ground.meeting
+    if meeting.world_size == 1:
+        return "one process: nothing to sum"
+
+    def make() -> float:
+        dist.init_process_group(
+            ground.backend,
+            store=dist.PrefixStore(f"{PREFIX}/group", meeting.store),
+            rank=meeting.rank,
+            world_size=meeting.world_size,
+            timeout=timedelta(seconds=meeting.timeout_s),
+        )
+        value = torch.full((1,), meeting.rank + 1.0, device=ground.device)
+        dist.all_reduce(value)
+        leave()
+        return float(value)
+
+    if ground.device.type == "cuda":
+        torch.cuda.set_device(ground.device)
+    sums = meeting.gather_together("a sum over all ranks", make)
+    expected = meeting.world_size * (meeting.world_size + 1) / 2
+    if set(sums) != {expected}:
+        raise CollectiveError("a sum over all ranks is wrong", expected=str(expected), got=str(sums))
+    return f"a sum over {count(meeting.world_size, 'rank')} by {ground.backend}"
+
+
+def shared_memory(ground: Ground) -> str:
+    """The workers of loaders have room to pass batches on."""
+
+    def make() -> int | None:
+        return shutil.disk_usage(SHARED_FOLDER).free if SHARED_FOLDER.is_dir() else None
+
+    told = ground.meeting.gather("the look at shared memory", make)
+    free = {rank: size_bytes for rank, size_bytes in enumerate(told) if size_bytes is not None}
+    if not free:
+        return "not of this system"
+    rank = min(free, key=free.__getitem__)
+    if free[rank] < LEAST_SHARED_BYTES:
+        raise InputError(
+            f'shared memory is short on host "{ground.hosts[rank]}"',
+            expected=f"{size_text(LEAST_SHARED_BYTES)} free in {SHARED_FOLDER}, for the workers of loaders",
+            got=size_text(free[rank]),
+            hint=(
+                "docker run --shm-size 8g, or in Kubernetes an emptyDir of medium Memory at /dev/shm",
+                "or num_workers=0",
+            ),
+        )
+    return f"{size_text(free[rank])} free" + (" at least" if len(set(ground.hosts)) > 1 else "")
+
+
+def cache(ground: Ground) -> str:
+    """The first rank can keep what a start finds out."""
+
+    def make() -> int:
+        if ground.meeting.rank:
+            return 0
+        try:
+            ground.cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=ground.cache):
+                return shutil.disk_usage(ground.cache).free
+        except OSError as error:
+            raise InputError(
+                "the cache cannot be written, so that every start measures and plans anew",
+                expected="a folder that this user may write to",
+                got=error.strerror or str(error),
+                where=str(ground.cache),
+                hint="--cache DIR, or MIXMESH_CACHE=DIR",
+            ) from None
+
+    free_bytes = ground.meeting.gather("the look at the cache", make)[0]
+    if free_bytes < LEAST_CACHE_BYTES:
+        raise InputError(
+            "the disk of the cache is full",
+            expected=f"{size_text(LEAST_CACHE_BYTES)} free",
+            got=size_text(free_bytes),
+            where=str(ground.cache),
+            hint="--cache DIR, or MIXMESH_CACHE=DIR, on another disk",
+        )
+    return f"{size_text(free_bytes)} free on the first rank's disk"
+
+
+def job_code(ground: Ground) -> str:
+    """The files that the job was loaded from are the same on all ranks."""
+
+    def make() -> dict[str, str]:
+        ground.job = load_job(ground.job_name)
+        return {} if ground.job_name.startswith(WORKLOAD) else files_of(split_name(ground.job_name)[0])
+
+    told = ground.meeting.gather("the loading of the job", make)
+    names = sorted({name for files in told for name in files})
+    for name in names:
+        groups = by_value({rank: files.get(name, "no such file") for rank, files in enumerate(told)})
+        if len(groups) > 1:
+            (one, first), (other, second), *_ = groups.items()
+            raise InputError(
+                f"the ranks have other versions of {name}",
+                expected="the same files on all machines",
+                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                where=ground.job_name,
+                hint="rsync the folder of the job from the first machine to all others",
+            )
+    return f"{count(len(names), 'file')} alike" if names else "one of mixmesh's own"
+
+
+def files_of(path: Path) -> dict[str, str]:
+    """The digests of all files that were imported from the folder of a job or below it, by name."""
+    folder = path.resolve().parent
+    files = {path.resolve()}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if name and name.endswith(".py") and "site-packages" not in name:
+            files.add(Path(name).resolve())
+    own = Path(__file__).resolve().parents[1]  # whose digest is among the versions
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        for file in sorted(files)
+        if file.is_relative_to(folder) and not file.is_relative_to(own) and file.is_file()
+    }
+
+
+def model(ground: Ground) -> str:
+    """All ranks have made the same model: its parameters, settings and code."""
+    told = ground.meeting.gather("the comparison of models", lambda: facts_of_model(ground.job.model))
+    check_alike(told)
+    size = sum(p.numel() for p in ground.job.model.parameters())
+    return f"{type(ground.job.model).__name__} of {size:,} parameters"
+
+
+def data(ground: Ground) -> str:
+    """The example batch and the first batches of the job's data are the same on all ranks."""
+
+    def make() -> list[str]:
+        batches: Iterable[Any] = () if ground.job.data is None else islice(ground.job.data, COMPARED_STEPS)
+        found = [digest(batch) for batch in (ground.job.batch, *batches)]
+        return found + [END] * (1 + COMPARED_STEPS - len(found))
+
+    told = ground.meeting.gather("the comparison of data", make)
+    for number, digests in enumerate(zip(*told)):
+        groups = by_value(dict(enumerate(digests)))
+        if len(groups) > 1:
+            (one, first), (other, second), *_ = groups.items()
+            what = f"batch {number} of the job's data" if number else "the job's batch"
+            raise InputError(
+                f"{what} is not the same on all ranks",
+                expected="the same samples in the same order on all ranks",
+                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                where=ground.job_name,
+                hint=(
+                    "torch.manual_seed(0) first in the job, or a generator with a seed for the loader",
+                    "copy the same data files to all machines, and sort what is listed from a folder",
+                ),
+            )
+    compared = sum(each != END for each in told[0])
+    return f"{count(compared, 'batch')} alike"
+
+
+def check_alike(told: list[dict[str, str]]) -> None:
+    """Raises PlanError if a fact is not the same on all ranks."""
+    if (error := disagreement(told)) is not None:
+        raise error
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: ``1 rank``, ``2 ranks``, ``3 batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,0 +1,34 @@
+"""The versions that all ranks must have alike."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+PACKAGE = Path(__file__).parents[1]
+
+
+@cache
+def versions_text() -> str:
+    """The versions of PyTorch, Python and mixmesh, with a digest of mixmesh's own files: two copies of a
+    source tree have one number and may still differ."""
+    python = ".".join(platform.python_version_tuple()[:2])
+    try:
+        number = version("mixmesh")
+    except PackageNotFoundError:  # run from a source tree that is not installed
+        number = "not installed"
+    return f"torch {torch.__version__}, Python {python}, mixmesh {number}, digest {source_digest(PACKAGE)}"
+
+
+def source_digest(folder: Path) -> str:
+    """12 hex digits of the names and contents of all Python files in ``folder`` and below."""
+    made = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        made.update(f"{path.relative_to(folder)}\0".encode())
+        made.update(hashlib.sha256(path.read_bytes()).digest())
+    return made.hexdigest()[:12]
