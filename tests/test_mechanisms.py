@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +229,16 @@ def test_a_plan_is_slower_without(name, monkeypatch):
     if case.shows is not None:
         assert not case.shows(without.program)
     assert without.predicted_step_s > case.gain * plan.predicted_step_s
+
+
+def test_no_pipeline_for_an_optimizer_of_whole_parameters():
+    """Its stages hold some of them alone, which such an optimizer refuses at the start of the training."""
+    pipelines = CASES["pipelines"]
+    assert "pipeline" in pipelines.plan().planner
+    whole = replace(pipelines, whole_parameters=True)
+    assert "pipeline" not in whole.plan().planner
+    with pytest.raises(mixmesh.Infeasible, match="all of them in one place"):
+        replace(whole, planner="pipeline").plan()
 
 
 def test_owners_that_save_less_than_a_hundredth_are_left_out(monkeypatch):
