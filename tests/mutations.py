@@ -113,7 +113,7 @@ MUTATIONS = {
     ),
     "order of sets": Mutation(
         "planner/hap.py",
-        "Synthesis.sets = lambda self: sorted(device_sets(self.task), key=lambda r: (len(r), r))",
+        "Synthesis.sets = lambda self: sorted(device_sets(self.task), key=lambda r: (-len(r), r))",
         f"{MECHANISMS} hopeful",
     ),
     "budget of sets": Mutation(
