@@ -63,6 +63,24 @@ def test_the_line_is_named(case):
     assert message in error.message and expected in error.expected
 
 
+POOL = """program pooled world=2 {
+  ratio r0 = [0.5, 0.5]
+  %x = input("x") : f32[4, 3, 8, 8] S(0)@r0
+  %p = aten.max_pool2d(%x, 2, [2, 2]) : f32[4, 3, 4, 4] S(0)@r0
+  %loss = aten.sum(%p) : f32[] P(sum)@r0
+  return %loss
+}
+"""
+
+
+def test_arguments_that_a_rule_cannot_read_are_named():
+    """One number for both dims of a kernel is not among them: PyTorch takes it."""
+    check_program(parse_program(POOL))
+    with pytest.raises(VerificationError, match="arguments do not fit aten.max_pool2d") as caught:
+        check_placements(parse_program(POOL.replace("%x, 2, [2, 2]", "%x, 2, 0.5")), "x.plan")
+    assert caught.value.where.startswith("x.plan:4: ")
+
+
 def test_what_is_allowed_is_listed():
     text = MLP.replace("%x, %w) : f32[20, 6] S(0)@r0", "%x, %w) : f32[20, 6] S(1)@r0")
     with pytest.raises(VerificationError) as caught:

@@ -91,6 +91,14 @@ def test_parse_errors_point_at_the_place(case):
     assert case == "results" or source[int(column) - 1 :].startswith(at)
 
 
+def test_long_lines_are_shown_around_the_place():
+    text = MLP.replace("f32[6, 8] R", "f32[6, " + "[" * 40_000 + "8] R")
+    with pytest.raises(ParseError) as caught:
+        parse_program(text)
+    source, caret = caught.value.where.split("\n")
+    assert len(source) <= 200 and source[caret.index("^") - 11] == "["
+
+
 @given(st.integers(0, 200), shares, st.integers(1, 4))
 def test_shard_sizes(num_units, raw, unit):
     ratio = make_ratio(raw)

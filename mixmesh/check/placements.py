@@ -250,6 +250,9 @@ def _check_operator(program: Program, i: Instruction, fail) -> None:
         found = find_strategy(rule, call, ins, outs)
     except PatternMismatch as error:
         raise fail(f"the shapes do not fit {i.op}: {error}") from None
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        # rules read arguments as PyTorch's exporter writes them, and text may have anything in their place
+        raise fail(f"the arguments do not fit {i.op}: {error}") from error
     if found is None:
         got = f"{_signature(ins)} -> {_signature(outs)}"
         raise fail(f"{i.op} cannot be computed with these placements", _allowed(rule, call, ins), got)

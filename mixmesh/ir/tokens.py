@@ -12,6 +12,7 @@ from ..errors import ParseError
 from . import bounds
 
 Place = tuple[int, int]  # line and column, from 1
+SHOWN_BEFORE, SHOWN_AFTER = 150, 50  # characters of a long line around a place
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t]+|\#[^\n]*)
@@ -54,7 +55,9 @@ class Tokens:
     def fail(self, place: Place, message: str, expected: str = "", hint: str = "") -> NoReturn:
         line, column = place
         source = self.lines[line - 1] if line <= len(self.lines) else ""
-        caret = f"{source}\n  {'':<9}{' ' * (column - 1)}^"
+        first = max(0, column - SHOWN_BEFORE) if len(source) > SHOWN_BEFORE + SHOWN_AFTER else 0
+        shown = source[first : first + SHOWN_BEFORE + SHOWN_AFTER]
+        caret = f"{shown}\n  {'':<9}{' ' * (column - 1 - first)}^"
         raise ParseError(
             f"{self.where}:{line}:{column}: {message}", expected=expected, where=caret, hint=hint
         )

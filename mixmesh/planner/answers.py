@@ -49,8 +49,8 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
         return Infeasible(
             f"the {closest.planner} plan parts parameters, and the job's optimizer steps whole ones only, "
             "all of them in one place",
-            expected="a plan that keeps all parameters whole on every rank that computes, or an optimizer that works element by element: "
-            + ", ".join(ELEMENTWISE),
+            expected="a plan that keeps all parameters whole on every rank that computes, or an optimizer "
+            "that works element by element: " + ", ".join(ELEMENTWISE),
             hint=("--planner auto", "--planner ddp-proportional"),
         )
     if over <= 0:

@@ -21,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from mixmesh.check import check_loaded
 from mixmesh.cli.plan import summary
 from mixmesh.cluster import Cluster
@@ -37,7 +39,8 @@ from .mutate import ANY, OF_PLANS, mutate
 from .report import Failure, Progress, Report, case_seeds, silent
 
 KIND = "files"
-CASE_LIMIT_S = 30.0
+CASE_LIMIT_S = 30.0  # of computing
+STILL_LIMIT_S = 300.0
 MEMORY_BYTES = 6 * 2**30  # of address space above what the imports took
 VERIFIED = 0.3  # share of the plans that load
 WEIGHTS = {"plan": 12, "cluster": 4, "profile": 3, "journal": 1, "checkpoint": 8}
@@ -148,7 +151,7 @@ def _run_child(first: int, until_time_s: float, report: Report, told: Progress) 
     case, what = first, ""
     with os.fdopen(reading, "rb", buffering=0) as pipe:
         while True:
-            ready, _, _ = select.select([pipe], [], [], CASE_LIMIT_S)
+            ready = _waits_for(pid, pipe)
             line = pipe.readline() if ready else b""
             if not line:
                 what = "the process died" if ready else f"more than {CASE_LIMIT_S:g} s"
@@ -164,6 +167,19 @@ def _run_child(first: int, until_time_s: float, report: Report, told: Progress) 
     _, status = os.waitpid(pid, 0)
     _note(report, case, "HANG", f"{what} (status {status})")
     return case + 1
+
+
+def _waits_for(pid: int, pipe) -> bool:
+    """Whether a child says something before its case has computed for too long, or stood still for much
+    longer: on a machine with too much to do it may stand still for a while."""
+    child = psutil.Process(pid)
+    before_s, started = sum(child.cpu_times()[:2]), time.monotonic()
+    while time.monotonic() < started + STILL_LIMIT_S:
+        if select.select([pipe], [], [], 1.0)[0]:
+            return True
+        if sum(child.cpu_times()[:2]) - before_s > CASE_LIMIT_S:
+            return False
+    return False
 
 
 def _note(report: Report, case: int, result: str, what: str) -> None:

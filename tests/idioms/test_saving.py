@@ -166,6 +166,7 @@ SPOILT_OPTIMIZERS = {
     "a state of a piece": lambda s: with_state(s, exp_avg=s["state"][1]["exp_avg"][:3]),
     "a state without values": lambda s: with_state(s, exp_avg=torch.ones(8, 6, device="meta")),
     "steps that are none": lambda s: with_state(s, step=[]),
+    "a state of letters": lambda s: with_state(s, exp_avg="x"),
 }
 
 
