@@ -44,6 +44,7 @@ from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.runtime.passes import code_of
 from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.train import train
 from mixmesh.simulator import simulate
@@ -271,7 +272,8 @@ def delay(model, draw: random.Random) -> None:
     """Every pass of a rank is late by chance, now and then by a lot."""
     steps = model._runtime.forms.planned.steps
     stage = steps.stage
-    run = model._compiled(size=steps.sizes[0])
+    form = model._runtime.forms.planned
+    run = code_of(model._runtime, form, steps.sizes[0], training=model.training)
 
     def late(*args, **kwargs):
         time.sleep(draw.choice((0.0, 0.002, 0.03)))

@@ -21,7 +21,8 @@ from ..ir import REPLICATE
 from ..job import ELEMENTWISE, is_elementwise
 from .comm import Comm
 from .layout import Layout
-from .shard_tensor import ShardTensor, Whole, shard
+from .shard_tensor import ShardTensor, shard
+from .shard_whole import Whole
 from .shards import Stored
 
 TRIAL_SIZE = 4  # size of every dim of the parameters that a step is tried on

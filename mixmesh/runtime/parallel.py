@@ -34,11 +34,13 @@ from .optimizer_check import check_new_optimizers, check_optimizer, common_holde
 from .original import TakenOver, take_over
 from .outputs import Output
 from .owned import Awaited, Owned, WholeParams
-from .parallel_model import ParallelModel, Runtime
+from .parallel_model import ParallelModel
+from .passes import Runtime
 from .pipeline import groups
 from .random import RandomPolicy
 from .shapes import Forms
-from .shard_tensor import ShardTensor, Whole, plain, shard
+from .shard_tensor import ShardTensor, plain, shard
+from .shard_whole import Whole
 from .shards import Stored, agree, stored_tensors
 from .shells import parallel_class
 from .start import check_values, start_together

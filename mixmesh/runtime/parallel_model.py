@@ -4,9 +4,8 @@ loss."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,80 +15,24 @@ from ..ir import Program
 from ..timeline import bucket_name, parameters_name
 from ..trace.autocast import no_autocast
 from ..trace.compiled import never_compiled, warn_if_compiled
-from ..trace.dtypes import TORCH_DTYPE
 from .agreement import COMPARED_STEPS, facts_of_batch
 from .allocator import trim_heap
 from .batches import local_inputs
-from .calls import Calls
 from .collectives import Handle
 from .comm import Comm
-from .executor import RankProgram, compile_program, local_piece
+from .executor import local_piece
 from .face import Face
-from .gradients import GradientReducer, Sums
-from .guards import Guards, wrapped_twice
+from .gradients import Sums
+from .guards import wrapped_twice
 from .hooks import HookWatch
-from .loss import LossSum
-from .micro_steps import Earlier, next_seed
-from .model_check import PlannedModel
-from .node import Inner
-from .outputs import Output, Returns
-from .owned import Awaited, Owned, WholeParams
+from .outputs import Output
+from .passes import Forward, Runtime, accumulate, code_of, rooted, zero
 from .pipeline import stage_inputs
-from .random import RandomPolicy
 from .recording import RecordedComm, Recorder, recorded
-from .shapes import Form, Forms
 from .shard_numbers import Off
 from .shard_tensor import plain
-from .shards import Stored
 from .start import meets
 from .states import check_model_state
-from .whole_model import Loan
-from .window import Window
-
-
-@dataclass(frozen=True)
-class _Forward:
-    """The outcome of a forward pass: this rank's addend of the loss with its graph (None if it has none) and
-    the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
-    name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
-    the addends of all ranks."""
-
-    local: Tensor | None
-    tokens: list[Tensor]
-    value: Tensor
-    earlier: Earlier | None = None
-    shown: dict[str, list[Tensor]] = field(default_factory=dict)
-    returns: Returns | None = None
-    total: Handle | None = None
-
-
-@dataclass
-class Runtime:
-    """Everything of a ParallelModel that is not a module: kept in one attribute, out of the way of the
-    model's own names."""
-
-    program: Program
-    comm: Comm
-    calls: Calls
-    forms: Forms
-    random: RandomPolicy
-    stored: dict[str, Stored]  # by every name
-    by_param: dict[Tensor, Stored]  # by the shown parameter
-    compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
-    owned: dict[str, Owned]  # by every name
-    wholes: WholeParams
-    seed: Tensor  # the last gradient of the loss
-    planned_bytes: int  # that this process may hold as planned; 0 where that is not known
-    params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
-    reducer: GradientReducer
-    loss_sum: LossSum
-    node: Inner
-    guards: Guards
-    original: nn.Module  # taken over
-    again: Callable[[nn.Module], ParallelModel]  # makes another one of a module with whole weights
-    unchecked: PlannedModel | None  # until the first call
-    recorder: Recorder | None = None
-    loans: list[Loan] = field(default_factory=list)
 
 
 class ParallelModel(Face):
@@ -125,7 +68,7 @@ class ParallelModel(Face):
     @property
     def source(self) -> str:
         """The code that this rank runs, as Python."""
-        return self._compiled().source
+        return code_of(self._runtime, self._runtime.forms.planned, training=self.training).source
 
     @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
@@ -134,23 +77,23 @@ class ParallelModel(Face):
         if not self._runtime.random.step and not self.comm.rank:
             warn_if_compiled()
         done = self._run(args, kwargs)
-        loss = self._shown(self._rooted(done.total.wait(), done))
+        loss = self._shown(rooted(self._runtime, done.total.wait(), done))
         return loss if done.returns is None else done.returns(loss, done.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
         the global loss. Waits for other ranks only to agree on the batch, and where the program does."""
         done = self._run(args, kwargs)
-        return self._shown(self._rooted(done.value.clone(), done)), done.total
+        return self._shown(rooted(self._runtime, done.value.clone(), done)), done.total
 
-    def _run(self, args, kwargs) -> _Forward:
+    def _run(self, args, kwargs) -> Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.guards.check(self, args, kwargs)
             self._hooks_seen.check(self)
             with no_autocast():  # the program has the casts
                 return self._pass(args, kwargs)
 
-    def _pass(self, args, kwargs) -> _Forward:
+    def _pass(self, args, kwargs) -> Forward:
         run = self._runtime
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
@@ -176,11 +119,13 @@ class ParallelModel(Face):
         run.wholes.start()
         if steps is None:
             shown: dict[str, Tensor] = {}
-            local, updated, tokens = self._compiled(form).run(params, read, inputs, shown=shown)
-            value = self._zero(form) if local is None else local.detach()
-            done = _Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
+            local, updated, tokens = code_of(run, form, training=self.training).run(
+                params, read, inputs, shown=shown
+            )
+            value = zero(run, form) if local is None else local.detach()
+            done = Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
-            done, updated = self._accumulate(form, params, read, inputs)
+            done, updated = accumulate(run, form, params, read, inputs, training=self.training)
         run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
@@ -200,111 +145,6 @@ class ParallelModel(Face):
             run.unchecked.check(args, kwargs, run.comm)
             run.unchecked = None
 
-    def _accumulate(self, form: Form, params, buffers, inputs) -> tuple[_Forward, dict[str, Tensor]]:
-        """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
-        run, steps = self._runtime, form.steps
-        if steps.once is not None:
-            with torch.no_grad():
-                _, given, _ = self._compiled(form, once=True).run(params, buffers, inputs)
-            inputs = {**inputs, **given}
-        learns = torch.is_grad_enabled()
-        before = run.reducer.take() if learns else None
-        if steps.is_pipeline:
-            last = partial(run.reducer.early, before) if learns else nullcontext
-            value, updated = self._pipeline(form, params, buffers, inputs, last)
-            earlier = None
-            if learns:
-                earlier = Earlier(run.reducer, run.seed)
-                run.reducer.put_back(before)
-            return _Forward(None, [], value, earlier), updated
-        value, start = self._zero(form), 0
-        pieces: dict[str, list[Tensor]] = {}
-        for number, size in enumerate(steps.sizes):
-            run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
-            part = steps.cut(inputs, start, size)
-            shown: dict[str, Tensor] = {}
-            local, updated, tokens = self._compiled(form, size).run(params, buffers, part, shown=shown)
-            for name, piece in shown.items():
-                pieces.setdefault(name, []).append(piece)
-            own = self._zero(form) if local is None else local.detach()
-            value = value + own
-            start += size
-            if learns and number + 1 < len(steps.sizes):
-                with run.reducer.summing(steps.sums):
-                    self._rooted(own, _Forward(local, tokens, own)).backward(run.seed)
-                del local, tokens  # the rest of its graph must not live beside the next one
-            del part
-        run.random.micro_step = 0
-        earlier = None
-        if learns:
-            earlier = Earlier(run.reducer, run.seed)
-            run.reducer.put_back(before)
-        return _Forward(local, tokens, value, earlier, pieces), updated
-
-    def _pipeline(
-        self, form: Form, params, buffers, inputs, last: Callable[[], AbstractContextManager]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
-        the loss, and new values of buffers."""
-        run, steps = self._runtime, form.steps
-        size, count = steps.sizes[0], len(steps.sizes)
-        value, updated = self._zero(form), {}
-        if steps.stage is None:
-            return value, updated
-
-        def forward(number: int, received: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-            nonlocal value, updated
-            run.random.micro_step = number
-            run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
-            part = {**steps.cut(inputs, number * size, size), **received}
-            handed: dict[str, Tensor] = {}
-            local, updated, _ = self._compiled(form, size).run(params, buffers, part, handed)
-            if local is not None:
-                value = value + local.detach()
-            return local, handed
-
-        leave = (lambda: None) if run.recorder is None else run.recorder.leave
-        seed = run.seed if torch.is_grad_enabled() else None
-        steps.stage.run(run.comm, forward, seed, last, leave)
-        run.random.micro_step = 0
-        return value, updated
-
-    def _compiled(
-        self, form: Form | None = None, size: int | None = None, *, once: bool = False
-    ) -> RankProgram:
-        run = self._runtime
-        form = run.forms.planned if form is None else form
-        steps = form.steps
-        if steps is not None and size is None and not once:
-            size = steps.sizes[0]
-        key = (form.key, self.training, size, once)
-        if key not in run.compiled:
-            run.forms.drop_gone(run.compiled)
-            program = form.program if steps is None else steps.once if once else steps.program
-            run.compiled[key] = compile_program(
-                program,
-                run.comm.rank,
-                run.comm,
-                run.comm.device,
-                run.random,
-                training=self.training,
-                sink=run.reducer.sink,
-                receiver=run.reducer,
-                recorder=run.recorder,
-                window=None if size is None else Window(steps.samples, size, run.random),
-            )
-        return run.compiled[key]
-
-    def _zero(self, form: Form) -> Tensor:
-        dtype = TORCH_DTYPE[form.program.types[form.program.loss].value.dtype]
-        return torch.zeros((), dtype=dtype, device=self.comm.device)
-
-    def _rooted(self, value: Tensor, done: _Forward) -> Tensor:
-        if not torch.is_grad_enabled():
-            return value
-        anchor = torch.empty(0, device=self.comm.device, requires_grad=True)
-        return _Loss.apply(self._runtime, done.earlier, value, anchor, done.local, *done.tokens)
-
     def _shown(self, loss: Tensor) -> Tensor:
         return self._runtime.node.root(loss) if loss.requires_grad else loss
 
@@ -322,7 +162,8 @@ class ParallelModel(Face):
         run.comm, run.compiled, run.recorder = RecordedComm.of(run.comm, recorder), {}, recorder
         steps = run.forms.planned.steps
         for size in set(steps.sizes) if steps else (None,):
-            self._compiled(size=size)  # not in the first step that is measured
+            # not in the first step that is measured
+            code_of(run, run.forms.planned, size, training=self.training)
 
         result_of = {p.args[0]: p.result for p in reversed(self.program.params)}  # the first of copies
 
@@ -395,23 +236,3 @@ class ParallelModel(Face):
     @property
     def _ddp_params_and_buffers_to_ignore(self):
         raise wrapped_twice("torch.nn.parallel.DistributedDataParallel")
-
-
-class _Loss(torch.autograd.Function):
-    """Forward: the value given. Backward: a gradient for this rank's addend, which for a sum is its own."""
-
-    @staticmethod
-    def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
-        ctx.runtime, ctx.earlier = runtime, earlier
-        ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        runtime = ctx.runtime
-        runtime.reducer.begin()
-        runtime.comm.begin_backward()
-        if ctx.earlier is not None:
-            ctx.earlier.deliver(gradient)
-            runtime.seed = next_seed(gradient, runtime.seed)
-        return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens

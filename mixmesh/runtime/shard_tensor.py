@@ -10,8 +10,7 @@ Nothing of this is in the way of the program's own kernels: they run on plain te
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,57 +19,19 @@ from torch.optim.optimizer import _foreach_supported_types as _optimizers_types
 from torch.utils._foreach_utils import _foreach_supported_types as _clipping_types
 
 from ..errors import InputError
-from ..trace.compiled import is_within_compiled
 from . import collectives
-from .comm import Comm
-from .shard_numbers import Off, ShardNumber, known, number
+from .shard_numbers import Off, ShardNumber, known
+from .shard_reductions import reduce_whole
 from .shard_rules import REFUSED_GETTERS, Kind, Rule, rule_of
-from .shards import Stored
+from .shard_whole import ShardBase, Whole, check_alike, refusal
 
 
-@dataclass(frozen=True, eq=False)
-class Whole:
-    """The tensor that a shard is a piece of. ``written`` is called when a piece was changed in place."""
-
-    stored: Stored
-    comm: Comm
-    written: Callable[[], object] | None = None
-
-    def __deepcopy__(self, _memo):
-        return self
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.stored.shape)
-
-    @property
-    def spokesman(self) -> int:
-        """The rank whose number stands for this rank's piece: the first of all replicas."""
-        held = self.stored.counted
-        return self.comm.rank if held.sizes or not held.ranks else held.ranks[0]
-
-    def is_like(self, other: Whole) -> bool:
-        return self.stored.held == other.stored.held and self.stored.shape == other.stored.shape
-
-    @property
-    def text(self) -> str:
-        stored, rank = self.stored, self.comm.rank
-        if stored.held.sizes:
-            start, size = stored.held.piece(rank)
-            where = f"{start} to {start + size} of dim {stored.held.dim}"
-        else:
-            where = "whole" if rank in stored.held.ranks else "nothing"
-        return f"{stored.name} {list(stored.shape)}, rank {rank} holds {where}"
-
-
-class ShardTensor(torch.Tensor):
+class ShardTensor(ShardBase):
     """This rank's piece of a parameter, of its gradient or of its optimizer state.
 
     ``shape``, ``numel()`` and ``size()`` are the whole's. ``to_local()`` is the piece, ``full_tensor()`` the
     whole (collective). Raises InputError for a function that needs elements of other ranks.
     """
-
-    whole: Whole
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -151,7 +112,7 @@ def _call(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 def _get(func: Callable, attribute: str, x: ShardTensor, *_) -> Any:
     if attribute in REFUSED_GETTERS:
-        raise _refusal(attribute, x.whole)
+        raise refusal(attribute, x.whole)
     if attribute in ("shape", "nbytes", "ndim"):
         return _sizes(func, Rule(Kind.SIZE, attribute), (x,), {})
     value = func(x)
@@ -200,7 +161,7 @@ def _elementwise(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
         return _elementwise_lists(func, rule, args, kwargs)
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     first = next(x for x in tensors if isinstance(x, ShardTensor))
-    _check_alike(rule, first, tensors)
+    check_alike(rule.name, first, tensors)
     out = func(*args, **kwargs)
     if rule.in_place:
         _written(args[0])
@@ -216,7 +177,7 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
         first = next((x for x in row if isinstance(x, ShardTensor)), None)
         firsts.append(first)
         if first is not None:
-            _check_alike(rule, first, row)
+            check_alike(rule.name, first, row)
     out = func(*args, **kwargs)
     if rule.in_place:
         for x in lists[0]:
@@ -226,82 +187,15 @@ def _elementwise_lists(func: Callable, rule: Rule, args: tuple, kwargs: dict) ->
     return type(out)(x if of is None else _as_shard(x, of.whole, of.shape) for x, of in pairs)
 
 
-def _check_alike(rule: Rule, first: ShardTensor, tensors) -> None:
-    for x in tensors:
-        if isinstance(x, ShardTensor):
-            if x.whole is not first.whole and not x.whole.is_like(first.whole):
-                raise _refusal(rule.name, first.whole, f"beside {x.whole.text}, which is cut otherwise")
-        elif x.ndim and x.shape != first.shape:
-            raise _refusal(rule.name, first.whole, f"beside a plain tensor of shape {list(x.shape)}")
-
-
 def _written(x: Any) -> None:
     if isinstance(x, ShardTensor) and x.whole.written is not None:
         x.whole.written()
 
 
 def _reduce(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
-    if rule.is_list:
-        order = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
-        norm = partial(torch.linalg.vector_norm, ord=order)
-        return [
-            _number("norm", norm, x, order, x.dtype) if isinstance(x, ShardTensor) else norm(x)
-            for x in args[0]
-        ]
-    name, x, rest = rule.name, args[0], args[1:]
-    if name in ("equal", "allclose"):
-        return _all_alike(func, rule, args, kwargs)
-    if name in ("max", "min") and rest and isinstance(rest[0], Tensor):
+    if rule.name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor):
         return _elementwise(func, rule, args, kwargs)
-    order = 2.0
-    if name in ("norm", "linalg_vector_norm"):
-        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
-        order = 2.0 if order in (None, "fro") else float(order)
-        rest = rest[1:]
-    dims = kwargs.get("dim", rest[0] if rest else None)
-    if dims not in (None, (), []) or not isinstance(x, ShardTensor):
-        raise _refusal(f"{name} along a dim", x.whole if isinstance(x, ShardTensor) else args[1].whole)
-    dtype = kwargs.get("dtype")
-    if name in ("any", "all"):
-        kind = "max" if name == "any" else "min"
-        mine = lambda piece: func(piece).double()  # noqa: E731
-        return known(_number(kind, mine, x, order, torch.float64)) > 0
-    if name == "count_nonzero":
-        return known(_number("sum", lambda piece: func(piece).double(), x, order, torch.float64)).long()
-    if name == "mean":
-        count = x.whole.shape.numel()
-        return _number("sum", lambda piece: piece.sum(dtype=dtype) / count, x, order, dtype or x.dtype)
-    if name == "sum":
-        return _number("sum", lambda piece: piece.sum(dtype=dtype), x, order, dtype or x.dtype)
-    if name in ("norm", "linalg_vector_norm"):
-        mine = lambda piece: torch.linalg.vector_norm(piece, order, dtype=dtype)  # noqa: E731
-        return _number("norm", mine, x, order, dtype or x.dtype)
-    kind = name.removeprefix("a")
-    if torch.is_grad_enabled() and x.requires_grad:
-        raise _refusal(f"{name} with a gradient", x.whole)
-    return _number(kind, func, x, order, x.dtype)
-
-
-def _number(
-    kind: str, mine: Callable[[Tensor], Tensor], x: ShardTensor, order: float, dtype: torch.dtype
-) -> ShardNumber:
-    whole, stored = x.whole, x.whole.stored
-    if stored.copies and torch.is_grad_enabled() and x.requires_grad:
-        raise _refusal(f"{kind} with a gradient", whole, "of which ranks hold copies that overlap")
-    holds = x.numel() > 0 and whole.comm.rank in stored.held.ranks
-    value = mine(x.as_subclass(Tensor)) if holds else None
-    if value is not None and not stored.counts(whole.comm.rank) and stored.copies:
-        value = None
-    return number(value, whole.comm, kind, order=order, row=whole.spokesman, dtype=dtype)
-
-
-def _all_alike(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> bool:
-    first = next(x for x in args if isinstance(x, ShardTensor))
-    _check_alike(rule, first, [x for x in args if isinstance(x, Tensor)])
-    alike = torch.tensor(float(func(*args, **kwargs)), dtype=torch.float64, device=first.whole.comm.device)
-    whole = first.whole
-    asked = number(alike, whole.comm, "min", row=whole.spokesman, dtype=torch.float64)
-    return bool(known(asked) > 0)
+    return reduce_whole(func, rule, args, kwargs)
 
 
 def _special(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
@@ -312,7 +206,7 @@ def _copy_(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     target, source = args[0], args[1]
     if not isinstance(target, ShardTensor):
         if target.ndim and target.shape != source.shape:
-            raise _refusal("copy_ to a plain tensor", source.whole, f"of shape {list(target.shape)}")
+            raise refusal("copy_ to a plain tensor", source.whole, f"of shape {list(target.shape)}")
         return func(*args, **kwargs)
     func(target, _piece_of(target, source, "copy_"), *args[2:], **kwargs)
     _written(target)
@@ -323,12 +217,12 @@ def _piece_of(x: ShardTensor, value: Tensor, what: str) -> Tensor:
     """The part of another shard, of a whole tensor or of a piece that belongs into ``x``."""
     whole = x.whole
     if isinstance(value, ShardTensor):
-        _check_alike(Rule(Kind.SPECIAL, what), x, [value])
+        check_alike(what, x, [value])
         return value
     if tuple(value.shape) == whole.stored.shape:
         return whole.stored.piece(value, whole.comm.rank, x.device)
     if value.ndim and value.shape != x.shape:
-        raise _refusal(what, whole, f"from a tensor of shape {list(value.shape)}")
+        raise refusal(what, whole, f"from a tensor of shape {list(value.shape)}")
     return value
 
 
@@ -398,26 +292,12 @@ def _grad(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _refuse(_func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
-    raise _refusal(rule.name, _first(args, kwargs).whole)
+    raise refusal(rule.name, _first(args, kwargs).whole)
 
 
 def _first(*trees: Any) -> ShardTensor:
     leaves = torch.utils._pytree.tree_leaves(trees)
     return next(x for x in leaves if isinstance(x, ShardTensor))
-
-
-def _refusal(name: str, whole: Whole, beside: str = "") -> InputError:
-    by_dynamo = ("a training step without torch.compile around it",) if is_within_compiled() else ()
-    return InputError(
-        f"{name} of {whole.stored.name} needs elements that other ranks hold",
-        expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",
-        got=f"{name} of {whole.text} {beside}".rstrip(),
-        hint=(
-            "p.full_tensor() is the whole, p.to_local() this rank's piece",
-            "a plan that keeps parameters whole, such as mixmesh plan --planner ddp-proportional",
-            *by_dynamo,
-        ),
-    )
 
 
 _CALLS: dict[Kind, Callable] = {

@@ -1,0 +1,220 @@
+"""The forward passes of a rank: of a whole batch, of micro-steps, and of a stage of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..ir import Program
+from ..trace.dtypes import TORCH_DTYPE
+from .calls import Calls
+from .collectives import Handle
+from .comm import Comm
+from .executor import RankProgram, compile_program
+from .gradients import GradientReducer
+from .guards import Guards
+from .loss import LossSum
+from .micro_steps import Earlier, next_seed
+from .model_check import PlannedModel
+from .node import Inner
+from .outputs import Returns
+from .owned import Awaited, Owned, WholeParams
+from .random import RandomPolicy
+from .recording import Recorder
+from .shapes import Form, Forms
+from .shards import Stored
+from .whole_model import Loan
+from .window import Window
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The outcome of a forward pass: this rank's addend of the loss with its graph (None if it has none) and
+    the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
+    name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
+    the addends of all ranks."""
+
+    local: Tensor | None
+    tokens: list[Tensor]
+    value: Tensor
+    earlier: Earlier | None = None
+    shown: dict[str, list[Tensor]] = field(default_factory=dict)
+    returns: Returns | None = None
+    total: Handle | None = None
+
+
+@dataclass
+class Runtime:
+    """Everything of a ParallelModel that is not a module: kept in one attribute, out of the way of the
+    model's own names."""
+
+    program: Program
+    comm: Comm
+    calls: Calls
+    forms: Forms
+    random: RandomPolicy
+    stored: dict[str, Stored]  # by every name
+    by_param: dict[Tensor, Stored]  # by the shown parameter
+    compiled: dict[tuple, RankProgram]  # by form, training, and the samples of a micro-step
+    owned: dict[str, Owned]  # by every name
+    wholes: WholeParams
+    seed: Tensor  # the last gradient of the loss
+    planned_bytes: int  # that this process may hold as planned; 0 where that is not known
+    params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
+    reducer: GradientReducer
+    loss_sum: LossSum
+    node: Inner
+    guards: Guards
+    original: nn.Module  # taken over
+    again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
+    unchecked: PlannedModel | None  # until the first call
+    recorder: Recorder | None = None
+    loans: list[Loan] = field(default_factory=list)
+
+
+def accumulate(
+    run: Runtime, form: Form, params, buffers, inputs, *, training: bool
+) -> tuple[Forward, dict[str, Tensor]]:
+    """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
+    steps = form.steps
+    if steps.once is not None:
+        with torch.no_grad():
+            _, given, _ = code_of(run, form, once=True, training=training).run(params, buffers, inputs)
+        inputs = {**inputs, **given}
+    learns = torch.is_grad_enabled()
+    before = run.reducer.take() if learns else None
+    if steps.is_pipeline:
+        last = partial(run.reducer.early, before) if learns else nullcontext
+        value, updated = _pipeline(run, form, params, buffers, inputs, last, training=training)
+        earlier = None
+        if learns:
+            earlier = Earlier(run.reducer, run.seed)
+            run.reducer.put_back(before)
+        return Forward(None, [], value, earlier), updated
+    value, start = zero(run, form), 0
+    pieces: dict[str, list[Tensor]] = {}
+    for number, size in enumerate(steps.sizes):
+        run.random.micro_step, run.random.first_sample = number, steps.first_sample + start
+        part = steps.cut(inputs, start, size)
+        shown: dict[str, Tensor] = {}
+        local, updated, tokens = code_of(run, form, size, training=training).run(
+            params, buffers, part, shown=shown
+        )
+        for name, piece in shown.items():
+            pieces.setdefault(name, []).append(piece)
+        own = zero(run, form) if local is None else local.detach()
+        value = value + own
+        start += size
+        if learns and number + 1 < len(steps.sizes):
+            with run.reducer.summing(steps.sums):
+                rooted(run, own, Forward(local, tokens, own)).backward(run.seed)
+            del local, tokens  # the rest of its graph must not live beside the next one
+        del part
+    run.random.micro_step = 0
+    earlier = None
+    if learns:
+        earlier = Earlier(run.reducer, run.seed)
+        run.reducer.put_back(before)
+    return Forward(local, tokens, value, earlier, pieces), updated
+
+
+def _pipeline(
+    run: Runtime,
+    form: Form,
+    params,
+    buffers,
+    inputs,
+    last: Callable[[], AbstractContextManager],
+    *,
+    training: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
+    the loss, and new values of buffers."""
+    steps = form.steps
+    size, count = steps.sizes[0], len(steps.sizes)
+    value, updated = zero(run, form), {}
+    if steps.stage is None:
+        return value, updated
+
+    def forward(number: int, received: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        nonlocal value, updated
+        run.random.micro_step = number
+        run.random.first_sample = steps.samples.first_sample(run.comm.rank, number * size, count)
+        part = {**steps.cut(inputs, number * size, size), **received}
+        handed: dict[str, Tensor] = {}
+        local, updated, _ = code_of(run, form, size, training=training).run(params, buffers, part, handed)
+        if local is not None:
+            value = value + local.detach()
+        return local, handed
+
+    leave = (lambda: None) if run.recorder is None else run.recorder.leave
+    seed = run.seed if torch.is_grad_enabled() else None
+    steps.stage.run(run.comm, forward, seed, last, leave)
+    run.random.micro_step = 0
+    return value, updated
+
+
+def code_of(
+    run: Runtime, form: Form, size: int | None = None, *, once: bool = False, training: bool
+) -> RankProgram:
+    """This rank's code for a micro-step of ``size`` samples (without it, of as many as the first one has), or
+    for the part of a program that runs ``once`` before its micro-steps. Compiled at the first use."""
+    steps = form.steps
+    if steps is not None and size is None and not once:
+        size = steps.sizes[0]
+    key = (form.key, training, size, once)
+    if key not in run.compiled:
+        run.forms.drop_gone(run.compiled)
+        program = form.program if steps is None else steps.once if once else steps.program
+        run.compiled[key] = compile_program(
+            program,
+            run.comm.rank,
+            run.comm,
+            run.comm.device,
+            run.random,
+            training=training,
+            sink=run.reducer.sink,
+            receiver=run.reducer,
+            recorder=run.recorder,
+            window=None if size is None else Window(steps.samples, size, run.random),
+        )
+    return run.compiled[key]
+
+
+def zero(run: Runtime, form: Form) -> Tensor:
+    """The addend of a rank without any."""
+    dtype = TORCH_DTYPE[form.program.types[form.program.loss].value.dtype]
+    return torch.zeros((), dtype=dtype, device=run.comm.device)
+
+
+def rooted(run: Runtime, value: Tensor, done: Forward) -> Tensor:
+    """``value`` as a loss: its backward pass is that of this rank's addend."""
+    if not torch.is_grad_enabled():
+        return value
+    anchor = torch.empty(0, device=run.comm.device, requires_grad=True)
+    return _Loss.apply(run, done.earlier, value, anchor, done.local, *done.tokens)
+
+
+class _Loss(torch.autograd.Function):
+    """Forward: the value given. Backward: a gradient for this rank's addend, which for a sum is its own."""
+
+    @staticmethod
+    def forward(ctx, runtime, earlier, value, anchor, local, *tokens):
+        ctx.runtime, ctx.earlier = runtime, earlier
+        ctx.has_local, ctx.num_tokens = local is not None, len(tokens)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        runtime = ctx.runtime
+        runtime.reducer.begin()
+        runtime.comm.begin_backward()
+        if ctx.earlier is not None:
+            ctx.earlier.deliver(gradient)
+            runtime.seed = next_seed(gradient, runtime.seed)
+        return None, None, None, None, gradient if ctx.has_local else None, *(None,) * ctx.num_tokens

@@ -1,0 +1,98 @@
+"""Functions of shards that give one number: each rank's number of its piece, combined over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .shard_numbers import ShardNumber, known, number
+from .shard_rules import Rule
+from .shard_whole import ShardBase, check_alike, refusal
+
+NORMS = ("norm", "linalg_vector_norm")
+
+
+def reduce_whole(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> Any:
+    """The number that ``func``, a reduction, gives for the whole. Raises InputError along a dim."""
+    if rule.is_list:
+        return _norms(args, kwargs)
+    if rule.name in ("equal", "allclose"):
+        return _are_alike(func, rule, args, kwargs)
+    name, x, rest = rule.name, args[0], args[1:]
+    order = 2.0
+    if name in NORMS:
+        order = kwargs.get("p", kwargs.get("ord", rest[0] if rest else 2.0))
+        order = 2.0 if order in (None, "fro") else float(order)
+        rest = rest[1:]
+    dims = kwargs.get("dim", rest[0] if rest else None)
+    if dims not in (None, (), []) or not isinstance(x, ShardBase):
+        raise refusal(f"{name} along a dim", x.whole if isinstance(x, ShardBase) else args[1].whole)
+    if name in NORMS:
+        return _norm(x, order, kwargs.get("dtype"))
+    if name in ("sum", "mean"):
+        return _sum(x, x.whole.shape.numel() if name == "mean" else None, kwargs.get("dtype"))
+    if name in ("any", "all", "count_nonzero"):
+        return _count(func, name, x)
+    return _extreme(func, name, x)
+
+
+def _norms(args: tuple, kwargs: dict) -> list[Any]:
+    order = kwargs.get("ord", args[1] if len(args) > 1 else 2.0)
+    norm = partial(torch.linalg.vector_norm, ord=order)
+    return [
+        _number("norm", norm, x, x.dtype, order) if isinstance(x, ShardBase) else norm(x) for x in args[0]
+    ]
+
+
+def _norm(x: ShardBase, order: float, dtype: torch.dtype | None) -> ShardNumber:
+    norm = partial(torch.linalg.vector_norm, ord=order, dtype=dtype)
+    return _number("norm", norm, x, dtype or x.dtype, order)
+
+
+def _sum(x: ShardBase, over: int | None, dtype: torch.dtype | None) -> ShardNumber:
+    """The sum, or the mean: a sum of parts ``over`` the number of all elements."""
+
+    def part(piece: Tensor) -> Tensor:
+        own = piece.sum(dtype=dtype)
+        return own if over is None else own / over
+
+    return _number("sum", part, x, dtype or x.dtype)
+
+
+def _count(func: Callable, name: str, x: ShardBase) -> Tensor:
+    kind = {"any": "max", "all": "min", "count_nonzero": "sum"}[name]
+    told = known(_number(kind, lambda piece: func(piece).double(), x, torch.float64))
+    return told.long() if name == "count_nonzero" else told > 0
+
+
+def _extreme(func: Callable, name: str, x: ShardBase) -> ShardNumber:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise refusal(f"{name} with a gradient", x.whole)
+    return _number(name.removeprefix("a"), func, x, x.dtype)
+
+
+def _number(
+    kind: str, part: Callable[[Tensor], Tensor], x: ShardBase, dtype: torch.dtype, order: float = 2.0
+) -> ShardNumber:
+    """The number of all pieces by ``kind``, ``part`` being that of one."""
+    whole, stored = x.whole, x.whole.stored
+    if stored.copies and torch.is_grad_enabled() and x.requires_grad:
+        raise refusal(f"{kind} with a gradient", whole, "of which ranks hold copies that overlap")
+    holds = x.numel() > 0 and whole.comm.rank in stored.held.ranks
+    value = part(x.as_subclass(Tensor)) if holds else None
+    if value is not None and not stored.counts(whole.comm.rank) and stored.copies:
+        value = None
+    return number(value, whole.comm, kind, order=order, row=whole.spokesman, dtype=dtype)
+
+
+def _are_alike(func: Callable, rule: Rule, args: tuple, kwargs: dict) -> bool:
+    first = next(x for x in args if isinstance(x, ShardBase))
+    check_alike(rule.name, first, [x for x in args if isinstance(x, Tensor)])
+    alike = torch.tensor(float(func(*args, **kwargs)), dtype=torch.float64, device=first.whole.comm.device)
+    whole = first.whole
+    asked = number(alike, whole.comm, "min", row=whole.spokesman, dtype=torch.float64)
+    return bool(known(asked) > 0)

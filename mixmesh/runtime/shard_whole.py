@@ -1,0 +1,80 @@
+"""The tensor that a shard is a piece of, and what all functions on shards check of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..trace.compiled import is_within_compiled
+from .comm import Comm
+from .shards import Stored
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """The tensor that a shard is a piece of. ``written`` is called when a piece was changed in place."""
+
+    stored: Stored
+    comm: Comm
+    written: Callable[[], object] | None = None
+
+    def __deepcopy__(self, _memo):
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.stored.shape)
+
+    @property
+    def spokesman(self) -> int:
+        """The rank whose number stands for this rank's piece: the first of all replicas."""
+        held = self.stored.counted
+        return self.comm.rank if held.sizes or not held.ranks else held.ranks[0]
+
+    def is_like(self, other: Whole) -> bool:
+        return self.stored.held == other.stored.held and self.stored.shape == other.stored.shape
+
+    @property
+    def text(self) -> str:
+        stored, rank = self.stored, self.comm.rank
+        if stored.held.sizes:
+            start, size = stored.held.piece(rank)
+            where = f"{start} to {start + size} of dim {stored.held.dim}"
+        else:
+            where = "whole" if rank in stored.held.ranks else "nothing"
+        return f"{stored.name} {list(stored.shape)}, rank {rank} holds {where}"
+
+
+class ShardBase(torch.Tensor):
+    """A rank's piece of ``whole``; its one subclass is ``ShardTensor``, which answers for the whole."""
+
+    whole: Whole
+
+
+def check_alike(name: str, first: ShardBase, tensors: Iterable[Tensor]) -> None:
+    """Raises InputError if one of ``tensors``, arguments of ``name``, is cut otherwise than ``first``."""
+    for x in tensors:
+        if isinstance(x, ShardBase):
+            if x.whole is not first.whole and not x.whole.is_like(first.whole):
+                raise refusal(name, first.whole, f"beside {x.whole.text}, which is cut otherwise")
+        elif x.ndim and x.shape != first.shape:
+            raise refusal(name, first.whole, f"beside a plain tensor of shape {list(x.shape)}")
+
+
+def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
+    """The error for a function that needs elements of other ranks."""
+    by_dynamo = ("a training step without torch.compile around it",) if is_within_compiled() else ()
+    return InputError(
+        f"{name} of {whole.stored.name} needs elements that other ranks hold",
+        expected="functions element by element, and norm, sum, mean, max, min, any, all of the whole",
+        got=f"{name} of {whole.text} {beside}".rstrip(),
+        hint=(
+            "p.full_tensor() is the whole, p.to_local() this rank's piece",
+            "a plan that keeps parameters whole, such as mixmesh plan --planner ddp-proportional",
+            *by_dynamo,
+        ),
+    )
