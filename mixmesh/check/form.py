@@ -11,21 +11,18 @@ from ..ir import Instruction, Ref
 
 OPERATOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")
 LEAF_OPTIONS = {"param": ("trainable",)}
+SINK_FORMS = {
+    "update": 'update("buffer", %value)',
+    "output": 'output("name", %value) or output("name", %value, rows=true)',
+}
 
 
 def check_form(i: Instruction, fail) -> None:
     """Raises what ``fail`` makes for an instruction that is not of the form of its kind."""
     if i.is_leaf:
         _check_leaf(i, fail)
-    elif i.op == "update":
-        if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
-            raise fail("this is no update", 'update("buffer", %value)')
-    elif i.op == "output":
-        form = 'output("name", %value) or output("name", %value, rows=true)'
-        if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
-            raise fail("this is no output", form)
-        if any(name != "rows" or not isinstance(value, bool) for name, value in i.kwargs):
-            raise fail("an output says of itself only whether it has rows", form)
+    elif i.is_sink:
+        _check_sink(i, fail)
     elif i.is_redistribution:
         if len(i.args) != 1 or not isinstance(i.args[0], Ref) or len(i.results) != 1 or not i.results[0]:
             raise fail(f"{i.op} takes one value and gives one", f"%y = {i.op}(%x) : TYPE")
@@ -33,6 +30,13 @@ def check_form(i: Instruction, fail) -> None:
         raise fail(f"{i.op} is no name of an operator", "namespace.name or namespace.name.overload", i.op)
     if (i.is_redistribution or i.op == "update") and i.kwargs:
         raise fail(f"{i.op} takes no argument by name", "none", i.kwargs[0][0])
+
+
+def _check_sink(i: Instruction, fail) -> None:
+    if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
+        raise fail(f"this is no {i.op}", SINK_FORMS[i.op])
+    if i.op == "output" and any(name != "rows" or not isinstance(value, bool) for name, value in i.kwargs):
+        raise fail("an output says of itself only whether it has rows", SINK_FORMS[i.op])
 
 
 def _check_leaf(i: Instruction, fail) -> None:
