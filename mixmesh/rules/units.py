@@ -9,37 +9,20 @@ operators never disagree about the size of a shard.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import chain
 
-from ..ir import Graph, Shard
+from ..ir import Graph, Node, Shard
 from .rule import Rule, call_of, strategies
 
 Units = dict[str, tuple[int, ...]]  # value -> unit per dim
+Tie = list[tuple[str, int, int]]  # dims that are cut together: (value, dim, trailing elements)
 
 
 def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
     """Units for all values of a graph; a unit equal to the size means that the dim cannot be cut."""
     units = {name: [1] * len(t.shape) for name, t in graph.types.items()}
-    ties: list[list[tuple[str, int, int]]] = []  # per sharded factor: (value, dim, trailing elements)
-    for node in graph.nodes:
-        rule = rules.get(node.op)
-        if rule is None or node.is_leaf or node.is_sink:
-            continue
-        call = call_of(node, graph.types)
-        options = strategies(rule, call)
-        sharded = [o for o in options if o.is_sharded]
-        if not sharded:
-            continue
-        bound = rule.bound(call)
-        for option in sharded:
-            tie = []
-            for name, dims, placement in zip(node.inputs, bound.inputs, option.inputs):
-                if isinstance(placement, Shard):
-                    tie.append((name, placement.dim, bound.trailing(dims[placement.dim])))
-            for name, dims, placement in zip(node.results, bound.outputs, option.outputs):
-                if name is not None and isinstance(placement, Shard):
-                    tie.append((name, placement.dim, bound.trailing(dims[placement.dim])))
-            if any(trailing > 1 for _, _, trailing in tie) or len(tie) > 1:
-                ties.append(tie)
+    ties = [tie for node in graph.nodes for tie in _ties(graph, node, rules.get(node.op))]
     changed = True
     while changed:
         changed = False
@@ -56,3 +39,24 @@ def shard_units(graph: Graph, rules: dict[str, Rule]) -> Units:
                     units[name][dim] = unit
                     changed = True
     return {name: tuple(dims) for name, dims in units.items()}
+
+
+def _ties(graph: Graph, node: Node, rule: Rule | None) -> Iterator[Tie]:
+    """The dims that an operator cuts together, for each of its strategies that cut any."""
+    if rule is None or node.is_leaf or node.is_sink:
+        return
+    call = call_of(node, graph.types)
+    sharded = [option for option in strategies(rule, call) if option.is_sharded]
+    if not sharded:
+        return
+    bound = rule.bound(call)
+    for option in sharded:
+        inputs = zip(node.inputs, bound.inputs, option.inputs)
+        outputs = zip(node.results, bound.outputs, option.outputs)
+        tie = [
+            (name, placement.dim, bound.trailing(dims[placement.dim]))
+            for name, dims, placement in chain(inputs, outputs)
+            if name is not None and isinstance(placement, Shard)
+        ]
+        if len(tie) > 1 or any(trailing > 1 for _, _, trailing in tie):
+            yield tie
