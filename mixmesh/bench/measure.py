@@ -53,7 +53,7 @@ def cluster_text(gbit_per_s: str, *machines: tuple[str, ...]) -> str:
     return "\n".join(lines) + "\n"
 
 
-DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # that of `python -m mixmesh.demo`
+DEMO_CLUSTER = cluster_text("1", ("0.70", "0.35"), ("0.35", "0.18"))  # as `python -m mixmesh.demo` has it
 
 
 @contextmanager

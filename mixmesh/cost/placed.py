@@ -357,7 +357,7 @@ class Sheet:
                 self.again_work_of[n] = found[2]
 
     def with_owners(self, program: Program) -> Sheet:
-        """That of the same program with other owners of its parameters."""
+        """The costs of the same program with other owners of its parameters."""
         made = copy(self)
         made.program, made.pattern = program, self.pattern_of(program)
         for known in ("optimized", "cuts"):  # which are of what owners step

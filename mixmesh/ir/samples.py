@@ -37,8 +37,8 @@ RANDOM = (
     "dropout", "bernoulli", "rand", "multinomial", "normal", "uniform", "exponential", "rrelu",
     "aten.poisson.", "aten.binomial", "cauchy", "geometric", "_standard_gamma", "_sample_dirichlet",
 )  # fmt: skip
-# those of them whose numbers are a function of the step and of their own number among the draws: they can
-# be drawn again, and in parts
+# operators of RANDOM whose numbers are a function of the step and of their own number among the draws: they
+# can be drawn again, and in parts
 DRAWS = (
     "aten.native_dropout", "aten.bernoulli", "aten.bernoulli.p",
     "aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like",

@@ -149,7 +149,7 @@ class _Writer:
         self.passing: set[str] = set()  # awaited by this rank, though it holds nothing of them
         self.reshard = reshard_points(program)
         self.resharded = {name for names in self.reshard.values() for name in names}
-        self.records: set[str] = set()  # those of them whose shards, to gather from again, are at hand
+        self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
         self.pending: dict[str, str] = {}  # value -> what is written to await it
         self.region_ends = {members[-1]: number for number, members in regions(program).items()}
         self.open_regions: set[int] = set()

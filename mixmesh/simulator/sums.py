@@ -28,7 +28,7 @@ class Sums:
     gathers: tuple[tuple[str, Call], ...] = ()
     gather_of: Mapping[str, int] = field(default_factory=dict)  # by owned parameter
     late: frozenset[int] = frozenset()  # those that wait for gradients which redistributions bring
-    plain: frozenset[int] = frozenset()  # those of whole gradients, for all ranks
+    plain: frozenset[int] = frozenset()  # sums of whole gradients, for all ranks
 
 
 NO_SUMS = Sums((), (), {})

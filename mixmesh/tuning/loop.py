@@ -74,9 +74,9 @@ def tune(
 
 
 def fastest(trials: Sequence[Trial]) -> Trial:
-    """That of the shortest step, of those with most turns; but the first one, which is best by prediction,
-    unless another is faster by more than turns of one plan differ. Raises CollectiveError if none could
-    train."""
+    """The trial of the shortest step among those with most turns; but the first one, which is best by
+    prediction, unless another is faster by more than turns of one plan differ. Raises CollectiveError if none
+    could train."""
     able = [t for t in trials if not t.failed]
     if able:
         turns = max(len(t.turns_s) for t in able)

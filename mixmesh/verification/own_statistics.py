@@ -98,7 +98,7 @@ class _Pieces(TorchFunctionMode):
         out = []
         for number, piece in enumerate(x.split(sizes)):
             running = (running_mean, running_var)
-            if number:  # those of the first piece are kept
+            if number:  # the first piece's are kept
                 running = [None if t is None else t.clone() for t in running]
             out.append(F.batch_norm(piece, *running, weight, bias, True, momentum, eps))
         return torch.cat(out)

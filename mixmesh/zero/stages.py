@@ -167,7 +167,7 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
 
 
 def _needed_again(program: Program, names: Collection[str]) -> set[str]:
-    """Those of ``names`` that the backward pass reads: autograd keeps them, maybe by way of a view, or they
+    """The ``names`` that the backward pass reads: autograd keeps them, maybe by way of a view, or they
     are computed with again."""
     found: set[str] = set()
     for i in program.instructions:

@@ -52,7 +52,7 @@ class Bound:
         for i in program.instructions:
             if i.op == "output":
                 shown = program.types[i.inputs[0]]
-                _add(sizes, shown.cut, float(shown.value.size_bytes))  # those of the step before
+                _add(sizes, shown.cut, float(shown.value.size_bytes))  # a loop still has the step before's
         _computed(program, kinds, last, sizes)
         _beside(program, kinds, sizes)
         _gradients(program, last, sizes)

@@ -92,7 +92,7 @@ def kept(call: Call, takes_gradient: tuple[bool, ...]) -> Iterator[tuple[str, in
             yield from (("input", n) for n in range(1, last + 1))
         case "result":
             yield "result", 0
-        case "tables":  # those of experts; ids, tokens and values are kept sorted (extra_bytes)
+        case "tables":  # tables of experts; ids, tokens and values are kept sorted (extra_bytes)
             first = 1 + len(call.args[1]) + len(call.args[2])
             yield from (("input", n) for n in range(first, last + 1))
         case "condition":
