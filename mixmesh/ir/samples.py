@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from ..errors import PlanError
 from .graph import Ref
@@ -116,35 +117,14 @@ def samples_of(program: Program) -> Samples:
     given: list[str] = []
     meets = False
     for i in program.instructions:
-        if i.op == LOCAL_NORM:
-            raise _refusal(program, i, "takes statistics of all samples of a rank at once")
-        if i.attrs and i.attr("sfb", False):
-            raise _refusal(program, i, "gathers the factors of all ranks' samples (sfb)")
+        _check_operator(program, i)
         if i.is_redistribution:
-            (source,) = i.inputs
-            local = local_kind(program, i)
-            if i.result in moved:
-                if source not in values:
-                    raise _refusal(program, i, "moves what holds no samples to another stage")
+            role = _role(program, i, values, fixed, moved, in_stages=bool(stages))
+            if role is Role.SAMPLES:
                 values.add(i.result)
-            elif is_cut_without_samples(program, i, values):
-                raise _refusal(program, i, "is cut between samples before micro-steps take theirs")
-            elif source in values and not local:
-                if i.result not in fixed:
-                    raise _refusal(
-                        program, i, "needs the samples of all micro-steps, and depends on parameters"
-                    )
-                if stages and isinstance(program.types[source].placement, Shard):
-                    raise _refusal(program, i, "puts samples together, whose order is that of micro-steps")
+            elif role is Role.GIVEN:
                 given.append(i.result)
-            elif source in values:
-                values.add(i.result)
-            elif stages and not local:
-                if i.result not in fixed:
-                    raise _refusal(program, i, "moves what depends on parameters, and holds no samples")
-                given.append(i.result)
-            else:
-                meets = meets or not local
+            meets = meets or role is Role.MEETING
         elif i.op == "output" and (stages or i.inputs[0] not in values):
             raise _refusal(program, i, "shows what is no row of each sample, or rows of a stage")
         elif is_cut_without_samples(program, i, values):
@@ -156,6 +136,54 @@ def samples_of(program: Program) -> Samples:
     if program.loss not in values:
         raise _refusal(program, program.producers[program.loss], "is a loss that is no sum over samples")
     return Samples(batch_size, counts, frozenset(values), tuple(given), meets, stages, moved)
+
+
+class Role(Enum):
+    """How micro-steps see a redistribution."""
+
+    SAMPLES = "its result holds samples of the micro-step"
+    GIVEN = "it runs once per step, and its result is given to all micro-steps"
+    MEETING = "ranks meet in it in every micro-step"
+    LOCAL = "it concerns no other rank, and no samples"
+
+
+def _role(
+    program: Program,
+    i: Instruction,
+    values: Collection[str],
+    fixed: Collection[str],
+    moved: Collection[str],
+    *,
+    in_stages: bool,
+) -> Role:
+    """The role of a redistribution where ``values`` hold samples, those of ``fixed`` follow from inputs alone
+    and ``moved`` come from an earlier stage. Raises PlanError for one that micro-steps cannot run."""
+    (source,) = i.inputs
+    is_local = bool(local_kind(program, i))
+    if i.result in moved:
+        if source not in values:
+            raise _refusal(program, i, "moves what holds no samples to another stage")
+        return Role.SAMPLES
+    if is_cut_without_samples(program, i, values):
+        raise _refusal(program, i, "is cut between samples before micro-steps take theirs")
+    if is_local:
+        return Role.SAMPLES if source in values else Role.LOCAL
+    if source not in values and not in_stages:
+        return Role.MEETING
+    if i.result not in fixed:
+        if source in values:
+            raise _refusal(program, i, "needs the samples of all micro-steps, and depends on parameters")
+        raise _refusal(program, i, "moves what depends on parameters, and holds no samples")
+    if source in values and in_stages and isinstance(program.types[source].placement, Shard):
+        raise _refusal(program, i, "puts samples together, whose order is that of micro-steps")
+    return Role.GIVEN
+
+
+def _check_operator(program: Program, i: Instruction) -> None:
+    if i.op == LOCAL_NORM:
+        raise _refusal(program, i, "takes statistics of all samples of a rank at once")
+    if i.attrs and i.attr("sfb", False):
+        raise _refusal(program, i, "gathers the factors of all ranks' samples (sfb)")
 
 
 def cut_between_samples(program: Program) -> frozenset[str]:
