@@ -31,12 +31,12 @@ class Seen:
 
 
 class Peers:
-    """The other ranks as this one has seen them. ``is_lost`` says that the store does not answer any more."""
+    """The other ranks as this one has seen them. ``store_is_lost``: the store does not answer any more."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
         self._store = store
         store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
-        self.is_lost = False
+        self.store_is_lost = False
         self._rank = rank
         self._others = [r for r in range(world_size) if r != rank]
         self._seen: dict[int, tuple[Seen, float]] = {}  # with the moment of its last new beat
@@ -47,7 +47,7 @@ class Peers:
         try:
             self._store.set(_key(self._rank), json.dumps(vars(state)))
         except RuntimeError:
-            self.is_lost = True
+            self.store_is_lost = True
 
     def read(self) -> None:
         """Reads the states of those that have written any."""
@@ -55,7 +55,7 @@ class Peers:
             there = [r for r in self._others if r in self._seen or self._store.check([_key(r)])]
             states = _read(self._store, there)
         except RuntimeError:
-            self.is_lost = True
+            self.store_is_lost = True
             return
         for rank, seen in states.items():
             if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
@@ -85,7 +85,7 @@ class Peers:
             return ""
         if is_here:
             return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
-        if self.is_lost and rank:
+        if self.store_is_lost and rank:
             return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
         return f"has not been heard of for {silent_s:.0f} s"
 

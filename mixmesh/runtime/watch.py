@@ -137,7 +137,7 @@ class Watch:
         self._ended = self._ended or (f"after {_one_line(last)}" if last else "its script is over")
         for thread in self._threads:
             thread.join(2 * BEAT_S)
-        if not self._peers.is_lost and not any(thread.is_alive() for thread in self._threads):
+        if not self._peers.store_is_lost and not any(thread.is_alive() for thread in self._threads):
             self._write()
         atexit.unregister(self.close)
 
@@ -149,7 +149,7 @@ class Watch:
 
     def _tell(self) -> None:
         """Writes and reads; a store whose process is stopped does not answer."""
-        while not self._peers.is_lost:
+        while not self._peers.store_is_lost:
             self._asked_at = time.monotonic()
             self._write()
             self._peers.read()
@@ -161,7 +161,7 @@ class Watch:
         while not self._over.wait(self._pause_s):
             asked_at = self._asked_at
             if asked_at is not None and time.monotonic() - asked_at > self.heartbeat_s:
-                self._peers.is_lost = True
+                self._peers.store_is_lost = True
             if self._verdict is None:
                 self._judge()
             elif not self._told and time.monotonic() - self._decided_at > TOLD_S:
