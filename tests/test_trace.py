@@ -180,7 +180,36 @@ def vgg():
     return VGG(), images()
 
 
-@pytest.mark.parametrize("make", [gpt2, bert, llama, t5, vit, resnet, vgg], ids=lambda f: f.__name__)
+class Translator(nn.Module):
+    """``nn.Transformer`` with a causal mask for its decoder and padding, and a causal encoder behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, 16)
+        self.layers = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+        self.more = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(16, VOCAB)
+
+    def forward(self, source, target):
+        padding, given = source == 3, target[:, :-1]
+        mask = nn.Transformer.generate_square_subsequent_mask(given.shape[1]).double()
+        masks = dict(src_key_padding_mask=padding, memory_key_padding_mask=padding, tgt_mask=mask)
+        h = self.layers(self.tokens(source), self.tokens(given), **masks)
+        ahead = torch.triu(torch.ones(given.shape[1], given.shape[1], dtype=torch.bool), 1)
+        logits = self.head(self.more(h, mask=ahead))
+        return F.cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten())
+
+
+def translator():
+    source = ids()
+    source[1, -3:] = 3
+    return Translator(), {"source": source, "target": ids()}
+
+
+@pytest.mark.parametrize(
+    "make", [gpt2, bert, llama, t5, vit, resnet, vgg, translator], ids=lambda f: f.__name__
+)
 def test_whole_models(make):
     model, batch = make()
     graph = check(model.double().train(), batch)

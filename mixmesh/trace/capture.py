@@ -22,6 +22,7 @@ from .attributes import Attributes, check_replaced, warnings_of
 from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import past_checks
+from .causal_masks import masks_as_given
 from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .fakes import fixed_shapes
@@ -281,7 +282,7 @@ def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedPr
 def _as_it_is_traced() -> Iterator[None]:
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
-        regions_kept(), experts_in_groups(), no_autocast(),
+        regions_kept(), experts_in_groups(), masks_as_given(), no_autocast(),
     ):  # fmt: skip
         yield
 
