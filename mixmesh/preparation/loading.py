@@ -33,8 +33,12 @@ KEPT_OPTIONS = (
 def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
     """A batch like all of a loader, and a loader of all batches: an iterator has given one away."""
     batch = example_batch(loader)
-    is_iterator = not isinstance(loader, DataLoader) and iter(loader) is loader
-    return batch, chain([batch], loader) if is_iterator else loader
+    return batch, chain([batch], loader) if is_iterator(loader) else loader
+
+
+def is_iterator(loader: Iterable) -> bool:
+    """Whether a loader gives each batch once and is asked by ``next``, as generators are."""
+    return not isinstance(loader, DataLoader) and iter(loader) is loader
 
 
 def example_batch(loader: Iterable) -> Any:
@@ -167,6 +171,20 @@ class OwnLoader:
                 holder.set_epoch(epoch)
 
 
+class OwnIterator(OwnLoader):
+    """``OwnLoader`` of an iterator over batches: an iterator too."""
+
+    def __init__(self, loader: Iterator, plan: Plan) -> None:
+        super().__init__(loader, loader, plan, is_whole=True)
+        self._batches = super().__iter__()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._batches)
+
+
 def whole_batch(num_samples: int) -> tuple[int, int]:
     """All rows of a batch."""
     return 0, num_samples
@@ -178,6 +196,8 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     without indices (an iterable data set) must give the same batches on every rank, which is checked at every
     batch. Collective."""
     program, rank = plan.program, dist.get_rank()
+    if is_iterator(loader):
+        return OwnIterator(loader, plan)
     if not has_indices(loader):
         return OwnLoader(loader, loader, plan, is_whole=True)
     _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)

@@ -118,8 +118,11 @@ def check_evaluation_before_the_first_step(_) -> None:
 
 
 def check_an_iterator_loses_no_batch(_) -> None:
+    """Asked by ``next`` and by a loop, one after the other."""
     _, model, _, own = prepared()
-    mine = [(x, y) for x, y in own]
+    first = next(own)
+    mine = [first, *((x, y) for x, y in own)]
+    assert next(own, None) is None
     for number, whole in enumerate(zip(*whole_batches())):
         close(gathered([batch[number] for batch in mine]), torch.cat(whole))
 
