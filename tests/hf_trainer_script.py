@@ -18,34 +18,38 @@ from transformers import (
     BertForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     TrainerCallback,
     TrainingArguments,
     set_seed,
 )
 
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, TraceError
 
 FOLDER, LIBRARY = Path(sys.argv[1]), sys.argv[2]
 SEEN: list[int] = []  # a sum over the tokens of each batch that this process made
 Trainer = importlib.import_module(LIBRARY).Trainer
+Seq2SeqTrainer = importlib.import_module(LIBRARY).Seq2SeqTrainer
 if LIBRARY == "mixmesh.hf":
 
-    def trainer_with(planner: str):
+    def trainer_with(planner: str, kind: type = Trainer):
         kept = {"cache": FOLDER / "cache", "cluster": cluster_file(FOLDER)}
-        return partial(Trainer, planning={"profile_s": 0, "planner": planner, **kept})
+        return partial(kind, planning={"profile_s": 0, "planner": planner, **kept})
 else:
 
-    def trainer_with(planner: str):
-        return Trainer
+    def trainer_with(planner: str, kind: type = Trainer):
+        return kind
 
 
-def arguments(name: str, **changed) -> TrainingArguments:
+def arguments(name: str, kind: type = TrainingArguments, **changed) -> TrainingArguments:
     options = dict(
         output_dir=str(FOLDER / name), per_device_train_batch_size=4, num_train_epochs=2, learning_rate=1e-2,
         logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, per_device_eval_batch_size=3,
         dataloader_pin_memory=False,
     )  # fmt: skip
-    return TrainingArguments(**{**options, **changed})
+    return kind(**{**options, **changed})
 
 
 def language_model() -> GPT2LMHeadModel:
@@ -75,8 +79,8 @@ def with_random_tokens(rows: list[dict]) -> dict:
     return {**batch, "input_ids": tokens}
 
 
-def classifier() -> BertForSequenceClassification:
-    set_seed(0)
+def classifier(seed: int = 0) -> BertForSequenceClassification:
+    set_seed(seed)
     sizes = dict(vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
     dropout = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     config = BertConfig(**sizes, **dropout, intermediate_size=32, max_position_embeddings=12, num_labels=3)
@@ -157,6 +161,60 @@ def classes(name: str, planner: str) -> None:
     done(name, trainer)
 
 
+class Weighted(Trainer):
+    """A ``compute_loss`` as scripts write it, with a teacher whose weights are fixed. If it is to, it notes
+    each step in an attribute."""
+
+    teacher: BertForSequenceClassification
+    calls: int | None = None
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        with torch.no_grad():
+            wanted = self.teacher(**inputs).logits
+        weight = torch.tensor([1.0, 2.0, 0.5], dtype=wanted.dtype)
+        loss = F.cross_entropy(outputs.logits, labels, weight) + F.mse_loss(outputs.logits, wanted)
+        if self.calls is not None:
+            self.calls += 1
+        return (loss, outputs) if return_outputs else loss
+
+
+def own_loss(name: str, planner: str, **changed) -> None:
+    args = arguments(
+        name, gradient_accumulation_steps=2, eval_strategy="epoch", num_train_epochs=3, **changed
+    )
+    data = dict(train_dataset=labelled(10), eval_dataset=labelled(7))
+    trainer = trainer_with(planner, Weighted)(classifier(), args, **data)
+    trainer.teacher = classifier(seed=1)
+    trainer.train()
+    done(name, trainer)
+
+
+def noting(name: str, planner: str) -> None:
+    """A loss that is noted in an attribute of the Trainer: refused."""
+    trainer = trainer_with(planner, Weighted)(classifier(), arguments(name), train_dataset=labelled(4))
+    trainer.teacher, trainer.calls = classifier(seed=1), 0
+    try:
+        trainer.train()
+    except TraceError as error:
+        tell(FOLDER, name, error=str(error))
+
+
+def written(name: str, planner: str) -> None:
+    """Sequences that the model writes in evaluation."""
+    set_seed(0)
+    sizes = dict(vocab_size=32, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, dropout_rate=0.0)
+    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).double()
+    written = {"predict_with_generate": True, "generation_max_length": 6, "eval_strategy": "epoch"}
+    args = arguments(name, Seq2SeqTrainingArguments, num_train_epochs=3, **written)
+    metrics = {"compute_metrics": lambda predicted: {"mean": float(predicted.predictions.mean())}}
+    data = dict(train_dataset=sentences(11), eval_dataset=sentences(5))
+    trainer = trainer_with(planner, Seq2SeqTrainer)(model, args, **data, **metrics)
+    trainer.train()
+    done(name, trainer)
+
+
 def unlike(name: str, planner: str) -> None:
     """Every rank has samples of its own: refused."""
     data = dict(train_dataset=sentences(8)[rank() :])
@@ -172,5 +230,9 @@ if __name__ == "__main__":  # workers of a loader may import it
     classes("classes", "ddp-proportional")
     short("whole", "ddp-even")
     short("half", "ddp-even", bf16=True)
+    own_loss("own loss", "fsdp-even")
+    own_loss("adafactor", "ddp-proportional", optim="adafactor")
+    written("written", "ddp-even")
     if LIBRARY == "mixmesh.hf":
+        noting("noting", "ddp-even")
         unlike("unlike", "ddp-even")

@@ -21,7 +21,15 @@ from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
 from mixmesh.cost.memory.repeats import repeats
 from mixmesh.errors import Infeasible, VerificationError
-from mixmesh.ir import Program, make_ratio, parse_program, regions
+from mixmesh.ir import (
+    Program,
+    make_ratio,
+    parse_program,
+    regions,
+    separable,
+    with_regions,
+    with_wgrads,
+)
 from mixmesh.optimizer_states import OptimizerStates
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.planner import hap, make_plan, poplar
@@ -128,6 +136,16 @@ def test_the_text_is_the_program():
     assert len(regions(program)) == 2 * LAYERS
     assert parse_program(str(program)) == program
     check_program(program)
+
+
+def test_a_gradient_in_a_region_has_no_time_of_its_own():
+    """As a plan may have chosen one before the regions that the user checkpointed are put back."""
+    program = spread()
+    chosen = separable(program)
+    timed = with_wgrads(program, dict.fromkeys(chosen, "first"))
+    made = with_regions(timed, dict.fromkeys(chosen[::2], 0))
+    check_program(made)
+    assert set(made.wgrads) == set(chosen[1::2])
 
 
 MLP = """program p world=1 {{ ratio r0 = [1.0]

@@ -28,12 +28,16 @@ def regions(program: Program) -> dict[int, tuple[int, ...]]:
 
 
 def with_regions(program: Program, numbers: Mapping[int, int]) -> Program:
-    """``program`` in which the computations at these indices, and no others, are in regions, by number."""
+    """``program`` in which the computations at these indices, and no others, are in regions, by number.
+
+    A region runs again as a whole right before its backward, so no gradient of a weight in it has a time of
+    its own (``wgrad``)."""
 
     def marked(n: int, i: Instruction) -> Instruction:
         if (number := numbers.get(n)) == region_of(i):
             return i
-        attrs = tuple((k, v) for k, v in i.attrs if k != "recompute")
+        dropped = {"recompute"} if number is None else {"recompute", "wgrad"}
+        attrs = tuple((k, v) for k, v in i.attrs if k not in dropped)
         return replace(i, attrs=attrs if number is None else (*attrs, ("recompute", number)))
 
     marks = tuple(marked(n, i) for n, i in enumerate(program.instructions))

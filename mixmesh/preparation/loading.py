@@ -42,7 +42,7 @@ def is_iterator(loader: Iterable) -> bool:
 
 
 def example_batch(loader: Iterable) -> Any:
-    """A batch like all of a loader. Random numbers are as they were before; a list becomes a tuple."""
+    """A batch like all of a loader. Random numbers are as they were before."""
     with same_random_numbers():
         if has_indices(loader) and loader.batch_size is not None:
             # no sampler is asked: one with a generator of its own would go on from there
@@ -54,7 +54,14 @@ def example_batch(loader: Iterable) -> Any:
             batch = next(iter(loader), None)
     if batch is None:
         raise InputError("the loader has no batch", expected="at least one batch", got="nothing")
-    return tuple(batch) if isinstance(batch, list) else batch
+    return batch
+
+
+def as_arguments(batch: Any) -> Any:
+    """A batch as a model is called with it: a dict of arguments, or a tuple; a tensor is the only one."""
+    if isinstance(batch, list):
+        return tuple(batch)
+    return (batch,) if isinstance(batch, torch.Tensor) else batch
 
 
 @contextmanager

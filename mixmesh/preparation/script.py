@@ -20,7 +20,7 @@ from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
 from ..trace.compiled import is_compiled, uncompiled
-from .loading import from_first_batch, own_loader, same_random_numbers
+from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
 from .start import Options, prepare_job
 
@@ -102,6 +102,7 @@ def prepare(
 
 def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:
     """What a model is called with for a batch of the loader: a tuple of arguments, or a dict of them."""
+    batch = as_arguments(batch)
     if inputs is None:
         return batch
     if isinstance(batch, Mapping):

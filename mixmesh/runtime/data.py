@@ -31,8 +31,8 @@ def shard_batches(
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
 ) -> Iterator[Any]:
-    """This rank's share of every global batch, which is a dict or a tuple of tensors. ``model``, or its
-    parallel one, says what is at which place of a tuple, where the plan was made with a dict.
+    """This rank's share of every global batch, which is a dict or a tuple of tensors, or a tensor. ``model``,
+    or its parallel one, says what is at which place of a tuple, where the plan was made with a dict.
 
     Inputs that the program uses whole pass whole, and so do what it does not use, and what a pipeline cuts
     micro-batch by micro-batch between the ranks of a stage. A rank that takes no part in an input gets an
@@ -53,9 +53,11 @@ def shard_batches(
             return {k: share(by_name.get(str(k)), v) for k, v in batch.items()}
         if isinstance(batch, tuple | list):
             return tuple(map(share, _at_positions(program, len(batch), signature), batch))
+        if isinstance(batch, Tensor):
+            return share(_at_positions(program, 1, signature)[0], batch)
         raise InputError(
             "a batch must say how the model is called",
-            expected="a dict or a tuple of tensors",
+            expected="a dict or a tuple of tensors, or a tensor",
             got=type(batch).__name__,
         )
 

@@ -19,6 +19,6 @@ except ImportError as error:
         hint="pip install transformers accelerate",
     ) from error
 
-from .trainer import Trainer
+from .trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Trainer"]
+__all__ = ["Seq2SeqTrainer", "Trainer"]

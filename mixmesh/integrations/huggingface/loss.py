@@ -1,20 +1,26 @@
-"""The model together with the loss that its Trainer computes: label smoothing, ``compute_loss_func`` and
-``num_items_in_batch`` included."""
+"""The model together with the loss that its Trainer computes: label smoothing, ``compute_loss_func``,
+``num_items_in_batch`` and a ``compute_loss`` of a subclass included."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import transformers
 from torch import nn
 
+from .refusals import OF_TRAINING, in_compute_loss
+
 NUM_ITEMS = "num_items_in_batch"
+COLLECTIONS = list, dict, set
 
 
 def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Module:
-    """``model`` called with a batch by name, returning what ``Trainer.compute_loss`` returns for it. The
+    """``model`` called with a batch by name, returning what ``trainer.compute_loss`` returns for it. The
     parameters, their names and the class name stay the model's own."""
     original = type(model)
     patched = vars(model).get("forward")
@@ -25,9 +31,43 @@ def with_trainer_loss(model: nn.Module, trainer: transformers.Trainer) -> nn.Mod
         plain.__class__ = original
         if isinstance(patched, MethodType):
             plain.forward = MethodType(patched.__func__, plain)
-        return transformers.Trainer.compute_loss(trainer, plain, inputs, num_items_in_batch=num_items)
+        with _alike_in_every_step(trainer) as seen:
+            return seen.compute_loss(plain, inputs, num_items_in_batch=num_items)
 
     wrapped = copy.copy(model)
     vars(wrapped).pop("forward", None)
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+@contextmanager
+def _alike_in_every_step(trainer: transformers.Trainer) -> Iterator[transformers.Trainer]:
+    """A copy of ``trainer`` that computes losses and refuses what is not alike in every step.
+
+    Raises InputError if attributes were changed, as a program has none."""
+
+    def refuse(name: str, hint: str, *_: Any, **__: Any) -> Any:
+        raise in_compute_loss(f"self.{name}", hint)
+
+    kind = type(trainer)
+    members = {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINING.items()}
+    seen = copy.copy(trainer)
+    vars(seen).pop("compute_loss", None)
+    seen.__class__ = type(kind.__name__, (kind,), members)
+    before = _noted(seen)
+    yield seen
+    after = _noted(seen)
+    for name in before.keys() | after.keys():
+        if before.get(name) != after.get(name):
+            raise in_compute_loss(
+                f"self.{name} to keep something of every step",
+                "a callback's on_step_end, or a buffer of the model that its forward updates in place",
+            )
+
+
+def _noted(trainer: transformers.Trainer) -> dict[str, tuple[int, int]]:
+    """By attribute of a Trainer the object that it is, and how much is in it."""
+    return {
+        name: (id(value), len(value) if isinstance(value, COLLECTIONS) else 0)
+        for name, value in vars(trainer).items()
+    }

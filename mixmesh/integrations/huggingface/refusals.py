@@ -16,8 +16,17 @@ EXTENDED = (
     "_prepare_for_training", "_wrap_model", "_get_dataloader", "_finalize_training", "_load_best_model",
     "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
 )  # fmt: skip
-EXACT_OPTIMIZERS = frozenset(("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
-COMPUTES_LOSS = ("compute_loss", "training_step")
+EXACT_OPTIMIZERS = frozenset(("adafactor", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
+# what changes from step to step, in compute_loss -> what to write instead
+OF_TRAINING = {
+    "state": "a buffer of the model that its forward updates in place: self.step += 1",
+    "control": "a callback",
+    "callback_handler": "a callback",
+    "optimizer": "leave it out: compute_loss is called for a batch, before the step",
+    "lr_scheduler": "leave it out: compute_loss is called for a batch, before the step",
+    "log": "compute_metrics, or a callback's on_step_end",
+    "evaluate": "eval_strategy='steps'",
+}
 
 
 @dataclass(frozen=True)
@@ -81,17 +90,26 @@ def check_args(args: transformers.TrainingArguments) -> None:
 
 def check_methods(kind: type, ours: type) -> None:
     """Raises InputError for a subclass with a training step of its own, which would not run in training."""
-    for name in COMPUTES_LOSS:
-        if getattr(kind, name) is not getattr(ours, name):
-            raise InputError(
-                f"{kind.__name__}.{name} would not run: the loss is part of the planned program",
-                expected=f"Trainer.{name}",
-                got=f"a {name} of your own",
-                hint=(
-                    "Trainer(..., compute_loss_func=function of (outputs, labels, num_items_in_batch))",
-                    "a model whose forward returns the loss",
-                ),
-            )
+    if kind.training_step is not ours.training_step:
+        raise InputError(
+            f"{kind.__name__}.training_step would not run: forward and backward are the planned program",
+            expected="Trainer.training_step",
+            got="a training_step of your own",
+            hint=(
+                "a compute_loss of your own, with the arguments of Trainer.compute_loss",
+                "a model whose forward returns the loss",
+            ),
+        )
+
+
+def in_compute_loss(name: str, hint: str) -> InputError:
+    """The error for a use of what is not alike in every step."""
+    return InputError(
+        f"compute_loss uses {name}, and is traced once for all steps",
+        expected="a loss of the batch, the weights and the buffers",
+        got=name,
+        hint=hint,
+    )
 
 
 def check_model(model: Any) -> None:

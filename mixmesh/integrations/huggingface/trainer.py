@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -112,7 +113,12 @@ class Trainer(transformers.Trainer):
         follows = not self.accelerator.sync_gradients  # another batch of the same optimizer step
         # ranks draw other numbers here, and must draw their next batches alike
         with same_random_numbers(), self.parallel.no_sync() if follows else nullcontext():
-            return super().training_step(model, *args, **kwargs)
+            # a subclass's is in the program
+            self.compute_loss = MethodType(Trainer.compute_loss, self)
+            try:
+                return super().training_step(model, *args, **kwargs)
+            finally:
+                del self.compute_loss
 
     def compute_loss(
         self,
@@ -184,3 +190,7 @@ class Trainer(transformers.Trainer):
                 got=str(error),
                 hint="leave load_best_model_at_end out, or share the folder",
             ) from error
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` likewise: every rank generates for the whole set."""
