@@ -80,7 +80,7 @@ def test_saved_models_load_and_are_those_of_one_device(runs, name):
     assert expected.keys() == got.keys()
     for key, value in expected.items():
         if name == "adafactor" and key.endswith("key.bias"):
-            continue  # softmax takes no notice of it: its gradient is rounding alone, which Adafactor scales up
+            continue  # softmax does not depend on it: its gradient is rounding, which Adafactor scales up
         torch.testing.assert_close(got[key], value, rtol=1e-8, atol=1e-9)
 
 

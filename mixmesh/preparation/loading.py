@@ -31,9 +31,13 @@ KEPT_OPTIONS = (
 
 
 def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
-    """A batch like all of a loader, and a loader of all batches: an iterator has given one away."""
-    batch = example_batch(loader)
-    return batch, chain([batch], loader) if is_iterator(loader) else loader
+    """A batch like all of a loader, and a loader of all batches. An iterator has given one away, for which it
+    may have drawn random numbers that must not be drawn again."""
+    if not is_iterator(loader):
+        return example_batch(loader), loader
+    batch = next(loader, None)
+    _check_first(batch)
+    return batch, chain([batch], loader)
 
 
 def is_iterator(loader: Iterable) -> bool:
@@ -52,9 +56,13 @@ def example_batch(loader: Iterable) -> Any:
             batch = None if indices is None else load(loader, indices)
         else:
             batch = next(iter(loader), None)
+    _check_first(batch)
+    return batch
+
+
+def _check_first(batch: Any) -> None:
     if batch is None:
         raise InputError("the loader has no batch", expected="at least one batch", got="nothing")
-    return batch
 
 
 def as_arguments(batch: Any) -> Any:

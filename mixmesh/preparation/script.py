@@ -70,8 +70,8 @@ def prepare(
     model = uncompiled(model)
     check_not_parallel(model, "prepare")
     model = model if loss is None else with_loss(model, loss, outputs)
+    batch, loader = from_first_batch(loader)
     with same_random_numbers():
-        batch, loader = from_first_batch(loader)
         job = Job(
             model,
             made_inputs(inputs, batch),

@@ -6,7 +6,9 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -127,6 +129,25 @@ def check_an_iterator_loses_no_batch(_) -> None:
         close(gathered([batch[number] for batch in mine]), torch.cat(whole))
 
 
+def drawn() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches drawn by the random numbers of all, as language models often have them."""
+    while True:
+        start = torch.randint(8, (6,))
+        x, y = (torch.stack([rows()[n][k] for n in start]) for k in range(2))
+        yield x, y
+
+
+def check_a_generator_draws_as_on_one_device(_) -> None:
+    torch.manual_seed(5)
+    expected = torch.cat([x for x, _ in islice(drawn(), 3)])
+    after = torch.rand(1)
+    mine = network()
+    torch.manual_seed(5)
+    _, _, own = prepare(mine, sgd(mine), drawn(), loss=F.cross_entropy)
+    close(gathered([next(own)[0] for _ in range(3)]), expected)
+    assert torch.equal(torch.rand(1), after)
+
+
 def gathered(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The rows of all ranks, in the order of the batches."""
     everyones: list = [None] * dist.get_world_size()
@@ -189,6 +210,7 @@ IDIOMS = named(
     check_a_generator_and_its_critic_held_otherwise,
     check_evaluation_before_the_first_step,
     check_an_iterator_loses_no_batch,
+    check_a_generator_draws_as_on_one_device,
     check_data_without_indices,
     check_data_that_differs,
     check_a_parallel_model_is_not_prepared_again,
