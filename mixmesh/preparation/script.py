@@ -14,11 +14,13 @@ from torch import nn
 
 from ..detection import Cache
 from ..detection.cache import default_folder
+from ..errors import TraceError
 from ..explain.headline import headline
 from ..job import Job
 from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
+from ..trace.capture import CALL_ONCE
 from ..trace.compiled import is_compiled, uncompiled
 from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
@@ -78,19 +80,25 @@ def prepare(
             optimizer=maker_like(optimizer),
             outputs=outputs,
         )
-        prepared = prepare_job(
-            job,
-            int(os.environ["WORLD_SIZE"]),
-            options=Options(
-                profile_s=profile_s,
-                planner=planner,
-                timeout_s=timeout_s,
-                batch_norm=batch_norm,
-                autocast=autocast_for(model, autocast),
-            ),
-            cache=Cache(Path(cache) if cache is not None else default_folder()),
-            cluster_file=None if cluster is None else Path(cluster),
+        options = Options(
+            profile_s=profile_s,
+            planner=planner,
+            timeout_s=timeout_s,
+            batch_norm=batch_norm,
+            autocast=autocast_for(model, autocast),
         )
+        try:
+            prepared = prepare_job(
+                job,
+                int(os.environ["WORLD_SIZE"]),
+                options=options,
+                cache=Cache(Path(cache) if cache is not None else default_folder()),
+                cluster_file=None if cluster is None else Path(cluster),
+            )
+        except TraceError as error:
+            if inputs is None and CALL_ONCE in error.hint:
+                error.hint = (*error.hint, *another_call(batch))
+            raise
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
         parallel, optimizer = parallelize(
@@ -98,6 +106,18 @@ def prepare(
         )  # it was traced just now
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     return parallel, optimizer, loader if inputs is not None else own_loader(loader, prepared.plan)
+
+
+def another_call(batch: Any) -> tuple[str, ...]:
+    """What to write if a loop hands a model some of a batch alone, or in another order."""
+    names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
+    if not all(isinstance(name, str) and name.isidentifier() for name in names):
+        return ()
+    given = ", ".join(names)
+    return (
+        f"if the loop calls the model with other values than the loader gives ({given}): "
+        f"mixmesh.prepare(..., inputs=lambda {given}: ({names[0]}, ...))",
+    )
 
 
 def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:

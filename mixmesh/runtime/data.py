@@ -6,7 +6,8 @@ only the samples of its own rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -50,9 +51,9 @@ def shard_batches(
 
     def cut(batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return {k: share(by_name.get(str(k)), v) for k, v in batch.items()}
+            return _like(batch, {k: share(by_name.get(str(k)), v) for k, v in batch.items()})
         if isinstance(batch, tuple | list):
-            return tuple(map(share, _at_positions(program, len(batch), signature), batch))
+            return _like(batch, tuple(map(share, _at_positions(program, len(batch), signature), batch)))
         if isinstance(batch, Tensor):
             return share(_at_positions(program, 1, signature)[0], batch)
         raise InputError(
@@ -62,6 +63,22 @@ def shard_batches(
         )
 
     return map(cut, batches)  # no generator, whose frame would keep the whole batch
+
+
+def _like(batch: Any, shares: Any) -> Any:
+    """The ``shares`` as the class that a batch is of: a script may ask it for more than its values, as
+    ``batch.x`` of a named tuple or ``batch.to(device)`` of a BatchEncoding. Other classes of mappings that
+    cannot be copied become a dict, other tuples and lists a tuple."""
+    if isinstance(batch, tuple) and isinstance(getattr(batch, "_fields", None), tuple):
+        return type(batch)(*shares)
+    if not isinstance(batch, MutableMapping) or type(batch) is dict:
+        return shares
+    try:
+        made = copy.copy(batch)
+        made.update(shares)
+    except (TypeError, ValueError, RuntimeError):
+        return shares
+    return made
 
 
 def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:

@@ -301,6 +301,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
+CALL_ONCE = "call the model once on this batch without mixmesh"
 BRANCH_HINT = (
     "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
 )
@@ -358,7 +359,7 @@ def explain(error: Exception, model: nn.Module) -> TraceError:
         message,
         got=_clip(got),
         where=str(place),
-        hint=tuple(hints)[:1] or ("call the model once on this batch without mixmesh",),
+        hint=tuple(hints)[:1] or (CALL_ONCE,),
     )
 
 

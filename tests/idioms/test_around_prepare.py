@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+from collections import namedtuple
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
@@ -20,11 +21,13 @@ from test_shared_modules import CriticLoss, GeneratorLoss, given, optimizers, pa
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
 import mixmesh
 from mixmesh.cli.launch import launched_plan
-from mixmesh.errors import InputError, PlanError
+from mixmesh.errors import InputError, PlanError, TraceError
 from mixmesh.preparation.loading import own_loader
+from mixmesh.runtime.data import shard_batches
 
 
 def prepare(model, optimizer, loader, *, planner: str = "ddp-even", **options):
@@ -155,6 +158,37 @@ def gathered(pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([piece for batch in zip(*everyones) for piece in batch])
 
 
+def check_a_loop_that_takes_some_of_a_batch(_) -> None:
+    """The plan is made for what the loader gives: refused, with what to write, which is right."""
+    numbered = [(n, x, y) for n, (x, y) in enumerate(rows())]
+    mine = network()
+    with pytest.raises(TraceError) as caught:
+        prepare(mine, sgd(mine), DataLoader(numbered, 6), loss=F.cross_entropy)
+    assert "inputs=lambda a, b, c: (a, ...)" in str(caught.value)
+    named = [{"x": x, "y": y, "n": n} for n, x, y in numbered]
+    with pytest.raises(TraceError) as caught:
+        prepare(mine, sgd(mine), DataLoader(named, 6), loss=F.cross_entropy)
+    assert "inputs=lambda x, y, n: (x, ...)" in str(caught.value)
+    options = {"loss": F.cross_entropy, "inputs": lambda n, x, y: (x, y)}
+    model, _, loader = prepare(mine, sgd(mine), DataLoader(numbered, 6), **options)
+    model.eval()
+    with torch.no_grad():
+        for _, x, y in loader:
+            close(model(x, y), F.cross_entropy(network().eval()(x), y))
+
+
+def check_a_batch_keeps_its_class(_) -> None:
+    plan = prepared()[3]._plan
+    (x, y), pair = whole_batches()[0], namedtuple("Pair", "x y")
+    (share,) = shard_batches([pair(x, y)], plan, dist.get_rank())
+    (expected,) = shard_batches([(x, y)], plan, dist.get_rank())
+    assert type(share) is pair and torch.equal(share.x, expected[0])
+    batch = BatchEncoding({"0": x})
+    (share,) = shard_batches([batch], plan, dist.get_rank())
+    assert type(share) is BatchEncoding and share is not batch and batch["0"] is x
+    assert torch.equal(share["0"], expected[0])
+
+
 def check_data_without_indices(_) -> None:
     _, model, _, own = prepared()
     for loader in (DataLoader(Stream(), 6), whole_batches()):
@@ -211,6 +245,8 @@ IDIOMS = named(
     check_evaluation_before_the_first_step,
     check_an_iterator_loses_no_batch,
     check_a_generator_draws_as_on_one_device,
+    check_a_loop_that_takes_some_of_a_batch,
+    check_a_batch_keeps_its_class,
     check_data_without_indices,
     check_data_that_differs,
     check_a_parallel_model_is_not_prepared_again,
