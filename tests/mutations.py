@@ -120,7 +120,9 @@ MUTATIONS = {
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
     "two levels on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['two-level']", PARTS),
-    "pipelines on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['pipeline']", PARTS),
+    "pipelines on sets": Mutation(
+        "planner/make.py", "del ON_MACHINE_SETS['pipeline']", f"{MECHANISMS} pipelines"
+    ),
     "two levels": Mutation("planner/make.py", "QUICK['two-level'] = lambda _: iter(())", PARTS),
     "pipelines": Mutation(
         "planner/make.py", "QUICK['pipeline'] = lambda _: iter(())", f"{MECHANISMS} pipelines"

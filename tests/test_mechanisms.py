@@ -22,7 +22,7 @@ from mixmesh.ir import Graph, Program, owned_type
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets
-from mixmesh.planner.make import QUICK
+from mixmesh.planner.make import ON_MACHINE_SETS, QUICK
 
 # --- models and clusters -------------------------------------------------------------------------------
 
@@ -211,6 +211,11 @@ CASES = {
     "pipelines": Case(
         lambda: layers(4096, [4096] * 7), gpus(5, [4, 4], [4, 4], link_gbit_per_s=800),
         {"make.QUICK": dict.fromkeys(QUICK, lambda _: iter(()))}, 1.2, planner="auto",
+    ),
+    "pipelines on some of the machines": Case(
+        lambda: layers(2048, [4096] * 11), gpus(2, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),
+        {"make.ON_MACHINE_SETS": {"two-level": ON_MACHINE_SETS["two-level"]}},
+        1.02, planner="auto",
     ),
 }  # fmt: skip
 
