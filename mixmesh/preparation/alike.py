@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -51,9 +51,14 @@ def digest(batch: Any) -> str:
     return made.hexdigest()
 
 
-def same_on_all(batches: Iterable[Any]) -> Iterator[Any]:
-    """``batches``, each compared with those of the other ranks, and so is their end. Collective."""
+def same_on_all(
+    batches: Iterable[Any], on_digest: Callable[[str], object] = lambda digest: None
+) -> Iterator[Any]:
+    """``batches``, each compared with those of the other ranks, and so is their end. ``on_digest`` is called
+    with each one's digest before it is given. Collective."""
     for batch in batches:
-        check_same(batch, *HINTS)
+        own = digest(batch)
+        check_digests(everyones(own), *HINTS)
+        on_digest(own)
         yield batch
     check_same(END, *HINTS)

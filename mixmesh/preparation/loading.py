@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ..errors import InputError
 from ..plan_file import Plan
-from ..runtime.data import own_rows, own_samples, shard_batches
+from ..runtime.data import own_rows, own_samples
 from ..runtime.first_rank import from_first_rank
-from .alike import same_on_all
+from .own_loader import OwnBatches, OwnIterator, OwnLoader
 
-BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
 PROBED_ROWS = 8  # enough that lengths differ, if they do
 KEPT_OPTIONS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
@@ -124,82 +122,6 @@ def load_again(loader: DataLoader, indices: list[int]) -> list[torch.Tensor]:
     return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
 
 
-class OwnBatches:
-    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. Collective: all
-    ranks iterate over it, as far as each other.
-
-    ``rows`` gives the rank's first row in a batch of so many, and how many it has. Where it has none one
-    index is given, as nothing can be loaded of none. ``counts`` are the rows of each batch since the sampler
-    was last asked for batches, in order."""
-
-    def __init__(self, batch_sampler: Any, rows: Callable[[int], tuple[int, int]]) -> None:
-        self.batch_sampler, self.rows = batch_sampler, rows
-        self.counts: deque[int] = deque()
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        batches = iter(self.batch_sampler) if dist.get_rank() == 0 else iter(())
-        self.counts = deque()
-        while True:
-            message = [list(islice(batches, BATCHES_PER_MESSAGE))]
-            dist.broadcast_object_list(message, src=0)
-            for indices in message[0]:
-                start, size = self.rows(len(indices))
-                self.counts.append(size)
-                yield indices[start : start + size] or indices[:1]
-            if len(message[0]) < BATCHES_PER_MESSAGE:
-                return
-
-    def cut(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """``batches``, loaded by what this gave, without the rows that are not this rank's."""
-        for batch in batches:
-            if self.counts.popleft():
-                yield batch
-            else:
-                yield pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
-
-
-class OwnLoader:
-    """A script's loader, giving this rank's part of every batch. ``set_epoch`` goes to the script's sampler;
-    every other attribute is that of the script's loader."""
-
-    def __init__(self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool) -> None:
-        self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self._is_whole:
-            return self._own.batch_sampler.cut(self._own)
-        whole = self._own if has_indices(self._own) else same_on_all(self._own)
-        return iter(shard_batches(whole, self._plan, dist.get_rank()))
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def set_epoch(self, epoch: int) -> None:
-        for holder in (getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)):
-            if callable(getattr(holder, "set_epoch", None)):
-                holder.set_epoch(epoch)
-
-
-class OwnIterator(OwnLoader):
-    """``OwnLoader`` of an iterator over batches: an iterator too."""
-
-    def __init__(self, loader: Iterator, plan: Plan) -> None:
-        super().__init__(loader, loader, plan, is_whole=True)
-        self._batches = super().__iter__()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return next(self._batches)
-
-
 def whole_batch(num_samples: int) -> tuple[int, int]:
     """All rows of a batch."""
     return 0, num_samples
@@ -220,7 +142,7 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     # also of a rank without samples, whose empty tensors are cut out of a whole batch
     is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
-    sampler = OwnBatches(loader.batch_sampler, rows)
+    sampler = OwnBatches(loader, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
     if not loader.num_workers:
         del options["prefetch_factor"], options["persistent_workers"], options["multiprocessing_context"]
