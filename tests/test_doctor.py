@@ -230,27 +230,6 @@ def doctor(*arguments: str, package: Path = ROOT, **environment: str) -> subproc
     )
 
 
-def test_two_agents_on_one_machine():
-    """A machine is what one launcher started."""
-    endpoint = f"127.0.0.1:{free_port()}"
-    launch = ["-m", "torch.distributed.run", "--nnodes", "2", "--rdzv-backend", "c10d"]
-    launch += ["--rdzv-endpoint", endpoint, "--local-addr", "127.0.0.1", "-m", "mixmesh", "doctor"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    agents = [
-        subprocess.Popen(
-            [sys.executable, *launch, str(ROOT / "examples" / "gpt.py"), "--json"],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    printed = [agent.communicate(timeout=240) for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], printed
-    (line,) = (line for out, _ in printed for line in out.splitlines())
-    made = json.loads(line)
-    found = {check["name"]: check["found"] for check in made["checks"]}
-    assert made["ok"] and found["reachable"].startswith("1 pair of machines"), made
-
-
 def test_another_version_of_the_package_on_one_rank(tmp_path):
     shutil.copytree(ROOT / "mixmesh", tmp_path / "mixmesh", ignore=shutil.ignore_patterns("__pycache__"))
     assert source_digest(tmp_path / "mixmesh") == source_digest(ROOT / "mixmesh")
