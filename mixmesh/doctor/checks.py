@@ -3,16 +3,12 @@ told, and so raise the same error where something is wrong."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import socket
-import sys
 import tempfile
-from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +18,18 @@ import torch.distributed as dist
 from ..detection.inventory import FoundDevice, inventory_of, read_device
 from ..detection.links import machine_pairs
 from ..errors import CollectiveError, InputError
-from ..job import WORKLOAD, Job, load_job, split_name
-from ..preparation.alike import END, digest
-from ..runtime.agreement import COMPARED_STEPS, by_value, disagreement, facts_of_model, ranks_text
-from ..runtime.comm import backend_for, default_device, leave
+from ..runtime.agreement import by_value, ranks_text
+from ..runtime.comm import leave
 from ..runtime.processes import process_place
 from ..runtime.versions import versions_text
 from ..units import size_text
-from .meeting import PREFIX, Meeting
+from .ground import Ground, check_alike, count
+from .meeting import PREFIX
 from .reach import Address, Listener, call_all, own_host
 
 SHARED_FOLDER = Path("/dev/shm")
 LEAST_SHARED_BYTES = 128 * 2**20  # containers have 64 MiB by default, which a loader's workers soon fill
 LEAST_CACHE_BYTES = 64 * 2**20  # profiles and plans are of some MiB at most
-
-
-class Ground:
-    """The findings that checks build on: the meeting of all ranks, their hosts and devices, the job."""
-
-    def __init__(
-        self, timeout_s: float, job_name: str | None, cache: Path, meeting: Meeting | None = None
-    ) -> None:
-        self.timeout_s, self.job_name, self.cache = timeout_s, job_name, cache
-        self._meeting = meeting
-        self.device = default_device()
-        self.backend = backend_for(self.device)
-        self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks that one launcher started on one host
-        self.hosts: list[str] = []
-        self.devices: list[FoundDevice] = []
-        self.job: Job | None = None
-
-    @property
-    def meeting(self) -> Meeting:
-        """The meeting of all ranks, opened when it is first asked for."""
-        if self._meeting is None:
-            self._meeting = Meeting.open(self.timeout_s)
-        return self._meeting
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the ranks have not all met, or do not any more."""
-        return self._meeting is None or self._meeting.is_over
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Whether a thread of this process waits in a collective that will not end."""
-        return self._meeting is not None and self._meeting.is_abandoned
-
-    def close(self) -> None:
-        """Leaves together with the others."""
-        if self._meeting is not None:
-            self._meeting.close()
 
 
 def rendezvous(ground: Ground) -> str:
@@ -261,90 +218,3 @@ def cache(ground: Ground) -> str:
             hint="--cache DIR, or MIXMESH_CACHE=DIR, on another disk",
         )
     return f"{size_text(free_bytes)} free on the first rank's disk"
-
-
-def job_code(ground: Ground) -> str:
-    """The files that the job was loaded from are the same on all ranks."""
-
-    def make() -> dict[str, str]:
-        ground.job = load_job(ground.job_name)
-        return {} if ground.job_name.startswith(WORKLOAD) else files_of(split_name(ground.job_name)[0])
-
-    told = ground.meeting.gather("the loading of the job", make)
-    names = sorted({name for files in told for name in files})
-    for name in names:
-        groups = by_value({rank: files.get(name, "no such file") for rank, files in enumerate(told)})
-        if len(groups) > 1:
-            (one, first), (other, second), *_ = groups.items()
-            raise InputError(
-                f"the ranks have other versions of {name}",
-                expected="the same files on all machines",
-                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
-                where=ground.job_name,
-                hint="rsync the folder of the job from the first machine to all others",
-            )
-    return f"{count(len(names), 'file')} alike" if names else "one of mixmesh's own"
-
-
-def files_of(path: Path) -> dict[str, str]:
-    """The digests of all files that were imported from the folder of a job or below it, by name."""
-    folder = path.resolve().parent
-    files = {path.resolve()}
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if name and name.endswith(".py") and "site-packages" not in name:
-            files.add(Path(name).resolve())
-    own = Path(__file__).resolve().parents[1]  # whose digest is among the versions
-    return {
-        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-        for file in sorted(files)
-        if file.is_relative_to(folder) and not file.is_relative_to(own) and file.is_file()
-    }
-
-
-def model(ground: Ground) -> str:
-    """All ranks have made the same model: its parameters, settings and code."""
-    told = ground.meeting.gather("the comparison of models", lambda: facts_of_model(ground.job.model))
-    check_alike(told)
-    size = sum(p.numel() for p in ground.job.model.parameters())
-    return f"{type(ground.job.model).__name__} of {size:,} parameters"
-
-
-def data(ground: Ground) -> str:
-    """The example batch and the first batches of the job's data are the same on all ranks."""
-
-    def make() -> list[str]:
-        batches: Iterable[Any] = () if ground.job.data is None else islice(ground.job.data, COMPARED_STEPS)
-        found = [digest(batch) for batch in (ground.job.batch, *batches)]
-        return found + [END] * (1 + COMPARED_STEPS - len(found))
-
-    told = ground.meeting.gather("the comparison of data", make)
-    for number, digests in enumerate(zip(*told)):
-        groups = by_value(dict(enumerate(digests)))
-        if len(groups) > 1:
-            (one, first), (other, second), *_ = groups.items()
-            what = f"batch {number} of the job's data" if number else "the job's batch"
-            raise InputError(
-                f"{what} is not the same on all ranks",
-                expected="the same samples in the same order on all ranks",
-                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
-                where=ground.job_name,
-                hint=(
-                    "torch.manual_seed(0) first in the job, or a generator with a seed for the loader",
-                    "copy the same data files to all machines, and sort what is listed from a folder",
-                ),
-            )
-    compared = sum(each != END for each in told[0])
-    return f"{count(compared, 'batch')} alike"
-
-
-def check_alike(told: list[dict[str, str]]) -> None:
-    """Raises PlanError if a fact is not the same on all ranks."""
-    if (error := disagreement(told)) is not None:
-        raise error
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun: ``1 rank``, ``2 ranks``, ``3 batches``."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural if number != 1 else ''}"

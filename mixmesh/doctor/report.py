@@ -11,8 +11,8 @@ from typing import Literal
 
 from ..detection.inventory import FoundDevice
 from ..errors import MixmeshError
-from . import checks
-from .checks import Ground
+from . import checks, job_checks
+from .ground import Ground
 
 Status = Literal["ok", "wrong", "not tried"]
 
@@ -27,9 +27,9 @@ ALWAYS: tuple[tuple[str, tuple[str, ...], Callable[[Ground], str]], ...] = (
     ("cache", (), checks.cache),
 )
 OF_JOB: tuple[tuple[str, tuple[str, ...], Callable[[Ground], str]], ...] = (
-    ("job code", (), checks.job_code),
-    ("model", ("job code",), checks.model),
-    ("data", ("job code",), checks.data),
+    ("job code", (), job_checks.job_code),
+    ("model", ("job code",), job_checks.model),
+    ("data", ("job code",), job_checks.data),
 )
 
 
