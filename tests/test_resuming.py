@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+import mixmesh
 from mixmesh import InputError, prepare
 from mixmesh.preparation.loading import own_loader
 from mixmesh.runtime.first_rank import everyones
@@ -75,12 +76,14 @@ LOADERS = {
     "in order": lambda seed: DataLoader(Rows(), BATCH),
     "shuffled by a generator": shuffled,
     "shuffled by the process": lambda seed: DataLoader(Rows(), BATCH, shuffle=True),
-    "with workers": lambda seed: shuffled(seed, num_workers=2),
+    "with workers": lambda seed: shuffled(seed, num_workers=2, multiprocessing_context="fork"),
     "loaded whole": lambda seed: shuffled(seed, collate_fn=mixed),
     "a sampler of numpy": lambda seed: DataLoader(Rows(), BATCH, sampler=Shuffled()),
     "a sampler with epochs": lambda seed: DataLoader(Rows(), BATCH, sampler=DistributedSampler(Rows(), 1, 0)),
     "a stream": lambda seed: DataLoader(Stream(), BATCH),
-    "a stream with workers": lambda seed: DataLoader(Stream(), BATCH, num_workers=1),
+    "a stream with workers": lambda seed: DataLoader(
+        Stream(), BATCH, num_workers=1, multiprocessing_context="fork"
+    ),
     "a list": lambda seed: [(torch.full((BATCH, 3), float(n)), torch.ones(BATCH).long()) for n in range(9)],
 }
 UNSEEDED = random.Random()
@@ -236,6 +239,53 @@ def check_an_epoch_that_was_left(plan) -> None:
         loader.load_state_dict({"epoch": 1})
 
 
+def trained(state: dict | None) -> list[float]:
+    """The losses of two epochs, with a file that is saved in the second one; or of what remains of them after
+    such a file, as the guide has it."""
+    seed(5 if state is None else 99)
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = DataLoader(Rows(), BATCH, shuffle=True)
+    model, optimizer, loader = prepare(
+        model, optimizer, loader, loss=F.cross_entropy, profile_s=0, planner="ddp-even",
+        cache=Path(os.environ[FOLDER], f"cache{dist_size()}"),
+    )  # fmt: skip
+    file, start_epoch, losses = Path(os.environ[FOLDER], "training.pt"), 0, []
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
+        start_epoch = state["loader"]["epoch"]
+        torch.set_rng_state(state["numbers"])
+    for epoch in range(start_epoch, 2):
+        for step, (x, y) in enumerate(loader):
+            loss = model(x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if state is None and (epoch, step) == (1, SEEN - 1):
+                numbers = torch.get_rng_state()
+                mixmesh.save(file, model=model, optimizer=optimizer, loader=loader, numbers=numbers)
+    return losses
+
+
+def train_and_save(_) -> None:
+    losses = trained(None)
+    if dist.get_rank() == 0:
+        torch.save(losses, Path(os.environ[FOLDER], "losses.pt"))
+    dist.barrier()
+    train_on(_)
+
+
+def train_on(_) -> None:
+    state = torch.load(Path(os.environ[FOLDER], "training.pt"))
+    losses = torch.load(Path(os.environ[FOLDER], "losses.pt"))
+    rest = trained(state)
+    assert len(losses) == 18 and len(rest) == 9 - SEEN
+    torch.testing.assert_close(rest, losses[9 + SEEN :], rtol=1e-5, atol=1e-6)
+
+
 class Saved:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -257,7 +307,8 @@ class GoneOn(Saved):
 
 TWO = {name: Saved(name) for name in LOADERS} | {name: Refused(name) for name in REFUSED}
 TWO |= {check.__name__: check for check in (check_fewer_batches, check_an_epoch_that_was_left)}
-THREE = {name: GoneOn(name) for name in LOADERS}
+TWO |= {"training": train_and_save}
+THREE = {name: GoneOn(name) for name in LOADERS} | {"training": train_on}
 
 
 @pytest.fixture(scope="module")
