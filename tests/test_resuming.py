@@ -237,6 +237,10 @@ def check_an_epoch_that_was_left(plan) -> None:
     assert len(epoch_of(loader)) == 9 and loader.state_dict()["epoch"] == 2
     with pytest.raises(InputError, match="not the state of a loader"):
         loader.load_state_dict({"epoch": 1})
+    iterator = own_loader(iter(LOADERS["a list"](0)), plan)
+    for refused in (iterator.state_dict, lambda: iterator.load_state_dict(loader.state_dict())):
+        with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
+            refused()
 
 
 def trained(state: dict | None) -> list[float]:

@@ -216,8 +216,8 @@ class OwnLoader:
 
 
 class OwnIterator(OwnLoader):
-    """``OwnLoader`` of an iterator over batches: an iterator too. It cannot begin anew, and so has no state to
-    go on from."""
+    """``OwnLoader`` of an iterator over batches: an iterator too, which cannot begin anew and has no
+    state to go on from."""
 
     def __init__(self, loader: Iterator, plan: Plan) -> None:
         super().__init__(loader, loader, plan, is_whole=True)
