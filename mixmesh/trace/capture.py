@@ -35,6 +35,7 @@ from .outputs import named_tensors, selected
 from .regions import inline_regions
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
+from .synced_norms import synced_norms_as_plain
 
 TENSOR = "tensor"
 WRAPPED = "model."  # before the model's names in what is exported
@@ -282,7 +283,8 @@ def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedPr
 def _as_it_is_traced() -> Iterator[None]:
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
-        regions_kept(), experts_in_groups(), masks_as_given(), no_autocast(),
+        regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
+        no_autocast(),
     ):  # fmt: skip
         yield
 

@@ -189,6 +189,28 @@ def check_a_batch_keeps_its_class(_) -> None:
     assert torch.equal(share["0"], expected[0])
 
 
+def check_synced_batch_norm(_) -> None:
+    """It is left over from a script for DistributedDataParallel."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+
+    reference, mine = made(), nn.SyncBatchNorm.convert_sync_batchnorm(made())
+    model, optimizer, loader = prepare(mine, sgd(mine), DataLoader(rows(), 6), loss=F.cross_entropy)
+    own, plain = sgd(reference), DataLoader(rows(), 6)
+    for (x, y), (all_x, all_y) in zip(loader, plain, strict=True):
+        expected = F.cross_entropy(reference(all_x), all_y)
+        loss = model(x, y)
+        close(loss.detach(), expected.detach())
+        for each, its in ((loss, optimizer), (expected, own)):
+            its.zero_grad()
+            each.backward()
+            its.step()
+    for key, value in model.full_state_dict().items():
+        close(value, reference.state_dict()[key], key)
+
+
 def check_data_without_indices(_) -> None:
     _, model, _, own = prepared()
     for loader in (DataLoader(Stream(), 6), whole_batches()):
@@ -247,6 +269,7 @@ IDIOMS = named(
     check_a_generator_draws_as_on_one_device,
     check_a_loop_that_takes_some_of_a_batch,
     check_a_batch_keeps_its_class,
+    check_synced_batch_norm,
     check_data_without_indices,
     check_data_that_differs,
     check_a_parallel_model_is_not_prepared_again,
