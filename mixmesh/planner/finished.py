@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from ..cost.placed import supports
 from .apart import GAIN, apart
@@ -25,8 +26,8 @@ SUMMED_AT_ONCE = (
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> list[Proposal]:
-    """Those proposals, finished, that may become the fastest: the first, and some near it whose devices
-    compute for less time than its step takes. Each program is looked at once on each set of devices."""
+    """Those proposals, finished, that may become the fastest: the first, and some near it. Each program is
+    looked at once on each set of devices."""
     first = min(proposals, key=lambda p: p.key)
     unlike: dict[tuple, Proposal] = {}
     for proposal in sorted(proposals, key=lambda p: p.key):
@@ -35,14 +36,34 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
             unlike.setdefault(key, proposal)
     made = [finished(task, first, quick=quick)]
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
-    for proposal in [p for p in unlike.values() if p is not first]:
+    others = [p for p in unlike.values() if p is not first and len(p.program.instructions) <= most]
+    for proposal in of_every_set(task, others):
         step_s = min(p.timeline.step_s for p in made)
         needed = len(proposal.program.instructions)
-        in_time = len(made) < FEW and needed <= min(instructions, most)
-        if in_time and max(proposal.timeline.compute_s) < step_s * (1 - GAIN):
+        if len(made) < FEW and needed <= instructions and least_s(task, proposal)[0] < step_s * (1 - GAIN):
             instructions -= needed
             made.append(finished(task, proposal, quick=quick))
     return made
+
+
+def of_every_set(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
+    """Those proposals in turns, one for each set of devices and then the next ones: programs of one set may
+    be almost the same. Of a set first the one whose step may become the shortest."""
+    by_set: dict[tuple[int, ...], list[Proposal]] = {}
+    for proposal in proposals:
+        by_set.setdefault(supports(proposal.program), []).append(proposal)
+    turns = [sorted(some, key=lambda p: least_s(task, p)[1]) for some in by_set.values()]
+    return [p for turn in zip_longest(*turns) for p in turn if p is not None]
+
+
+def least_s(task: Task, proposal: Proposal) -> tuple[float, float]:
+    """Two bounds of the proposal's step, in seconds, whatever comes of it: with free sums of gradients, and
+    with these in one piece. In micro-steps both are what devices compute."""
+    if proposal.micro_batches is not None:
+        computing_s = max(proposal.timeline.compute_s)
+        return computing_s, computing_s
+    with task.timed("simulate"):
+        return proposal.simulation.least_s(proposal.program)
 
 
 def can_lead(proposal: Proposal, fastest_s: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from ..baselines import fully_sharded
 from ..cost.placed import supports
@@ -274,11 +275,14 @@ class Synthesis:
         if len(program.instructions) <= SMALL_INSTRUCTIONS:
             saved_s = most_saved_s(program, self.task.costs)
             lost_s = far_s = HOPEFUL * (best_s + simulation.exchanged_s + saved_s)
-            sizes = (USUAL_BYTES, SMALLER_BYTES[-1])  # one bucket may have all of its gradients
+            # one bucket may have all of its gradients, and levels pay only where buckets follow each other
+            sums = [*product((USUAL_BYTES, SMALLER_BYTES[-1]), (True, False))]
         else:
-            lost_s, far_s, sizes = LOST * best_s, FAR * best_s, (USUAL_BYTES,)
+            lost_s, far_s, sums = LOST * best_s, FAR * best_s, [(USUAL_BYTES, True)]
         usual_s = self.task.usual_s
-        return least_s > lost_s or all(usual_s(self.planner, program, size) > far_s for size in sizes)
+        return least_s > lost_s or all(
+            usual_s(self.planner, program, size, levelled=levelled) > far_s for size, levelled in sums
+        )
 
     def bounds(self, program: Program, ranks: tuple[int, ...]) -> tuple[Program, float, float]:
         """The program under its best shares with as much memory as it likes; what its step does not go below

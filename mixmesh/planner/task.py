@@ -431,9 +431,12 @@ class Task:
                     least = min(found, least)
         return sorted(tried, key=tried.__getitem__)
 
-    def usual_s(self, planner: str, program: Program, size_bytes: float = USUAL_BYTES) -> float:
-        """Seconds of a step in buckets of the usual size, or of another."""
+    def usual_s(
+        self, planner: str, program: Program, size_bytes: float = USUAL_BYTES, *, levelled: bool = True
+    ) -> float:
+        """Seconds of a step in buckets of the usual size, or of another; by levels where these pay."""
         program = self.in_our_sums(planner, program)
+        program = program if levelled or program.levels is None else program.changed(levels=None)
         simulation = self.simulation(program)
         with self.timed("simulate"):
             (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
