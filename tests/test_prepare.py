@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from functools import partial
@@ -16,10 +17,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 import mixmesh
-from mixmesh.preparation.loading import depends_on_others, same_random_numbers
+from mixmesh.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.preparation.script import made_inputs, maker_like
 
@@ -199,6 +200,50 @@ def test_an_average_of_a_model_with_a_loss_is_evaluated_without_it():
     with mixmesh.whole(average) as whole:
         assert whole is average and torch.equal(average(x), model(x))
     assert average.module is inner
+
+
+class Buckets(Sampler):
+    """Batches in an order that it shuffles in place, by a generator and a number of epochs of its own."""
+
+    def __init__(self):
+        self.order, self.epoch, self.generator = list(range(20)), 0, random.Random(3)
+        self.more = torch.Generator().manual_seed(3)
+
+    def __iter__(self):
+        self.generator.shuffle(self.order)
+        self.epoch += 1
+        first = int(torch.randint(20, (), generator=self.more))
+        yield [(n + self.epoch + first) % 20 for n in self.order[:6]]
+        yield self.order[6:10]
+
+
+class Drawn(IterableDataset):
+    """Rows drawn by a generator of its own."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(3)
+
+    def __iter__(self):
+        for _ in range(4):
+            yield self.generator.random(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DataLoader(torch.arange(20), batch_sampler=Buckets()),
+        lambda: DataLoader(Drawn(), batch_size=2),
+        lambda: DataLoader(Drawn(), batch_size=2, generator=torch.Generator().manual_seed(4)),
+    ],
+)
+def test_a_loader_gives_the_same_batches_after_it_was_asked_for_one(make):
+    asked, plain = make(), make()
+    assert torch.equal(example_batch(asked), next(iter(make())))
+    for _ in range(2):
+        for mine, expected in zip(asked, plain, strict=True):
+            assert torch.equal(mine, expected)
+    if asked.generator is not None:
+        assert torch.equal(asked.generator.get_state(), plain.generator.get_state())
 
 
 class Lengths(Dataset):

@@ -20,6 +20,7 @@ from ..plan_file import Plan
 from ..runtime.data import own_rows, own_samples
 from ..runtime.first_rank import from_first_rank
 from .own_loader import OwnBatches, OwnIterator, OwnLoader
+from .untouched import untouched
 
 PROBED_ROWS = 8  # enough that lengths differ, if they do
 KEPT_OPTIONS = (
@@ -44,16 +45,17 @@ def is_iterator(loader: Iterable) -> bool:
 
 
 def example_batch(loader: Iterable) -> Any:
-    """A batch like all of a loader. Random numbers are as they were before."""
+    """A batch like all of a loader. Random numbers are as they were before, and so is what the loader holds
+    to choose samples by."""
     with same_random_numbers():
         if has_indices(loader) and loader.batch_size is not None:
             # no sampler is asked: one with a generator of its own would go on from there
             batch = load(loader, list(range(min(loader.batch_size, len(loader.dataset)))))
         elif has_indices(loader):
-            indices = next(iter(loader.batch_sampler), None)
+            indices = next(iter(untouched(loader.batch_sampler)), None)
             batch = None if indices is None else load(loader, indices)
         else:
-            batch = next(iter(loader), None)
+            batch = next(iter(untouched(loader)), None)
     _check_first(batch)
     return batch
 

@@ -142,13 +142,20 @@ class Calls:
                 got=f"{name}={text}",
                 hint=f"plan again with {name} in the batch",
             )
+        argument = name.partition(".")[0]
+        changing = f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too"
+        if known[:1] in ("'", '"'):  # a word, as describe_argument has it
+            changing = (
+                f"words that change from call to call: leave {argument} out of the call, or out of what "
+                "collate_fn returns; a program reads none"
+            )
         return InputError(
             f"{name} is {'a tensor' if known == TENSOR else 'a constant'} in the plan, and differs here",
             expected=f"{name}={known}",
             got=f"{name}={text}",
             hint=(
                 f"plan again with {name}={text} in the batch",
-                f"a number that changes from call to call: {name}=torch.tensor(...), in the batch too",
+                changing,
             ),
         )
 

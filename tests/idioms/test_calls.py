@@ -107,6 +107,12 @@ REFUSED = {
     "a tensor in **options": (BY_NAME, (A, B), {"other": W}, "made without the argument other"),
     "another number": ({**BY_NAME, "num_items": 7}, (A, B), {"num_items": 8}, "num_items is a constant"),
     "a number that is missing": ({**BY_NAME, "num_items": 7}, (A, B), {}, "num_items is a constant"),
+    "other words": (
+        {**BY_NAME, "words": ["a"]},
+        (A, B),
+        {"words": ["b"]},
+        "leave words out of the call",
+    ),
     "a default that was another": ({**BY_NAME, "scale": 2.0}, (A, B), {}, "scale is a constant"),
     "another default": (BY_NAME, (A, B, 2.0), {}, "scale is a constant"),
     "a number for a tensor": ({**BY_NAME, "weight": W}, (A, B), {"weight": 0.5}, "weight is a tensor in"),

@@ -149,7 +149,10 @@ class Strategy(SingleDeviceStrategy):
                 "the batch has another form than the one that was planned",
                 expected=f"{self._step.form.spec}, {self._step.form.constants}",
                 got=f"{form.spec}, {form.constants}",
-                hint="a collate_fn that returns the same names, and numbers that change as tensors",
+                hint=(
+                    "a collate_fn that returns the same names, numbers that change as tensors, and no words "
+                    "that change"
+                ),
             )
 
     def _unless_stepping(self) -> Any:
