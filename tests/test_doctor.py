@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gloo_world import assert_passed, free_port, run_world
 from torch import nn
 
-from mixmesh.doctor import Check, Ground, checks, examine
+from mixmesh.doctor import Check, Ground, checks, examine, ground
 from mixmesh.doctor.meeting import Meeting, open_store
 from mixmesh.doctor.reach import Address, Listener, call
 from mixmesh.errors import InputError, PlanError
@@ -144,6 +144,30 @@ def check_no_such_interface(store) -> None:
     assert made["reachable"].found == "rank 1: there is no network interface none0 with an address"
 
 
+def check_another_machine_of_that_name(store) -> None:
+    """Another boot of Linux, as a machine with a copy of the first one's disk has it."""
+    place = checks.process_place
+    if rank():
+        checks.process_place = lambda: "another-boot pid:[1]"
+    made = report(store, "name")
+    checks.process_place = place
+    assert (
+        made["rendezvous"].status == "wrong" and "two machines have the host name" in made["rendezvous"].found
+    )
+    assert "hostnamectl" in made["rendezvous"].hint[0]
+
+
+def check_another_backend(store) -> None:
+    """As a rank without a GPU takes it, where the others have one each."""
+    backend = ground.backend_for
+    if rank():
+        ground.backend_for = lambda device: "nccl"
+    made = report(store, "backend")
+    ground.backend_for = backend
+    assert statuses(made) == {"devices": "wrong", "collectives": "not tried"}
+    assert made["devices"].got == "rank 0: gloo; rank 1: nccl"
+
+
 class Deaf(Listener):
     """Names a port at which nobody answers, as behind a firewall."""
 
@@ -191,6 +215,8 @@ WORLD = [
     check_a_rank_that_fails_while_others_wait,
     check_no_such_interface,
     check_an_unreachable_machine,
+    check_another_machine_of_that_name,
+    check_another_backend,
     check_a_full_disk_and_little_shared_memory,
     check_a_start_with_other_models,
 ]
