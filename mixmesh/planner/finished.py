@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
+from math import isclose
 
 from ..cost.placed import supports
 from .apart import GAIN, apart
@@ -14,6 +15,7 @@ from .ordered import ordered
 from .synced import flat, is_hurried, synced, without_needless_directness
 from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
+ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished
 # of all small programs together but the first that there is time to finish
 QUICK_INSTRUCTIONS = 2 * SMALL_INSTRUCTIONS
@@ -26,44 +28,59 @@ SUMMED_AT_ONCE = (
 
 
 def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> list[Proposal]:
-    """Those proposals, finished, that may become the fastest: the first, and some near it. Each program is
-    looked at once on each set of devices."""
+    """Those proposals, finished, that may become the fastest: the first, and some near it. Programs that are
+    almost the same are looked at once on each set of devices."""
     first = min(proposals, key=lambda p: p.key)
-    unlike: dict[tuple, Proposal] = {}
+    unlike = [first]
     for proposal in sorted(proposals, key=lambda p: p.key):
-        key = id(proposal.program.instructions), supports(proposal.program), proposal.micro_batches
-        if proposal.feasible and can_lead(proposal, first.timeline.step_s):
-            unlike.setdefault(key, proposal)
+        hopeful = proposal.feasible and can_lead(proposal, first.timeline.step_s)
+        if hopeful and not any(are_alike(proposal, other) for other in unlike):
+            unlike.append(proposal)
     made = [finished(task, first, quick=quick)]
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
-    others = [p for p in unlike.values() if p is not first and len(p.program.instructions) <= most]
-    for proposal in of_every_set(task, others):
+    others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
+    for proposal in by_turns_of_sets(task, others):
         step_s = min(p.timeline.step_s for p in made)
         needed = len(proposal.program.instructions)
-        if len(made) < FEW and needed <= instructions and least_s(task, proposal)[0] < step_s * (1 - GAIN):
+        in_time = len(made) < FEW and needed <= instructions
+        # another order may hide what is exchanged
+        least = max(*proposal.timeline.compute_s, least_s(task, proposal) - proposal.simulation.exchanged_s)
+        if in_time and least < step_s * (1 - GAIN):
             instructions -= needed
             made.append(finished(task, proposal, quick=quick))
     return made
 
 
-def of_every_set(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
+def are_alike(one: Proposal, other: Proposal) -> bool:
+    """Whether two proposals are the same program, or take the same time on the same devices, where most of
+    what they do is the same."""
+    if one.micro_batches != other.micro_batches or supports(one.program) != supports(other.program):
+        return False
+    times = zip(
+        (one.timeline.step_s, *one.timeline.compute_s), (other.timeline.step_s, *other.timeline.compute_s)
+    )
+    return one.program.instructions is other.program.instructions or all(
+        isclose(a, b, rel_tol=ALIKE) for a, b in times
+    )
+
+
+def by_turns_of_sets(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
     """Those proposals in turns, one for each set of devices and then the next ones: programs of one set may
     be almost the same. Of a set first the one whose step may become the shortest."""
     by_set: dict[tuple[int, ...], list[Proposal]] = {}
     for proposal in proposals:
         by_set.setdefault(supports(proposal.program), []).append(proposal)
-    turns = [sorted(some, key=lambda p: least_s(task, p)[1]) for some in by_set.values()]
+    turns = [sorted(some, key=lambda p: least_s(task, p)) for some in by_set.values()]
     return [p for turn in zip_longest(*turns) for p in turn if p is not None]
 
 
-def least_s(task: Task, proposal: Proposal) -> tuple[float, float]:
-    """Two bounds of the proposal's step, in seconds, whatever comes of it: with free sums of gradients, and
-    with these in one piece. In micro-steps both are what devices compute."""
+def least_s(task: Task, proposal: Proposal) -> float:
+    """About what the step does not go below in its order, in seconds, with all gradients of a set of ranks
+    in one sum."""
     if proposal.micro_batches is not None:
-        computing_s = max(proposal.timeline.compute_s)
-        return computing_s, computing_s
+        return proposal.timeline.step_s
     with task.timed("simulate"):
-        return proposal.simulation.least_s(proposal.program)
+        return proposal.simulation.least_s(proposal.program)[1]
 
 
 def can_lead(proposal: Proposal, fastest_s: float) -> bool:
