@@ -18,7 +18,7 @@ from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished
 # of all small programs together but the first that there is time to finish
-QUICK_INSTRUCTIONS = 2 * SMALL_INSTRUCTIONS
+QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
@@ -43,8 +43,7 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
         step_s = min(p.timeline.step_s for p in made)
         needed = len(proposal.program.instructions)
         in_time = len(made) < FEW and needed <= instructions
-        # another order may hide what is exchanged
-        least = max(*proposal.timeline.compute_s, least_s(task, proposal) - proposal.simulation.exchanged_s)
+        least = max(*proposal.timeline.compute_s, least_s(task, proposal) - most_hidden_s(proposal))
         if in_time and least < step_s * (1 - GAIN):
             instructions -= needed
             made.append(finished(task, proposal, quick=quick))
@@ -87,7 +86,13 @@ def can_lead(proposal: Proposal, fastest_s: float) -> bool:
     """Whether a proposal may become the fastest, where one takes ``fastest_s``."""
     if proposal.planner == "two-level":
         return proposal.timeline.step_s <= JOINED_HOPEFUL * fastest_s
-    return proposal.timeline.step_s - proposal.simulation.exchanged_s <= HOPEFUL * fastest_s
+    return proposal.timeline.step_s - most_hidden_s(proposal) <= HOPEFUL * fastest_s
+
+
+def most_hidden_s(proposal: Proposal) -> float:
+    """Seconds of exchanges within the passes that another order may hide: no more than there is to compute
+    meanwhile."""
+    return min(proposal.simulation.exchanged_s, max(proposal.timeline.compute_s))
 
 
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
