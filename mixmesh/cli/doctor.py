@@ -65,7 +65,7 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def wrong_lines(report: Report) -> list[str]:
-    """What is wrong, with what was expected and what to try."""
+    """The checks that failed, with what was expected and what to try."""
     lines = []
     for check in report.checks:
         if check.status == "wrong":

@@ -50,7 +50,7 @@ class Meeting:
         return cls(open_store(rank, timeout_s), rank, world_size, timeout_s)
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
-        """What ``make`` returns on every rank, by rank: values of JSON. Raises an error, on all ranks, that
+        """The values of JSON that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
         names the first rank on which ``make`` failed; CollectiveError if a rank does not come."""
         return self._exchange(what, outcome_of(make))
 

@@ -2,10 +2,8 @@
 
 The search is the planner's, at the same prices and under the plan's ratio, with one difference: a value may
 only be made, a leaf only be loaded, as it is asked to be. The consequences for the rest of the program
-are the search's to find;
-Of the program's values those that are ``fixed`` are made as they are, whatever is asked.
-Values of the program that are ``fixed`` are made as they are, whatever is asked. later redistributions of the
-tensor are free to it. It is also asked for the program in which all other tensors stay as they are.
+are the search's to find; later redistributions of the tensor are free to it. It is also asked for the program
+in which all other tensors stay as they are.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Three kinds of plans, and how a question about one tensor is put to each.
 
 A plan over one ratio is searched as a whole. For a plan with several ratios (stages, segments, groups of
-operators) the search
-Of a plan with a program per machine the search is given that
-For a plan with a program per machine the search is given that is given the ratio that the tensor's operator
-runs under; what runs under others stays as it is, and the two are lowered again. Of a plan with a program per
-machine the search is given that machine's own program, and what it finds is joined with the others.
+operators) the search is given the ratio that the tensor's operator runs under; what runs under others stays
+as it is, and the two are lowered again. For a plan with a program per machine the search is given that
+machine's own program, and what it finds is joined with the others.
 
 A placement may be written with where it holds: ``S(0)@r1`` under the ratio r1, ``R@m0`` in machine 0.
 """

@@ -1,5 +1,5 @@
-"""What every plan that was found gets at the end: the best ways to sum gradients, orders, buckets, and when
-the gradients of weights are computed."""
+"""The end of planning: the best ways to sum gradients, orders, buckets, and when the gradients of weights are
+computed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,11 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
     made = [finished(task, first, quick=quick)]
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
     others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
-    for proposal in by_turns_of_sets(task, others):
+    for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in made)
         needed = len(proposal.program.instructions)
-        in_time = len(made) < FEW and needed <= instructions
-        least = max(*proposal.timeline.compute_s, least_s(task, proposal) - most_hidden_s(proposal))
-        if in_time and least < step_s * (1 - GAIN):
+        reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
+        if len(made) < FEW and needed <= instructions and reordered_s < step_s * (1 - GAIN):
             instructions -= needed
             made.append(finished(task, proposal, quick=quick))
     return made
@@ -63,14 +62,14 @@ def are_alike(one: Proposal, other: Proposal) -> bool:
     )
 
 
-def by_turns_of_sets(task: Task, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """Those proposals in turns, one for each set of devices and then the next ones: programs of one set may
-    be almost the same. Of a set first the one whose step may become the shortest."""
-    by_set: dict[tuple[int, ...], list[Proposal]] = {}
-    for proposal in proposals:
-        by_set.setdefault(supports(proposal.program), []).append(proposal)
-    turns = [sorted(some, key=lambda p: least_s(task, p)) for some in by_set.values()]
-    return [p for turn in zip_longest(*turns) for p in turn if p is not None]
+def by_turns_of_sets(bounded: Sequence[tuple[Proposal, float]]) -> list[tuple[Proposal, float]]:
+    """Proposals, each with its least seconds, in turns: one for each set of devices and then the next ones,
+    as programs on one set may be almost the same. Those of a set come by their seconds."""
+    by_set: dict[tuple[int, ...], list[tuple[Proposal, float]]] = {}
+    for proposal, in_order_s in bounded:
+        by_set.setdefault(supports(proposal.program), []).append((proposal, in_order_s))
+    turns = [sorted(some, key=lambda pair: pair[1]) for some in by_set.values()]
+    return [pair for turn in zip_longest(*turns) for pair in turn if pair is not None]
 
 
 def least_s(task: Task, proposal: Proposal) -> float:

@@ -109,7 +109,7 @@ def prepare(
 
 
 def another_call(batch: Any) -> tuple[str, ...]:
-    """What to write if a loop hands a model some of a batch alone, or in another order."""
+    """A hint for loops that hand a model some of a batch alone, or in another order."""
     names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         return ()
@@ -121,7 +121,7 @@ def another_call(batch: Any) -> tuple[str, ...]:
 
 
 def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:
-    """What a model is called with for a batch of the loader: a tuple of arguments, or a dict of them."""
+    """The arguments that a model is called with for a batch of the loader: a tuple, or a dict by name."""
     batch = as_arguments(batch)
     if inputs is None:
         return batch

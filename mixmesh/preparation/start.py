@@ -87,7 +87,7 @@ def prepare_job(
     Collective; initialises ``torch.distributed``.
 
     Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
-    devices and links, which are detected without one. What the first rank cannot do is raised on all ranks:
+    devices and links, which are detected without one. An error of the first rank is raised on all ranks:
     TraceError for a model that cannot be exported, Infeasible if nothing fits, InputError for a cluster file
     of another number of devices.
     """

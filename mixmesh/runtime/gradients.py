@@ -40,9 +40,7 @@ from .sfb import summed_by_sfb
 class Bucket:
     """Parameters by name whose gradients travel together, between ``ranks``; to their owners, if those of
     the bucket are ``owned`` (the name of a ratio). For parameters with copies these are the gradients of
-    ``cells``. Within a backward pass that has begun: adds what was taken before it. What is a sum stays one
-    where nothing is there yet; elsewhere Adds, within a backward pass that has begun, what was taken before
-    it. A sum stays one where nothing is there yet; elsewhere"""
+    ``cells``."""
 
     names: tuple[str, ...]
     ranks: tuple[int, ...]

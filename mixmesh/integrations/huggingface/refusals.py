@@ -17,7 +17,7 @@ EXTENDED = (
     "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
 )  # fmt: skip
 EXACT_OPTIMIZERS = frozenset(("adafactor", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
-# what changes from step to step, in compute_loss -> what to write instead
+# attributes that change from step to step, in compute_loss -> what to write instead
 OF_TRAINING = {
     "state": "a buffer of the model that its forward updates in place: self.step += 1",
     "control": "a callback",
