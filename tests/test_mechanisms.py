@@ -242,7 +242,7 @@ def test_no_pipeline_for_an_optimizer_of_whole_parameters():
     assert "pipeline" in pipelines.plan().planner
     whole = replace(pipelines, whole_parameters=True)
     assert "pipeline" not in whole.plan().planner
-    with pytest.raises(mixmesh.Infeasible, match="all of them in one place"):
+    with pytest.raises(mixmesh.Infeasible, match="spreads parameters over ranks, and the job's optimizer"):
         replace(whole, planner="pipeline").plan()
 
 

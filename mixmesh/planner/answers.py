@@ -45,10 +45,9 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
     over, rank = excess(closest)
     device = task.costs.cluster.devices[rank]
     peak = closest.peak_memory_bytes[rank]
-    if over <= 0 and task.parts_what_is_whole(closest.program):
+    if over <= 0 and (parting := task.parting(closest.program)):
         return Infeasible(
-            f"the {closest.planner} plan parts parameters, and the job's optimizer steps whole ones only, "
-            "all of them in one place",
+            f"the {closest.planner} plan {parting}, and the job's optimizer steps whole ones only",
             expected="a plan that keeps all parameters whole on every rank that computes, or an optimizer "
             "that works element by element: " + ", ".join(ELEMENTWISE),
             hint=("--planner auto", "--planner ddp-proportional"),

@@ -339,15 +339,15 @@ class Task:
             self._agreeing[key] = (program, next(conflicts, None) is None)
         return self._agreeing[key][1]
 
-    def parts_what_is_whole(self, program: Program) -> bool:
-        """Whether a rank would step a part of a parameter, or some of the parameters alone, as in a pipeline,
-        where the optimizer cannot do so."""
+    def parting(self, program: Program) -> str:
+        """How a program parts the parameters of an optimizer that needs all of them whole in one place: it
+        cuts them, or spreads them over ranks, as pipelines do. Empty where it does neither."""
         if not self.whole_parameters:
-            return False
+            return ""
         held = [owned_type(program, i) or i.type for i in program.params if i.result in program.requires_grad]
-        holders = {program.participants(t) for t in held}
-        cut = any(isinstance(t.placement, Shard) and len(program.participants(t)) > 1 for t in held)
-        return cut or len(holders) > 1
+        if any(isinstance(t.placement, Shard) and len(program.participants(t)) > 1 for t in held):
+            return "cuts parameters"
+        return "spreads parameters over ranks" if len({program.participants(t) for t in held}) > 1 else ""
 
     def least_seconds(self, ranks: tuple[int, ...]) -> float:
         """About what no step is shorter than in which all of these devices take part in everything: the work
@@ -398,7 +398,7 @@ class Task:
         with self.timed(step):
             timeline = simulation.run(program, micro_batches, usable_bytes=self.usable_bytes)
         fits = all(a <= b for a, b in zip(timeline.peak_memory_bytes, self.usable_bytes))
-        fits = fits and self.agrees(program) and not self.parts_what_is_whole(program)
+        fits = fits and self.agrees(program) and not self.parting(program)
         fits = fits and not (self.has_local_norms and any(lonely_norms(program)))
         proposal = Proposal(planner, program, timeline, fits, simulation, micro_batches=micro_batches)
         if fits:
