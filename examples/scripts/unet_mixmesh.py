@@ -44,7 +44,7 @@ def main(args):
     optimizer = torch.optim.AdamW(unet.parameters(), lr=1e-4)
 
     def noised(clean):
-        """What the model sees, and what it is to find."""
+        """The noised images that the model sees, and the noise that it is to find."""
         noise = torch.randn(clean.shape)
         timesteps = torch.randint(0, noise_scheduler.config.num_train_timesteps, (len(clean),))
         return noise_scheduler.add_noise(clean, noise, timesteps), timesteps, noise

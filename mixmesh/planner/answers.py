@@ -1,4 +1,4 @@
-"""What a plan says beside its program: why nothing fits, warnings, comments."""
+"""Words that a plan has beside its program: why nothing fits, warnings, comments."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def warnings_of(graph: Graph, program: Program) -> Iterator[str]:
 
 
 def dtype_warnings(task: Task, program: Program) -> Iterator[str]:
-    """Of ranks without bf16: what they compute such values in."""
+    """A warning for ranks without bf16, with the type that they compute such values in."""
     devices = task.costs.cluster.devices
     without = [r for r, d in enumerate(devices) if not (d.supports_bf16 or d.kind == "cpu")]
     ranks = ", ".join(map(str, without))

@@ -14,8 +14,8 @@ BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)
 
 
 def finalists(task: Task, chosen: Proposal, count: int) -> list[Proposal]:
-    """Up to ``count - 1`` proposals beside ``chosen``, the fastest by prediction first. Of a task whose
-    ``kinds`` have been kept. The best baseline that fits is among them: it is the bar."""
+    """Up to ``count - 1`` proposals beside ``chosen``, the fastest by prediction first, for a task
+    whose ``kinds`` have been kept. The best baseline that fits is among them: it is the bar."""
     assert task.kinds is not None
     if chosen.micro_batches is None:
         for buckets in bucketings(chosen.program, BUCKET_BYTES, chosen.simulation.summed):

@@ -61,8 +61,8 @@ def most_states(problem: Problem) -> int:
 
 
 class Synthesis:
-    """The alternation of one task, in the name of ``planner``. What data parallelism tried, where it was
-    asked before, is not tried again."""
+    """The alternation of one task, in the name of ``planner``. Programs that data parallelism tried,
+    where it was asked before, are not tried again."""
 
     def __init__(self, task: Task, planner: str = "hap") -> None:
         self.task, self.planner = task, planner
@@ -122,8 +122,8 @@ class Synthesis:
         return ABOUT * self.least_s(ranks, prices) >= self.task.best_s
 
     def least_s(self, ranks: tuple[int, ...], prices: Sequence[float | None]) -> float:
-        """About what no program on these devices is faster than. Of a small one with data parallelism it is
-        known only when it has been made what factors save."""
+        """About what no program on these devices is faster than. For a small one with data parallelism
+        the seconds that factors save are known only when it has been made."""
         large = len(self.task.graph.nodes) > SMALL_INSTRUCTIONS
         parallel = prices == DATA_PARALLEL_ONLY and large
         return least_parallel_s(self.task, ranks) if parallel else self.task.least_seconds(ranks)
@@ -153,8 +153,8 @@ class Synthesis:
                 yield proposal
 
     def with_whole_classes(self, ranks: tuple[int, ...]) -> Iterator[Proposal]:
-        """What a program that cuts the classes of a loss is without that: a gather of the head's weight may
-        hide, which no price says; one of hidden states does not."""
+        """Programs with whole classes in place of one that cuts the classes of a loss: a gather of the head's
+        weight may hide, which no price says; one of hidden states does not."""
         tried = self.task.tried.get(ranks, Tried())
         small = len(self.task.graph.nodes) <= MOST_NODES
         for price, cost_s in [*tried.cutting_classes.items()][-1:] if small else ():
@@ -224,8 +224,8 @@ class Synthesis:
     ) -> Iterator[Proposal]:
         """Q = argmin t(., B), B = argmin t(Q, .), until nothing is gained; the best pair, polished.
 
-        ``tried`` is what was tried on these ranks before. What cannot become the fastest is left out unless
-        it is to be ``judged`` in any case.
+        ``tried`` is what was tried on these ranks before. A program that cannot become the fastest is left
+        out unless it is to be ``judged`` in any case.
         """
         ratio = self.task.shares(ranks)
         best: Proposal | None = None
@@ -321,8 +321,8 @@ class Synthesis:
 
     def computed_again(self, program: Program, ranks: tuple[int, ...], least_s: float) -> Iterator[Proposal]:
         """The same program with activations that the backward pass computes again, as few as memory asks for;
-        with parameters stored in shards where that alone is not enough. What cannot be faster than the best
-        is left out: what does not go below ``least_s`` if all is kept."""
+        with parameters stored in shards where that alone is not enough. Programs that
+        cannot be faster than the best, as they do not go below ``least_s`` if all is kept, are left out."""
         made = recomputed(program)
         if not regions(made) or least_s > LOST * self.task.best_s:
             return

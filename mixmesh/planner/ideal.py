@@ -1,4 +1,4 @@
-"""What no plan is faster than: all devices compute all the time, and nothing else takes any.
+"""A bound that no plan is faster than: all devices compute all the time, and nothing else takes any.
 
 Operator k would take device class c ``t_kc`` seconds in whole, at the best efficiency that any share of it
 has there. Communication is free, nothing is computed twice, memory is no limit, and every operator is divided
@@ -9,13 +9,13 @@ between the ``n_c`` devices of the classes as is best for the step:
                 sum_c x_kc = 1              for every operator k
                 x_kc >= 0
 
-What the optimizer steps over is one more k. A program computes every operator at least once, in shares that
+The work of the optimizer is one more k. A program computes every operator at least once, in shares that
 sum to 1 or more, a share x takes ``t_kc x`` at least, and no step is shorter than its busiest device works:
 this holds of any placement, pipeline or stage of ZeRO. The duals of the rows of classes are prices of a
 second, ``y_c`` with ``sum_c n_c y_c = 1``, and by weak duality ``sum_k min_c y_c t_kc`` is no more than T
 whatever the prices: what is returned is that sum, and rests on no tolerance of a solver.
 
-Of a device that rests (a measured ``rested_s``) this is about steps that follow each other: one alone may be
+For a device that rests (a measured ``rested_s``) this is about steps that follow each other: one alone may be
 shorter by what the device was ahead before it.
 """
 
@@ -88,7 +88,7 @@ def bound_s(seconds: np.ndarray, counts: np.ndarray) -> float:
 
 
 def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Of a second of each class: duals of the rows of classes."""
+    """Prices of a second of each class: duals of the rows of classes."""
     alike: dict[bytes, np.ndarray] = {}
     for row in seconds:
         key = np.round(row / row.sum(), DIGITS).tobytes()

@@ -247,7 +247,7 @@ def _make_plans(
 
 
 def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner: str) -> list[Proposal]:
-    """What the planners of these ``names`` propose, and if nothing of it fits those named ``last``. The best
+    """Proposals of the planners of these ``names``, and if none fits of those named ``last``. The best
     of each is in ``task.proposed``. ``planner`` is the one that was asked for."""
     best, every, to_sum = task.proposed, [], []
     for name in (*names, *last):
@@ -276,8 +276,8 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
 
 
 def on_machine_sets(task: Task, name: str) -> Iterator[Proposal]:
-    """What a planner proposes in little time for sets of machines that may be faster than all of them, first
-    those with the least to do at least: as many as there is time for."""
+    """Proposals that a planner makes in little time for sets of machines that may be faster than all
+    of them, first those with the least to do at least: as many as there is time for."""
     least, nodes = ON_MACHINE_SETS[name]
     views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
     worth = {view.ranks: least_s for view in views if (least_s := least(view)) is not None}

@@ -127,7 +127,7 @@ def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") ->
 
 
 def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float("inf")) -> Iterator[Chain]:
-    """Of every kind of stages some chains with the shortest estimates, if these are ``below_s``."""
+    """Some chains of every kind of stages, those with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space, task.ranks):
         found = []
@@ -184,7 +184,7 @@ def arrangements(space: Space, units: Sequence[Ranks]) -> Iterator[tuple[Ranks, 
 
 
 def _kind(space: Space, ranks: Ranks) -> tuple:
-    """What tells stages on some ranks from those on others."""
+    """A key that tells stages on some ranks from those on others."""
     cluster, first = space.costs.cluster, ranks[0]
     nic = cluster.machines[cluster.machine_index_of(first)].nic_bytes_per_s
     return nic, tuple(space.costs.class_of[r] for r in ranks)

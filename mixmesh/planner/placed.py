@@ -37,7 +37,7 @@ def model_parallel(task: Task) -> Iterator[Proposal]:
 
 
 def judged(task: Task, planner: str, space: Space, strategy: Sequence[Action | Placed]) -> Proposal:
-    """What the simulator says of a strategy."""
+    """A proposal of a strategy, with the simulator's word on it."""
     with task.timed("lower"):
         program = space.lower(strategy)
     return task.best_buckets(planner, program)

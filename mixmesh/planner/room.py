@@ -46,8 +46,9 @@ def _least(room: np.ndarray, slope: np.ndarray) -> float:
 
 
 class Room:
-    """Of a program without micro-steps, or as one of them is costed, which finds gradients ``held``.
-    ``owners`` is the name of the ratio of what is owned, None in stage 0; of the room a part is ``spare``."""
+    """Memory that a program leaves for samples: one without micro-steps, or as one of them is costed, which
+    finds gradients ``held``. ``owners`` is the name of the ratio of owned parameters, None in stage 0; a part
+    of the room is ``spare``."""
 
     def __init__(
         self,

@@ -110,7 +110,8 @@ class Chain:
 
 def balanced(fixed: np.ndarray, slope: np.ndarray) -> tuple[Ratio, float]:
     """Shares ``r`` at which ``max over j of fixed_j + slope_j r_j`` is least, the sum of ``r`` being 1, and
-    that maximum: the LP of one stage, in closed form. Who is not done with nothing by then has no share."""
+    that maximum: the LP of one stage, in closed form. A device whose fixed work
+    takes longer has no share."""
     order = np.argsort(fixed)
     slope = np.maximum(slope, 1e-12)
     for count in range(len(order), 0, -1):

@@ -71,8 +71,9 @@ class Proposal:
 
     @lazy
     def kind(self) -> tuple:
-        """What a simulator may misjudge in a way of its own: who takes part, what is exchanged, how and in
-        how many sums gradients travel (a power of two), what is computed again or apart, micro-steps."""
+        """Traits that a simulator may misjudge in a way of their own: who takes part, what is exchanged,
+        how and in how many sums gradients travel (a power of two), what is computed again or apart,
+        micro-steps."""
         program = self.program
         sums = len({number for number in program.buckets if number is not None})
         return (
@@ -106,7 +107,7 @@ def ranks_of(program: Program) -> tuple[int, ...]:
 
 @dataclass
 class Progress:
-    """What the views of a task on some of its ranks have in common and changes."""
+    """State that the views of a task on some of its ranks share, and that changes."""
 
     best_s: float = float("inf")
     states_expanded: int = 0
@@ -270,7 +271,7 @@ class Task:
 
     @lazy
     def usable_bytes(self) -> tuple[float, ...]:
-        """Of the memory of every rank."""
+        """Bytes of every rank's memory that a plan may fill."""
         return tuple(usable_bytes(self.costs, rank, HEADROOM) for rank in range(self.world_size))
 
     def memory(self, rank: int) -> int:

@@ -8,8 +8,8 @@ from math import isclose
 
 @dataclass
 class Tried:
-    """What was tried on a set of devices: programs, by number and shape; the first one at each price; what
-    their steps do not go below where sums of gradients are free, and where they are not."""
+    """Trials on a set of devices: programs, by number and shape; the first one at each price; the seconds
+    that their steps do not go below where sums of gradients are free, and where they are not."""
 
     seen: set[int] = field(default_factory=set)
     by_price: dict[float, int] = field(default_factory=dict)

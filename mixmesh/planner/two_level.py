@@ -1,7 +1,7 @@
 """Two levels: samples dealt out between machines, and within each machine a program of its own.
 
 Between machines links are thin, so what passes there is gradients only; within a machine a search finds what
-is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. Of a
+is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. For a
 parameter that is cut within machines each device sums its own piece with those of other machines, which is as
 many times less as there are devices in the machine.
 
