@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from .shells import check_attribute, dress
-from .whole_model import copy_tensors, lent, own_module
+from .whole_model import Lending, copy_tensors, own_module
 
 
 class Face(nn.Module):
@@ -36,7 +36,7 @@ class Face(nn.Module):
         or if a backward pass has left gradients.
         """
         run = self._runtime
-        return lent(own_module(run.original), self, run)
+        return Lending(own_module(run.original), self, run)
 
     def __setattr__(self, name: str, value: Any) -> None:
         check_attribute(self, name, value)

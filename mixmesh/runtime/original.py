@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _python_dispatch as dispatch
 
 from ..errors import InputError
 from .shard_numbers import Off
@@ -58,7 +59,7 @@ class TakenOver(torch.Tensor):
 
 def take_over(x: Tensor, heir: Tensor) -> None:
     """Empties ``x``, whose values are in ``heir`` from now on."""
-    with Off(), torch.no_grad():
+    with _on_real_tensors():
         was, device = type(x), x.device
         shape, stride = x.shape, x.stride()
         x.grad = None
@@ -73,7 +74,7 @@ def take_over(x: Tensor, heir: Tensor) -> None:
 
 def give_back(x: TakenOver) -> None:
     """Makes ``x`` an ordinary tensor again, of any values."""
-    with torch.no_grad():
+    with _on_real_tensors():
         shape, stride = x.shape, x.stride()
         x.__class__ = x.was
         x.__dict__.pop("_is_param", None)
@@ -91,6 +92,14 @@ def traceable(model: nn.Module) -> Iterator[None]:
     finally:
         for x in taken:
             x.__class__ = TakenOver
+
+
+@contextmanager
+def _on_real_tensors() -> Iterator[None]:
+    """Hides what is done from a trace that is under way, of another model for instance: it would record it,
+    and put fake tensors in the place of memory."""
+    with torch._C.DisableTorchFunction(), dispatch._disable_current_modes(), torch.no_grad():
+        yield
 
 
 def _without_memory(shape, stride, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,7 @@ class Runtime:
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     unchecked: PlannedModel | None  # until the first call
     recorder: Recorder | None = None
-    loans: list[Loan] = field(default_factory=list)
+    loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
 
 
 def accumulate(

@@ -7,8 +7,8 @@ it is empty again, so that it is never stale.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -34,7 +34,7 @@ def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
     if hasattr(model, "_runtime"):
         return model.whole()
     places = _lent_places(model)
-    return _with_whole_parts(model, places) if places else nullcontext(own_module(model))
+    return _WholeParts(model, places) if places else nullcontext(own_module(model))
 
 
 def _lent_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -47,18 +47,28 @@ def _lent_places(model: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-@contextmanager
-def _with_whole_parts(model: nn.Module, places: list[tuple[nn.Module, str]]) -> Iterator[nn.Module]:
-    before = [parent._modules[name] for parent, name in places]
-    with ExitStack() as stack:
-        lent = [stack.enter_context(whole(child)) for child in before]
-        try:
-            for (parent, name), module in zip(places, lent):
-                parent._modules[name] = module
-            yield model
-        finally:
-            for (parent, name), child in zip(places, before):
-                parent._modules[name] = child
+class _WholeParts(AbstractContextManager):
+    """``model``, whose parts at ``places`` are the user's own modules with whole weights for a while."""
+
+    def __init__(self, model: nn.Module, places: list[tuple[nn.Module, str]]) -> None:
+        self.model, self.places = model, places
+        self._before = [parent._modules[name] for parent, name in places]
+        self._lent = ExitStack()
+
+    def __enter__(self) -> nn.Module:
+        with ExitStack() as stack:  # where one cannot be lent, those before it are taken back
+            modules = [stack.enter_context(whole(child)) for child in self._before]
+            self._lent = stack.pop_all()
+        self._place(modules)
+        return self.model
+
+    def __exit__(self, *error: Any) -> None:
+        self._place(self._before)
+        self._lent.__exit__(*error)
+
+    def _place(self, modules: list[nn.Module]) -> None:
+        for (parent, name), module in zip(self.places, modules):
+            parent._modules[name] = module
 
 
 def own_module(model: nn.Module) -> nn.Module:
@@ -82,7 +92,7 @@ def whole_tensors(parallel: nn.Module, stored: Mapping[str, Stored], comm: Comm)
     return out
 
 
-@dataclass
+@dataclass(eq=False)
 class Loan:
     """A module that has whole weights for a while. ``known`` are marks of its ``tensors`` (by name) as the
     parallel model has them."""
@@ -106,37 +116,50 @@ def mark(x: Tensor) -> tuple:
     return x._version, str(wide.sum().item()), str(wide.abs().square().sum().item())
 
 
-@contextmanager
-def lent(original: nn.Module, parallel: nn.Module, run: Any) -> Iterator[nn.Module]:
-    """``original`` with the values of ``parallel``, whose runtime is ``run``, and empty again afterwards.
-    Collective at the beginning.
+class Lending(AbstractContextManager):
+    """``original`` with the values of ``parallel``, whose runtime is ``run``, and empty again at the end of
+    the block. Collective at its beginning.
 
     One that was made whole before (``load_state_dict``) stays as it is, and a copy is given. Raises
-    InputError at the end if weights were changed or gradients left, both of which would be lost."""
-    with run.comm.call("whole"):
-        values = whole_tensors(parallel, run.stored, run.comm)
-    is_empty = all(isinstance(x, TakenOver) for x in _tensors(original).values())
-    module = original if is_empty else copy.deepcopy(original)
-    loan = Loan(module, _tensors(module))
-    modes = {m: m.training for m in module.modules()}
-    for name, x in loan.tensors.items():
-        _fill(x, values[name])
-    del values
-    for m in module.modules():
-        m.training = parallel.training
-    loan.note()
-    run.loans.append(loan)
-    try:
-        yield module
-        _check(loan)
-    finally:
-        run.loans.remove(loan)
-        for m, training in modes.items():
-            m.training = training
-        shown = _tensors(parallel)
-        for name, x in loan.tensors.items() if is_empty else ():
-            if not isinstance(x, TakenOver):
-                take_over(x, shown[name])
+    InputError at the end if weights were changed or gradients left, both of which would be lost. A lending
+    that is dropped without its end does nothing: garbage is collected at any time, and the module may be in
+    use."""
+
+    def __init__(self, original: nn.Module, parallel: nn.Module, run: Any) -> None:
+        self._original, self._parallel, self._run = original, parallel, run
+        self._loan: Loan | None = None
+        self._is_empty = False  # the original is, before it is lent
+        self._modes: dict[nn.Module, bool] = {}
+
+    def __enter__(self) -> nn.Module:
+        original, parallel, run = self._original, self._parallel, self._run
+        with run.comm.call("whole"):
+            values = whole_tensors(parallel, run.stored, run.comm)
+        self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(original).values())
+        module = original if self._is_empty else copy.deepcopy(original)
+        loan = self._loan = Loan(module, _tensors(module))
+        self._modes = {m: m.training for m in module.modules()}
+        for name, x in loan.tensors.items():
+            _fill(x, values[name])
+        for m in module.modules():
+            m.training = parallel.training
+        loan.note()
+        run.loans.add(loan)
+        return module
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        loan, self._loan = self._loan, None
+        try:
+            if kind is None:
+                _check(loan)
+        finally:
+            self._run.loans.discard(loan)
+            for m, training in self._modes.items():
+                m.training = training
+            shown = _tensors(self._parallel)
+            for name, x in loan.tensors.items() if self._is_empty else ():
+                if not isinstance(x, TakenOver):
+                    take_over(x, shown[name])
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ from plans import PLANS, Mlp, batch, close, named, plan_of, program
 from torch import nn
 
 from mixmesh.errors import InputError
+from mixmesh.integrations.lending import Lender
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
 
 
 class Speaker(nn.Module):
@@ -167,6 +170,60 @@ def check_an_original_that_was_made_whole_stays(_) -> None:
         assert original.layers[1].weight.abs().sum() == 0
 
 
+class Collecting(nn.Module):
+    """A model that collects garbage in the middle of its forward, as a large one may happen to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 1)
+
+    def forward(self, x):
+        hidden = self.lin(x)
+        gc.collect()
+        return hidden.square().mean()
+
+
+def check_a_lending_that_is_garbage_changes_nothing(_) -> None:
+    for stage in (0, 2):
+        single, original, model = speaker(stage)
+        lender = Lender(model)
+        module = lender.lend()
+        lender.itself = lender  # a cycle
+        del lender
+        before = program_of_collecting()
+        assert module is original and before == program_of_collecting()
+        few = inputs(5)["x"][:5]
+        with torch.no_grad():
+            close(module.logits(few), single.logits(few))
+        with model.whole() as m:  # another one, as of every original that is whole
+            close(m.layers[1].weight, single.layers[1].weight)
+
+
+def program_of_collecting() -> str:
+    return trace(Collecting(), dict(x=torch.ones(12, 6))).graph.fingerprint
+
+
+def check_a_block_that_is_left_within_a_trace_is_not_in_it(_) -> None:
+    def evaluating(model):
+        with model.whole() as m:
+            yield m
+
+    wanted = program_of_collecting()
+    for stage in (0, 2):
+        single, original, model = speaker(stage)
+        block = evaluating(model)
+        close(next(block).layers[1].weight, single.layers[1].weight)
+        itself = [block]
+        itself.append(itself)
+        del block, itself
+        assert program_of_collecting() == wanted
+        with pytest.raises(InputError, match="taken over by parallelize"):
+            original.logits(inputs()["x"])
+        with model.whole() as m:
+            assert m is original
+            close(m.layers[1].weight, single.layers[1].weight)
+
+
 def check_it_cannot_be_pickled(_) -> None:
     _, _, model = speaker(2)
     with pytest.raises(InputError, match="cannot be written as an object") as caught:
@@ -183,6 +240,8 @@ IDIOMS = named(
     check_under_every_plan,
     check_changes_within_are_given_back_or_refused,
     check_an_original_that_was_made_whole_stays,
+    check_a_lending_that_is_garbage_changes_nothing,
+    check_a_block_that_is_left_within_a_trace_is_not_in_it,
     check_it_cannot_be_pickled,
 )
 
