@@ -178,6 +178,15 @@ def test_a_training_step_of_a_subclass_is_refused(tmp_path, launched):
         Own(torch.nn.Linear(2, 2), arguments(tmp_path))
 
 
+def test_a_loss_that_is_set_on_the_trainer_is_refused(tmp_path, launched):
+    args = arguments(tmp_path)
+    trainer = Trainer(torch.nn.Linear(2, 2), args, train_dataset=[{"input": torch.ones(2)}])
+    trainer.compute_loss = lambda model, inputs, **_: model(**inputs).sum()
+    with pytest.raises(mixmesh.InputError, match="would not be the loss that trains") as error:
+        trainer.train()
+    assert "class MyTrainer" in str(error.value)
+
+
 def test_a_loss_that_notes_its_steps_is_refused(runs):
     errors = [row["error"] for row in runs["mixmesh.hf"][1] if row["name"] == "noting"]
     assert len(errors) == RANKS and all("self.calls to keep something" in error for error in errors)

@@ -52,7 +52,7 @@ def _alike_in_every_step(trainer: transformers.Trainer) -> Iterator[transformers
     kind = type(trainer)
     members = {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINING.items()}
     seen = copy.copy(trainer)
-    vars(seen).pop("compute_loss", None)
+    vars(seen).pop("compute_loss", None)  # the Trainer's own, while it makes a training step
     seen.__class__ = type(kind.__name__, (kind,), members)
     before = _noted(seen)
     yield seen

@@ -102,6 +102,21 @@ def check_methods(kind: type, ours: type) -> None:
         )
 
 
+def check_own_methods(trainer: Any) -> None:
+    """Raises InputError for a ``compute_loss`` that was set on the Trainer itself: the loss of a step is that
+    of its class."""
+    if "compute_loss" in vars(trainer):
+        raise InputError(
+            "trainer.compute_loss was set on the Trainer, and would not be the loss that trains",
+            expected="a compute_loss of a subclass",
+            got="trainer.compute_loss = ...",
+            hint=(
+                "class MyTrainer(mixmesh.hf.Trainer): def compute_loss(self, model, inputs, **kwargs): ...",
+                "Trainer(..., compute_loss_func=...), for a loss of the outputs and the labels",
+            ),
+        )
+
+
 def in_compute_loss(name: str, hint: str) -> InputError:
     """The error for a use of what is not alike in every step."""
     return InputError(

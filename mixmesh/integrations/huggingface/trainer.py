@@ -22,7 +22,15 @@ from ..accelerate.one_process import as_first_process, look_like_one_process
 from ..launched import check_alike, is_launched
 from ..weights import fill, whole_weights
 from .loss import NUM_ITEMS, with_trainer_loss
-from .refusals import check_args, check_dataset, check_methods, check_model, check_version, refused
+from .refusals import (
+    check_args,
+    check_dataset,
+    check_methods,
+    check_model,
+    check_own_methods,
+    check_version,
+    refused,
+)
 
 
 class Trainer(transformers.Trainer):
@@ -99,6 +107,7 @@ class Trainer(transformers.Trainer):
         """The parallel model, in training; the optimizer steps on its parameters from then on."""
         if not (is_launched() and training):
             return super()._wrap_model(model, training, dataloader)
+        check_own_methods(self)
         model = self.accelerator.prepare_model(model, evaluation_mode=True)
         model.train()  # as every training step has it
         wrapped = with_trainer_loss(model, self)
