@@ -269,7 +269,7 @@ def trained(state: dict | None) -> list[float]:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         loader.load_state_dict(state["loader"])
-        start_epoch = state["loader"]["epoch"]
+        start_epoch = state["epoch"]
         torch.set_rng_state(state["numbers"])
     for epoch in range(start_epoch, 2):
         for step, (x, y) in enumerate(loader):
@@ -280,7 +280,8 @@ def trained(state: dict | None) -> list[float]:
             losses.append(loss.item())
             if state is None and (epoch, step) == (1, SEEN - 1):
                 numbers = torch.get_rng_state()
-                mixmesh.save(file, model=model, optimizer=optimizer, loader=loader, numbers=numbers)
+                parts = {"model": model, "optimizer": optimizer, "loader": loader}
+                mixmesh.save(file, **parts, epoch=epoch, numbers=numbers)
     return losses
 
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
+from ..errors import InputError
 from ..runtime.first_rank import from_first_rank
 from ..runtime.parallel import full_optimizer_state_dict
 from ..runtime.whole_model import whole
@@ -21,14 +23,31 @@ def save(path: str | Path, **parts: Any) -> None:
     else has a ``state_dict``, and plain values. An optimizer's state is made whole where its model is among
     the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
     go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
-    ``torch.save``.
+    ``torch.save``. Raises InputError, before anything is sent, for a DataLoader without ``state_dict``.
     """
+    for name, part in parts.items():
+        _check_has_state(name, part)
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
     states = {name: full_state(part, models) for name, part in parts.items()}
     if dist.is_initialized():
         from_first_rank(lambda: torch.save(states, path))
     else:
         torch.save(states, path)
+
+
+def _check_has_state(name: str, part: Any) -> None:
+    """Raises InputError for a DataLoader that cannot say how far it has come: as a plain value it would be
+    written with its data set, and not be gone on with."""
+    if isinstance(part, DataLoader) and not hasattr(part, "state_dict"):
+        raise InputError(
+            f"{name} is a plain DataLoader, which does not know how far it has come",
+            expected="a loader with state_dict, as the one that mixmesh.prepare returns under torchrun",
+            got=type(part).__name__,
+            hint=(
+                f"leave {name} out, and save between epochs: mixmesh.save(..., epoch=epoch + 1)",
+                "torchdata.stateful_dataloader.StatefulDataLoader(...) in place of DataLoader(...)",
+            ),
+        )
 
 
 def parallel_models(module: nn.Module) -> list[nn.Module]:
