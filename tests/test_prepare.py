@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from functools import partial
@@ -17,12 +18,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 import mixmesh
 from mixmesh.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.preparation.script import made_inputs, maker_like
+from mixmesh.preparation.untouched import untouched
+
+TRAINING_LOOP = Path(__file__).parents[1] / "docs" / "guide" / "training-loop.md"
 
 SCRIPT = """
 import json, os, sys
@@ -193,6 +197,39 @@ def test_saving_on_one_device_is_that_of_torch(tmp_path):
     assert list(ours) == list(plain)
 
 
+def test_a_loader_without_a_state_is_not_saved(tmp_path):
+    with pytest.raises(mixmesh.InputError, match="batches is a plain DataLoader") as error:
+        mixmesh.save(tmp_path / "file", model=nn.Linear(3, 2), batches=DataLoader(torch.ones(4, 3)))
+    assert "leave batches out" in str(error.value) and not (tmp_path / "file").exists()
+
+
+def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    section = TRAINING_LOOP.read_text().split("## Going on after a stop")[1].split("\n## ")[0]
+    train, load = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    step = "model(*batch).backward(); optimizer.step(); optimizer.zero_grad(); given += batch[0].tolist()"
+
+    def started(start_epoch: int) -> dict:
+        torch.manual_seed(start_epoch)
+        model, data = nn.Linear(3, 2), TensorDataset(torch.arange(18.0).reshape(6, 3), torch.zeros(6, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        parts = mixmesh.prepare(model, optimizer, DataLoader(data, 2, shuffle=True), loss=F.mse_loss)
+        names = dict(zip(("model", "optimizer", "loader"), parts))
+        return {**names, "start_epoch": start_epoch, "given": [], "mixmesh": mixmesh, "torch": torch}
+
+    def run(names: dict, last_epoch: int) -> None:
+        exec(train.replace("...", step).replace("start_epoch, 10", f"start_epoch, {last_epoch}"), names)
+
+    run(first := started(0), 2)
+    exec(load, rest := started(1))
+    assert rest["start_epoch"] == 2
+    run(rest, 4)
+    run(whole := started(0), 4)
+    assert whole["given"] == first["given"] + rest["given"]
+    torch.testing.assert_close(whole["model"].state_dict(), rest["model"].state_dict(), rtol=0, atol=0)
+
+
 def test_an_average_of_a_model_with_a_loss_is_evaluated_without_it():
     model = nn.Linear(3, 2)
     average, x = AveragedModel(with_loss(model, F.mse_loss)), torch.randn(4, 3)
@@ -217,6 +254,21 @@ class Buckets(Sampler):
         yield self.order[6:10]
 
 
+class Halves(Sampler):
+    """Batches of two samplers that know each other and shuffle one order by one generator."""
+
+    def __init__(self, other=None):
+        self.other = Halves(self) if other is None else other
+        if other is None:
+            self.order, self.generator = list(range(20)), random.Random(5)
+            self.other.order, self.other.generator = self.order, self.generator
+
+    def __iter__(self):
+        for half in (self, self.other, self.other.other):
+            half.generator.shuffle(half.order)
+            yield half.order[:5]
+
+
 class Drawn(IterableDataset):
     """Rows drawn by a generator of its own."""
 
@@ -232,6 +284,7 @@ class Drawn(IterableDataset):
     "make",
     [
         lambda: DataLoader(torch.arange(20), batch_sampler=Buckets()),
+        lambda: DataLoader(torch.arange(20), batch_sampler=Halves()),
         lambda: DataLoader(Drawn(), batch_size=2),
         lambda: DataLoader(Drawn(), batch_size=2, generator=torch.Generator().manual_seed(4)),
     ],
@@ -244,6 +297,14 @@ def test_a_loader_gives_the_same_batches_after_it_was_asked_for_one(make):
             assert torch.equal(mine, expected)
     if asked.generator is not None:
         assert torch.equal(asked.generator.get_state(), plain.generator.get_state())
+
+
+def test_copies_share_what_was_shared():
+    halves = Halves()
+    copied = untouched(halves)
+    assert copied.other is not halves.other and copied.other.other is copied
+    assert copied.order is not halves.order and copied.order is copied.other.order
+    assert copied.generator is not halves.generator and copied.generator is copied.other.generator
 
 
 class Lengths(Dataset):

@@ -21,17 +21,31 @@ def untouched(source: T) -> T:
     """A copy of a loader, a sampler or a data set that gives the same batches and leaves ``source`` as it is:
     it has generators, counters, lists and orders of its own, and shares the data. ``source`` itself where it
     is of another kind, or cannot be copied."""
+    return _copied(source, {})
+
+
+def _copied(source: Any, made: dict[int, Any]) -> Any:
+    """The copy of ``source``; ``made`` are those of other objects by ``id``, so that what two of them share,
+    or each other, is shared by the copies."""
+    if id(source) in made:
+        return made[id(source)]
     if not isinstance(source, SOURCES):
         return source
     try:
-        made = copy.copy(source)
-        vars(made).update({name: _own(value) for name, value in vars(made).items()})
+        new = made[id(source)] = copy.copy(source)
+        vars(new).update({name: _own(value, made) for name, value in vars(new).items()})
     except Exception:  # of its own ways to be copied, of any kind
-        return source
-    return made
+        new = made[id(source)] = source
+    return new
 
 
-def _own(value: Any) -> Any:
+def _own(value: Any, made: dict[int, Any]) -> Any:
+    if id(value) not in made and not isinstance(value, SOURCES):
+        made[id(value)] = _with_own_memory(value)
+    return _copied(value, made)
+
+
+def _with_own_memory(value: Any) -> Any:
     if isinstance(value, GENERATORS):
         return copy.deepcopy(value)
     if isinstance(value, COLLECTIONS):
@@ -40,4 +54,4 @@ def _own(value: Any) -> Any:
         return value.clone() if value.ndim == 1 and not value.is_floating_point() else value
     if isinstance(value, np.ndarray):
         return value.copy() if value.ndim == 1 and value.dtype.kind in "iu" else value
-    return untouched(value)
+    return value
