@@ -7,7 +7,8 @@ only the samples of its own rank.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sized
+from collections import UserDict
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
@@ -67,17 +68,24 @@ def shard_batches(
 
 def _like(batch: Any, shares: Any) -> Any:
     """The ``shares`` as the class that a batch is of: a script may ask it for more than its values, as
-    ``batch.x`` of a named tuple or ``batch.to(device)`` of a BatchEncoding. Other classes of mappings that
-    cannot be copied become a dict, other tuples and lists a tuple."""
+    ``batch.x`` of a named tuple or ``batch.to(device)`` of a BatchEncoding. Other mappings than dicts and
+    UserDicts, whose copies may hold the same memory, become a dict, and so do those that cannot be copied;
+    other tuples and lists become a tuple."""
     if isinstance(batch, tuple) and isinstance(getattr(batch, "_fields", None), tuple):
         return type(batch)(*shares)
-    if not isinstance(batch, MutableMapping) or type(batch) is dict:
+    if not isinstance(batch, dict | UserDict) or type(batch) is dict:
         return shares
     try:
         made = copy.copy(batch)
-        made.update(shares)
-    except (TypeError, ValueError, RuntimeError):
+        for name, share in shares.items():
+            made[name] = share
+        share_of = {id(batch[name]): share for name, share in shares.items()}
+    except Exception:  # of its own ways to be copied and changed, of any kind
         return shares
+    attributes = getattr(made, "__dict__", {})
+    for name, value in attributes.items():  # of a class that shows its values as attributes, batch.x
+        if isinstance(value, Tensor):
+            attributes[name] = share_of.get(id(value), value)
     return made
 
 

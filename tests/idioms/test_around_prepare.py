@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections import namedtuple
-from collections.abc import Iterator
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Iterator, MutableMapping
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -189,6 +189,59 @@ def check_a_batch_keeps_its_class(_) -> None:
     assert torch.equal(share["0"], expected[0])
 
 
+class Holder(MutableMapping):
+    """A mapping whose ``copy.copy`` holds the same dict."""
+
+    def __init__(self, values):
+        self.values_by_name = values
+
+    def __getitem__(self, name):
+        return self.values_by_name[name]
+
+    def __setitem__(self, name, value):
+        self.values_by_name[name] = value
+
+    def __delitem__(self, name):
+        del self.values_by_name[name]
+
+    def __iter__(self):
+        return iter(self.values_by_name)
+
+    def __len__(self):
+        return len(self.values_by_name)
+
+
+class Attributes(dict):
+    """A dict that shows its values as attributes."""
+
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.__dict__ = self
+
+
+class Closed(OrderedDict):
+    """A dict that refuses to be changed by ``update``, as outputs of transformers do."""
+
+    def update(self, *_):
+        raise Exception("no update")
+
+
+def check_the_scripts_own_batch_is_not_cut(_) -> None:
+    plan = prepared()[3]._plan
+    x, _ = whole_batches()[0]
+    ((expected, _),) = shard_batches([whole_batches()[0]], plan, dist.get_rank())
+    assert len(expected) < len(x)
+    counted = defaultdict(int, {"0": x})
+    for batch, kind in ((Holder({"0": x}), dict), (Closed({"0": x}), Closed), (counted, defaultdict)):
+        (share,) = shard_batches([batch], plan, dist.get_rank())
+        assert type(share) is kind and batch["0"] is x and torch.equal(share["0"], expected)
+    batch = Attributes(**{"0": x, "name": "first"})
+    (share,) = shard_batches([batch], plan, dist.get_rank())
+    assert type(share) is Attributes and share.name == "first"
+    assert torch.equal(getattr(share, "0"), expected) and torch.equal(share["0"], expected)
+    assert getattr(batch, "0") is x
+
+
 def check_synced_batch_norm(_) -> None:
     """It is left over from a script for DistributedDataParallel."""
 
@@ -269,6 +322,7 @@ IDIOMS = named(
     check_a_generator_draws_as_on_one_device,
     check_a_loop_that_takes_some_of_a_batch,
     check_a_batch_keeps_its_class,
+    check_the_scripts_own_batch_is_not_cut,
     check_synced_batch_norm,
     check_data_without_indices,
     check_data_that_differs,
