@@ -1,8 +1,8 @@
 """From a job, or a script's own model, optimizer and loader, to the first step, with nothing made by hand.
 
 Reading order: ``start`` (detect, profile, plan), ``outside_loss`` (a loss that the script computes),
-``loading`` and ``own_loader`` (each rank's own rows of every batch), ``resuming`` (going on with them),
-``script`` (``mixmesh.prepare``).
+``loading``, ``own_loader`` and ``own_batches`` (each rank's own rows of every batch), ``resuming`` (going on
+with them), ``script`` (``mixmesh.prepare``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,14 +17,15 @@ from torch.utils.data import DataLoader, IterableDataset
 from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import own_rows, own_samples
-from ..runtime.first_rank import from_first_rank
-from .own_loader import OwnBatches, OwnIterator, OwnLoader
+from ..runtime.first_rank import everyones, from_first_rank
+from .own_batches import OwnBatches
+from .own_loader import FirstKept, OwnIterator, OwnLoader
 from .untouched import untouched
 
 PROBED_ROWS = 8  # enough that lengths differ, if they do
-KEPT_OPTIONS = (
-    "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
-    "prefetch_factor", "persistent_workers", "generator",
+KEPT_OPTIONS = "collate_fn", "pin_memory", "worker_init_fn", "generator"
+OPTIONS_OF_WORKERS = (
+    "num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context",
 )  # fmt: skip
 
 
@@ -36,12 +36,13 @@ def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
         return example_batch(loader), loader
     batch = next(loader, None)
     _check_first(batch)
-    return batch, chain([batch], loader)
+    return batch, FirstKept(batch, loader)
 
 
 def is_iterator(loader: Iterable) -> bool:
-    """Whether a loader gives each batch once and is asked by ``next``, as generators are."""
-    return not isinstance(loader, DataLoader) and iter(loader) is loader
+    """Whether a loader is asked by ``next``, as generators are, and classes that begin anew with ``iter``. It
+    is begun by this, as a loop would begin it."""
+    return hasattr(type(loader), "__next__") and iter(loader) is loader
 
 
 def example_batch(loader: Iterable) -> Any:
@@ -144,10 +145,19 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     # also of a rank without samples, whose empty tensors are cut out of a whole batch
     is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
-    sampler = OwnBatches(loader, rows)
-    options = {name: getattr(loader, name) for name in KEPT_OPTIONS}
-    if not loader.num_workers:
-        del options["prefetch_factor"], options["persistent_workers"], options["multiprocessing_context"]
-    return OwnLoader(
-        loader, DataLoader(loader.dataset, batch_sampler=sampler, **options), plan, is_whole=is_whole
-    )
+    batches = OwnBatches(loader, rows)
+    options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | workers_like(loader)
+    own = DataLoader(loader.dataset, batch_sampler=batches, **options)
+    batches.ahead = max(everyones(own.num_workers * (own.prefetch_factor or 0)))
+    return OwnLoader(loader, own, plan, is_whole=is_whole)
+
+
+def workers_like(loader: DataLoader) -> dict[str, Any]:
+    """The options of a loader's workers. A rank has as many as its own loader, one at least where the first
+    rank has some, and none where that has none: whether there are any decides when an epoch's order is drawn,
+    and whether they stay what a second iteration does. Collective."""
+    options = {name: getattr(loader, name) for name in OPTIONS_OF_WORKERS}
+    has_workers, stays = from_first_rank(lambda: (loader.num_workers > 0, loader.persistent_workers))
+    if not has_workers:
+        return {}
+    return options | {"num_workers": max(loader.num_workers, 1), "persistent_workers": stays}

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 
 from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import shard_batches
 from ..runtime.first_rank import everyones, from_first_rank
 from .alike import digest, same_on_all
+from .own_batches import OwnBatches
 from .resuming import (
     Numbers,
     Progress,
@@ -27,83 +26,25 @@ from .resuming import (
     skip,
 )
 
-BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
-
-
-@dataclass(frozen=True)
-class Given:
-    """One batch of indices that was given to be loaded: its rows, this rank's and all, and its digest."""
-
-    own_rows: int
-    num_samples: int
-    digest: str
-
-
-class OwnBatches:
-    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. Collective: all
-    ranks iterate over it, as far as each other.
-
-    ``rows`` gives the rank's first row in a batch of so many, and how many it has. Where it has none one
-    index is given, as nothing can be loaded of none. ``given`` are the batches since the sampler was last
-    asked for some, in order; ``numbers`` the first rank's random numbers that their order is drawn from, and
-    ``last_numbers`` those at its end. Where ``resumed`` is set, the order of that state is gone on with."""
-
-    def __init__(self, loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -> None:
-        self.loader, self.rows = loader, rows
-        self.given: deque[Given] = deque()
-        self.numbers: Numbers | None = None
-        self.last_numbers: Numbers | None = None
-        self.resumed: Progress | None = None
-
-    def __len__(self) -> int:
-        return len(self.loader.batch_sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        state, self.resumed = self.resumed, None
-        self.given = deque()
-        self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
-        opened: list[Iterator[list[int]]] = []  # of the first rank alone
-        self.last_numbers = None
-        while self.last_numbers is None:
-            batches, self.last_numbers = from_first_rank(lambda: self.message(opened, state))
-            for indices in batches:
-                start, size = self.rows(len(indices))
-                self.given.append(Given(size, len(indices), indices_text(indices)))
-                yield indices[start : start + size] or indices[:1]
-
-    def message(
-        self, opened: list[Iterator[list[int]]], state: Progress | None
-    ) -> tuple[list[list[int]], Numbers | None]:
-        """The next batches of the first rank's sampler, and with the last of all the numbers after them."""
-        if not opened:
-            opened.append(self.order(state))
-        batches = list(islice(opened[0], BATCHES_PER_MESSAGE))
-        is_last = len(batches) < BATCHES_PER_MESSAGE
-        return batches, Numbers.of(self.loader, with_process=False) if is_last else None
-
-    def order(self, state: Progress | None) -> Iterator[list[int]]:
-        """The batches of the sampler from the start, or from a state on."""
-        sampler = self.loader.batch_sampler
-        if state is None:
-            return iter(sampler)
-        skipped = skip(lambda: iter(sampler), indices_text, state, self.loader)
-        check_skipped([skipped.reason])
-        return skipped.remaining
-
 
 class Counted:
-    """An iterator over ``batches`` that tells of each, and of the end. No generator, whose frame would keep
-    the batch."""
+    """An iterator over ``batches`` that tells of each, before it is asked for and when it is there, and of
+    the end. No generator, whose frame would keep the batch."""
 
     def __init__(
-        self, batches: Iterator[Any], on_batch: Callable[[Any], Any], on_end: Callable[[], object]
+        self,
+        batches: Iterator[Any],
+        on_batch: Callable[[Any], Any],
+        on_end: Callable[[], object],
+        before: Callable[[], object] = lambda: None,
     ) -> None:
-        self.batches, self.on_batch, self.on_end = batches, on_batch, on_end
+        self.batches, self.on_batch, self.on_end, self.before = batches, on_batch, on_end, before
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        self.before()
         try:
             return self.on_batch(next(self.batches))
         except StopIteration:
@@ -116,7 +57,8 @@ class OwnLoader:
     every other attribute is that of the script's loader.
 
     ``state_dict`` says how far it has come, on every rank the same, and ``load_state_dict`` has the next
-    iteration give the batches that remain, on any number of ranks."""
+    iteration give the batches that remain, on any number of ranks. Several iterations may go on beside each
+    other; the state is that of the one that gave the last batch."""
 
     def __init__(self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
@@ -127,6 +69,7 @@ class OwnLoader:
     def __iter__(self) -> Iterator[Any]:
         resumed = from_first_rank(lambda: replace(self._progress) if self._is_resumed else None)
         self._is_resumed = False
+        self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
         self._progress.begin(resumed)
         in_middle = resumed if resumed is not None and resumed.num_yielded else None
         if resumed is not None and in_middle is None and resumed.numbers is not None:
@@ -136,23 +79,44 @@ class OwnLoader:
         )
         return iter(shard_batches(batches, self._plan, dist.get_rank())) if self._is_whole else batches
 
+    def _show(self, progress: Progress) -> None:
+        """Has ``state_dict`` tell of the iteration that went on last, unless another state was loaded."""
+        if not self._is_resumed:
+            self._progress = progress
+
     def _by_indices(self, sampler: OwnBatches, resumed: Progress | None) -> Iterator[Any]:
         """This rank's rows of every batch, or all where it cuts them itself."""
-        progress = self._progress
+        progress, iteration = self._progress, sampler.begin(resumed)
+
+        def before() -> None:
+            if self._own.persistent_workers and sampler.iteration is not iteration:
+                raise InputError(
+                    "an iteration over the loader goes on after another one has begun, and both have one set "
+                    "of workers",
+                    expected="one iteration at a time, or workers that each iteration starts for itself",
+                    got="persistent_workers=True",
+                    hint="DataLoader(..., persistent_workers=False), or a second DataLoader",
+                )
+            iteration.receive_ahead()
 
         def count(batch: Any) -> Any:
-            given = sampler.given.popleft()
-            progress.numbers = sampler.numbers
+            given = iteration.count()
+            progress.numbers = iteration.numbers
             progress.add(given.num_samples, given.digest)
+            self._show(progress)
             if given.own_rows:
                 return batch
             return pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
 
-        sampler.resumed, of_script = resumed, numbers_of_process()
+        def end() -> None:
+            progress.end(iteration.last_numbers)
+            self._show(progress)
+
+        of_script = numbers_of_process()
         batches = iter(self._own)
         if resumed is not None:  # its workers' seed was drawn when the epoch began
             set_numbers_of_process(of_script)
-        return Counted(batches, count, lambda: progress.end(sampler.last_numbers))
+        return Counted(batches, count, end, before)
 
     def _whole(self, resumed: Progress | None) -> Iterator[Any]:
         """Every batch whole, of data without indices. To go on with a state, the batches before are loaded
@@ -168,10 +132,12 @@ class OwnLoader:
 
         def count(batch: Any) -> Any:
             progress.add(num_rows(batch), digests[0])
+            self._show(progress)
             return batch
 
         def end() -> None:
             progress.end(Numbers.of(self._loader, with_process=False))
+            self._show(progress)
 
         return Counted(same_on_all(batches, digests.append), count, end)
 
@@ -215,18 +181,47 @@ class OwnLoader:
                 holder.set_epoch(epoch)
 
 
-class OwnIterator(OwnLoader):
-    """``OwnLoader`` of an iterator over batches: an iterator too, which cannot begin anew and has no
-    state to go on from."""
+class FirstKept:
+    """An iterator of which the first batch was taken: it gives this one, and what follows. ``iter`` is passed
+    on once something was given: a generator goes on then, and a class that begins anew does so. Every other
+    attribute is that of the iterator."""
 
-    def __init__(self, loader: Iterator, plan: Plan) -> None:
-        super().__init__(loader, loader, plan, is_whole=True)
-        self._batches = super().__iter__()
+    def __init__(self, first: Any, batches: Iterator[Any]) -> None:
+        self._kept, self._batches, self._has_given = [first], batches, False
 
     def __iter__(self) -> Iterator[Any]:
+        if self._has_given:
+            iter(self._batches)
         return self
 
     def __next__(self) -> Any:
+        self._has_given = True
+        return self._kept.pop() if self._kept else next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+class OwnIterator(OwnLoader):
+    """``OwnLoader`` of an iterator over batches: an iterator too, which begins anew where that does, and has
+    no state to go on from."""
+
+    def __init__(self, loader: Iterator, plan: Plan) -> None:
+        own = Counted(loader, lambda batch: batch, lambda: None)  # whose ``iter`` is not that of the loader
+        super().__init__(loader, own, plan, is_whole=True)
+        self._batches, self._has_given = super().__iter__(), False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._has_given:
+            iter(self._loader)
+            self._batches = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        self._has_given = True
         return next(self._batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,11 +239,6 @@ class OwnIterator(OwnLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises InputError."""
         self.state_dict()
-
-
-def indices_text(indices: Iterable[Any]) -> str:
-    """All indices of a batch, also where they are in an array, whose own text may leave some out."""
-    return repr([*indices])
 
 
 def num_rows(batch: Any) -> int:

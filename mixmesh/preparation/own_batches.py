@@ -1,0 +1,120 @@
+"""The indices of this rank's part of every batch, in the order of the first rank's sampler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ..runtime.first_rank import from_first_rank
+from .resuming import Numbers, Progress, check_skipped, skip
+
+BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
+
+
+@dataclass(frozen=True)
+class Given:
+    """One batch of indices that was given to be loaded: its rows, this rank's and all, and its digest."""
+
+    own_rows: int
+    num_samples: int
+    digest: str
+
+
+class Iteration:
+    """One iteration over the batches of the first rank's ``batch_sampler``; with ``state``, from there on.
+
+    ``ahead`` is how many batches the workers of any rank load before they are needed. All ranks receive
+    indices when their scripts ask for the same batch, so far ahead that none needs more until the next one:
+    ranks that received when their own workers run out would do so beside different steps of the script.
+
+    ``numbers`` are the first rank's random numbers that the order is drawn from, and ``last_numbers`` those
+    at its end; None until they are known."""
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        rows: Callable[[int], tuple[int, int]],
+        ahead: int,
+        state: Progress | None,
+    ) -> None:
+        self.loader, self.rows, self.ahead, self.state = loader, rows, ahead, state
+        self.received: deque[list[int]] = deque()  # and not yet given
+        self.given: deque[Given] = deque()  # and not yet counted
+        self.num_received = self.num_counted = 0
+        self.numbers: Numbers | None = None
+        self.last_numbers: Numbers | None = None
+        self.order: Iterator[list[int]] | None = None  # of the first rank alone
+
+    def receive_ahead(self) -> None:
+        """Receives what any rank needs until the next batch was counted. Collective."""
+        if self.numbers is None:
+            state = self.state
+            self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
+        while self.last_numbers is None and self.num_received <= self.num_counted + self.ahead:
+            batches, self.last_numbers = from_first_rank(self.message)
+            self.received.extend(batches)
+            self.num_received += len(batches)
+
+    def own_indices(self) -> Iterator[list[int]]:
+        """This rank's indices in every batch. Where it has none one index is given, as nothing can be loaded
+        of none."""
+        if self.numbers is None:  # workers ask before the first batch is needed
+            self.receive_ahead()
+        while self.received:
+            indices = self.received.popleft()
+            start, size = self.rows(len(indices))
+            self.given.append(Given(size, len(indices), indices_text(indices)))
+            yield indices[start : start + size] or indices[:1]
+
+    def count(self) -> Given:
+        """What the batch that was loaded next is made of."""
+        self.num_counted += 1
+        return self.given.popleft()
+
+    def message(self) -> tuple[list[list[int]], Numbers | None]:
+        """The next batches of the first rank's sampler, and with the last of all the numbers after them."""
+        if self.order is None:
+            self.order = self.begin_order()
+        batches = list(islice(self.order, BATCHES_PER_MESSAGE))
+        is_last = len(batches) < BATCHES_PER_MESSAGE
+        return batches, Numbers.of(self.loader, with_process=False) if is_last else None
+
+    def begin_order(self) -> Iterator[list[int]]:
+        """The batches of the sampler from the start, or from the state on."""
+        sampler = self.loader.batch_sampler
+        if self.state is None:
+            return iter(sampler)
+        skipped = skip(lambda: iter(sampler), indices_text, self.state, self.loader)
+        check_skipped([skipped.reason])
+        return skipped.remaining
+
+
+class OwnBatches:
+    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. ``rows`` gives
+    the rank's first row in a batch of so many, and how many it has; ``ahead`` is that of ``Iteration``, the
+    same on all ranks. ``iteration`` is the one that was begun last, which is given out."""
+
+    def __init__(self, loader: DataLoader, rows: Callable[[int], tuple[int, int]], ahead: int = 0) -> None:
+        self.loader, self.rows, self.ahead = loader, rows, ahead
+        self.iteration: Iteration | None = None
+
+    def begin(self, state: Progress | None) -> Iteration:
+        """Has what asks next be given an iteration of its own."""
+        self.iteration = Iteration(self.loader, self.rows, self.ahead, state)
+        return self.iteration
+
+    def __len__(self) -> int:
+        return len(self.loader.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.iteration or self.begin(None)).own_indices()
+
+
+def indices_text(indices: Iterable[Any]) -> str:
+    """All indices of a batch, also where they are in an array, whose own text may leave some out."""
+    return repr([*indices])

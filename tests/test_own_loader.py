@@ -1,0 +1,183 @@
+"""Loaders of ``mixmesh.prepare``: workers that are others on other ranks, iterations beside each other, and
+iterators that begin anew."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed, run_world
+from test_resuming import BATCH, FOLDER, LOADERS, Rows, plan_of_world, rows_of
+from torch.utils.data import DataLoader
+
+from mixmesh import InputError
+from mixmesh.preparation.loading import from_first_batch, own_loader
+
+MANY = 70  # batches, more than one message has
+
+
+class Long(Rows):
+    def __len__(self) -> int:
+        return BATCH * MANY
+
+
+def loader_of(seed: int, num_workers: int = 0, **options) -> DataLoader:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(Long(), BATCH, shuffle=True, generator=generator, num_workers=num_workers, **options)
+
+
+def first_columns(batches) -> list[list[float]]:
+    return [x[:, 0].tolist() for x, _ in batches]
+
+
+def check_other_workers_on_other_ranks(plan) -> None:
+    """Those of the second rank load more than a message ahead, or are missing, or are alone."""
+    of_ranks = (
+        ({"num_workers": 1}, {"num_workers": 1, "prefetch_factor": MANY - 2}),
+        ({"num_workers": 1}, {}),
+        ({}, {"num_workers": 1, "timeout": 60}),
+    )
+    loaders = [own_loader(loader_of(n, **of[dist.get_rank()]), plan) for n, of in enumerate(of_ranks)]
+    seen = [[] for _ in loaders]
+    for step, batches in enumerate(zip(*loaders, strict=True)):
+        total = torch.tensor([float(step), 1.0])  # as a training step exchanges, between the indices
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0 * step, 2.0]
+        for samples, (x, _) in zip(seen, batches):
+            samples.append(x.clone())
+    for n, samples in enumerate(seen):
+        assert rows_of(samples) == first_columns(loader_of(n)), n
+
+
+def check_iterations_beside_each_other(plan) -> None:
+    """One begins in the middle of another; each gives its own batches, and the state is that of the last."""
+    for num_workers in (0, 1):
+        plain, loader = loader_of(3), own_loader(loader_of(3, num_workers), plan)
+        begun = iter(plain)
+        begins = first_columns([next(begun)])  # before the order of the second is drawn
+        expected = [first_columns(plain), begins + first_columns(begun)][::-1]
+        first = iter(loader)
+        seen = [[next(first)[0]], []]
+        second = iter(loader)
+        for _ in range(MANY - 1):
+            seen[1].append(next(second)[0])
+            assert loader.state_dict()["num_yielded"] == len(seen[1])
+            seen[0].append(next(first)[0])
+            assert loader.state_dict()["num_yielded"] == len(seen[0])
+        seen[1].append(next(second)[0])
+        assert next(first, None) is None and next(second, None) is None
+        assert [rows_of(samples) for samples in seen] == expected
+
+
+def check_iterations_with_one_set_of_workers(plan) -> None:
+    # the second rank's own loader would not keep its workers
+    options = {"num_workers": 1, "persistent_workers": dist.get_rank() == 0}
+    loader = own_loader(DataLoader(Rows(), BATCH, **options), plan)
+    first = iter(loader)
+    next(first)
+    assert len(list(loader)) == 9
+    with pytest.raises(InputError, match="goes on after another one has begun"):
+        next(first)
+
+
+class BeginsAnew:
+    """As readers that hold their place: ``iter`` goes back to the start. It shuffles there, if it has a
+    generator."""
+
+    def __init__(self, generator: torch.Generator | None = None) -> None:
+        self.batches, self.generator, self.begun = LOADERS["a list"](0), generator, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self):
+        self.begun += 1
+        count = len(self.batches)
+        self.left = (
+            list(range(count))
+            if self.generator is None
+            else torch.randperm(count, generator=self.generator).tolist()
+        )
+        return self
+
+    def __next__(self):
+        if not self.left:
+            raise StopIteration
+        return self.batches[self.left.pop(0)]
+
+
+def prepared(loader, plan):
+    """What ``prepare`` makes of a loader."""
+    _, loader = from_first_batch(loader)
+    return own_loader(loader, plan)
+
+
+def pieces(batches) -> list[torch.Tensor]:
+    return [x.clone() for x, _ in batches]
+
+
+def check_a_class_that_begins_anew(plan) -> None:
+    for made in (BeginsAnew, lambda: BeginsAnew(torch.Generator().manual_seed(1))):
+        plain = made()
+        own = prepared(made(), plan)
+        assert own.begun == 1 and len(own) == 9
+        for _ in range(3):  # epochs
+            assert rows_of(pieces(own)) == first_columns(plain)
+        for loader, taken in ((plain, first_columns), (own, lambda batches: rows_of(pieces(batches)))):
+            for _ in zip(range(2), loader):  # an epoch that is left
+                pass
+            assert loader.begun == 4
+            left = taken(loader)
+            assert len(left) == 9 and loader.begun == 5
+        assert own.begun == plain.begun
+
+
+def check_a_generator_goes_on(plan) -> None:
+    plain, own = (iter(LOADERS["a list"](0)) for _ in range(2))
+    own = prepared(own, plan)
+    for count in (2, 3):
+        assert rows_of([x for _, (x, _) in zip(range(count), own)]) == first_columns(
+            batch for _, batch in zip(range(count), plain)
+        )
+    assert rows_of(pieces(own)) == first_columns(plain)
+    assert pieces(own) == []
+
+
+class ChangesAnew:
+    """Not an iterator: a loader whose ``iter`` draws random numbers."""
+
+    def __iter__(self):
+        self.order = torch.randperm(3).tolist()
+        return iter([LOADERS["a list"](0)[n] for n in self.order])
+
+
+def check_no_numbers_are_drawn_by_a_look_at_a_loader(plan) -> None:
+    before = torch.get_rng_state()
+    prepared(ChangesAnew(), plan)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+WORLD = (
+    check_other_workers_on_other_ranks,
+    check_iterations_beside_each_other,
+    check_iterations_with_one_set_of_workers,
+    check_a_class_that_begins_anew,
+    check_a_generator_goes_on,
+    check_no_numbers_are_drawn_by_a_look_at_a_loader,
+)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    os.environ[FOLDER] = str(tmp_path_factory.mktemp("loaders"))
+    try:
+        return run_world(2, {check.__name__: check for check in WORLD}, plan_of_world)
+    finally:
+        del os.environ[FOLDER]
+
+
+@pytest.mark.parametrize("name", [check.__name__ for check in WORLD])
+def test_two_ranks(results, name):
+    assert_passed(results[name])
