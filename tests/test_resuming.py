@@ -253,6 +253,33 @@ def check_an_epoch_that_was_left(plan) -> None:
             refused()
 
 
+def check_a_look_is_no_epoch(plan) -> None:
+    loader = own_loader(shuffled(7), plan)
+    for _ in range(2):
+        epoch_of(loader, 1)
+    epoch_of(loader, SEEN)
+    state = loader.state_dict()
+    assert (state["epoch"], state["num_yielded"]) == (0, SEEN)
+    assert len(epoch_of(loader)) == 9 and loader.state_dict()["epoch"] == 2  # the one that was left counts
+
+
+def check_an_epoch_that_was_set_stays_when_it_is_left(plan) -> None:
+    """As the sampler draws its order until another is set."""
+    make = LOADERS["a sampler with epochs"]
+    loader = own_loader(make(7), plan)
+    loader.set_epoch(3)
+    for taken in (1, 2):
+        epoch_of(loader, taken)
+    batches = iter(loader)
+    for _ in range(SEEN):
+        next(batches)
+    state = through_file(loader.state_dict())
+    rest = rows_of(list(steps(batches)))
+    again = own_loader(make(7), plan)
+    again.load_state_dict(state)
+    assert state["epoch"] == 3 and rows_of(epoch_of(again)) == rest and len(rest) == 9 - SEEN
+
+
 def trained(state: dict | None) -> list[float]:
     """The losses of two epochs, with a file that is saved in the second one; or of what remains of them after
     such a file, as the guide has it."""
@@ -321,7 +348,15 @@ class GoneOn(Saved):
 
 
 TWO = {name: Saved(name) for name in LOADERS} | {name: Refused(name) for name in REFUSED}
-TWO |= {check.__name__: check for check in (check_fewer_batches, check_an_epoch_that_was_left)}
+TWO |= {
+    check.__name__: check
+    for check in (
+        check_fewer_batches,
+        check_an_epoch_that_was_left,
+        check_a_look_is_no_epoch,
+        check_an_epoch_that_was_set_stays_when_it_is_left,
+    )
+}
 TWO |= {"training": train_and_save}
 THREE = {name: GoneOn(name) for name in LOADERS if name != "a stream with workers"} | {"training": train_on}
 

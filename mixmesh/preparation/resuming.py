@@ -98,11 +98,15 @@ class Progress:
     is_open: bool = False  # an epoch has begun and not ended
 
     def begin(self, resumed: Progress | None) -> None:
-        """Begins an epoch, or goes on with one; one that was left in the middle is over."""
+        """Begins an epoch, or goes on with one; one that was left in the middle is over. One that was left
+        after its first batch was a look at the data, and begins again; so does one that was set, whose order
+        the sampler draws until another is set."""
         if resumed is not None:
             self.__dict__.update(vars(resumed))
         elif self.is_open:
-            self.end(None)
+            begins_again = self.num_yielded <= 1 or self.epoch_was_set
+            self.start_at(self.epoch if begins_again else self.epoch + 1)
+            self.numbers = None
         self.is_open = True
 
     def add(self, num_samples: int, digest: str) -> None:
