@@ -42,7 +42,7 @@ def rendezvous(ground: Ground) -> str:
     told = ground.meeting.gather("the rendezvous", make)
     ground.hosts = [host for host, _, _ in told]
     ground.machines = tuple(tuple(ranks) for ranks in by_value(dict(enumerate(map(str, told)))).values())
-    for host in set(ground.hosts):
+    for host in sorted(set(ground.hosts)):  # all ranks name the same one
         ranks = [rank for rank, one in enumerate(told) if one[0] == host]
         if len({told[rank][2] for rank in ranks}) > 1:
             raise InputError(
@@ -144,9 +144,14 @@ def collectives(ground: Ground) -> str:
         return "one process: nothing to sum"
 
     def make() -> float:
+        if ground.device.type == "cuda":
+            torch.cuda.set_device(ground.device)  # of this thread
+        # a connection of its own: while the group waits for a key, no other thread can ask on the same one
+        # whether a rank has failed
+        store = meeting.store.clone()
         dist.init_process_group(
             ground.backend,
-            store=dist.PrefixStore(f"{PREFIX}/group", meeting.store),
+            store=dist.PrefixStore(f"{PREFIX}/group", store),
             rank=meeting.rank,
             world_size=meeting.world_size,
             timeout=timedelta(seconds=meeting.timeout_s),
@@ -156,8 +161,6 @@ def collectives(ground: Ground) -> str:
         leave()
         return float(value)
 
-    if ground.device.type == "cuda":
-        torch.cuda.set_device(ground.device)
     sums = meeting.gather_together("a sum over all ranks", make)
     expected = meeting.world_size * (meeting.world_size + 1) / 2
     if set(sums) != {expected}:

@@ -142,7 +142,7 @@ def outcome_of(make: Callable[[], Any]) -> dict[str, str]:
     except MixmeshError as error:
         fields = {"expected": error.expected, "got": error.got, "where": error.where, "hint": error.hint}
         return {"error": json.dumps({"message": error.message, **fields})}
-    except Exception as error:  # the user's own code, or a driver: of any kind
+    except (Exception, SystemExit) as error:  # the user's own code, or a driver: of any kind
         return {"error": json.dumps({"message": f"{type(error).__name__}: {first_line(error)}"})}
 
 
