@@ -4,16 +4,18 @@ here as two agents of torchrun on one machine. Slurm and Kubernetes themselves a
 from __future__ import annotations
 
 import os
+import random
 import re
 import shlex
+import socket
 import stat
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import typer
 import yaml
-from gloo_world import free_port
 from torch.distributed.run import get_args_parser
 
 from mixmesh.__main__ import app
@@ -88,6 +90,15 @@ def test_the_directives_of_slurm():
     assert text.startswith("#!/bin/bash\n") and text.index("#SBATCH --output") < text.index("set -euo")
 
 
+def job_of_free_port() -> int:
+    """The number of a job of which the script makes a port that is free."""
+    for port in random.sample(range(20000, 30000), 100):
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
+
+
 def test_the_batch_script_runs_as_two_agents(tmp_path):
     for name, body in SHIMS.items():
         shim = tmp_path / name
@@ -109,7 +120,7 @@ def test_the_batch_script_runs_as_two_agents(tmp_path):
         "PYTHONPATH": str(ROOT),
         "MIXMESH_CACHE": str(tmp_path / "cache"),
         "LAUNCHES": str(tmp_path / "launches"),
-        "SLURM_JOB_ID": str(free_port()),  # the script makes a port of it
+        "SLURM_JOB_ID": str(job_of_free_port()),
         "SLURM_JOB_NODELIST": "two",
         "SLURM_NNODES": "2",
         "DEVICES": "1",
