@@ -8,8 +8,10 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+Told = tuple[Path, list[dict]]
 TORCHRUN = "-m", "torch.distributed.run", "--nproc-per-node"
 # parameters are cut, and unequally, whatever else the machine is doing
 CLUSTER = """
@@ -69,3 +71,13 @@ def wait(process: subprocess.Popen, folder: Path, timeout_s: float = 400) -> Non
     finally:
         process.kill()
     assert status == 0, (folder / "printed").read_text()[-4000:]
+
+
+def run_each(script: Path, worlds: dict[str, int], make_folder: Callable[[str], Path]) -> dict[str, Told]:
+    """By name the folder of a run and the rows that its ranks told. All run at a time: ``script`` with the
+    name as its argument, in a world of so many."""
+    folders = {name: make_folder(name.replace(".", "_")) for name in worlds}
+    started = {name: start(script, size, folders[name], name) for name, size in worlds.items()}
+    for name, process in started.items():
+        wait(process, folders[name])
+    return {name: (folder, told(folder)) for name, folder in folders.items()}

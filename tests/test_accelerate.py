@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator as PlainAccelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, TorchDynamoPlugin
-from launches import start, told, wait
+from launches import run_each
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
@@ -32,18 +32,12 @@ CLOSE = dict(rel=1e-9, abs=1e-9)
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, dict[str, list[dict]]]]:
     """By library, the folder and what was told by each name: all scenarios, by one process and two ranks."""
-    folders = {library: tmp_path_factory.mktemp(library.replace(".", "_")) for library in LIBRARIES}
-    started = [
-        (start(SCRIPT, world_size, folders[library], library), folders[library])
-        for library, world_size in zip(LIBRARIES, (0, RANKS))
-    ]
-    for process, folder in started:
-        wait(process, folder)
-    by_name = {library: {} for library in LIBRARIES}
-    for library, folder in folders.items():
-        for row in told(folder):
+    found = run_each(SCRIPT, dict(zip(LIBRARIES, (0, RANKS))), tmp_path_factory.mktemp)
+    by_name: dict[str, dict[str, list[dict]]] = {library: {} for library in LIBRARIES}
+    for library, (_, rows) in found.items():
+        for row in rows:
             by_name[library].setdefault(row["name"], []).append(row)
-    return {library: (folder, by_name[library]) for library, folder in folders.items()}
+    return {library: (folder, by_name[library]) for library, (folder, _) in found.items()}
 
 
 def of(runs, library: str, name: str) -> list[dict]:

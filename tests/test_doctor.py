@@ -249,11 +249,9 @@ WORLD = [
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    os.environ[FOLDER] = str(tmp_path_factory.mktemp("doctor"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("doctor")))
         return run_world(2, {check.__name__: check for check in WORLD}, open_world)
-    finally:
-        del os.environ[FOLDER]
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in WORLD])

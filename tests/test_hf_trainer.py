@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from launches import start, told, wait
+from launches import run_each
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -44,15 +44,7 @@ LEAST_ROWS = 6
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By library, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    worlds = {"transformers": 0, "mixmesh.hf": RANKS}
-    folders = {library: tmp_path_factory.mktemp(library.replace(".", "_")) for library in worlds}
-    started = [
-        (start(SCRIPT, world_size, folders[library], library), folders[library])
-        for library, world_size in worlds.items()
-    ]
-    for process, folder in started:
-        wait(process, folder)
-    return {library: (folder, told(folder)) for library, folder in folders.items()}
+    return run_each(SCRIPT, {"transformers": 0, "mixmesh.hf": RANKS}, tmp_path_factory.mktemp)
 
 
 def histories(runs, library: str, name: str) -> list[list[dict]]:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import lightning as L
 import pytest
 import torch
-from launches import start, told, wait
+from launches import run_each
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import nn
@@ -32,14 +32,7 @@ WORLDS = {"auto": 0, "mixmesh": RANKS}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, tuple[Path, list[dict]]]:
     """By strategy, the folder and what was told: all scenarios, by one process and by two ranks at a time."""
-    folders = {strategy: tmp_path_factory.mktemp(strategy) for strategy in WORLDS}
-    started = [
-        (start(SCRIPT, world_size, folders[strategy], strategy), folders[strategy])
-        for strategy, world_size in WORLDS.items()
-    ]
-    for process, folder in started:
-        wait(process, folder)
-    return {strategy: (folder, told(folder)) for strategy, folder in folders.items()}
+    return run_each(SCRIPT, WORLDS, tmp_path_factory.mktemp)
 
 
 def of(runs, strategy: str, name: str) -> list[dict]:

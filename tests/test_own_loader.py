@@ -3,8 +3,6 @@ iterators that begin anew."""
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -171,11 +169,9 @@ WORLD = (
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    os.environ[FOLDER] = str(tmp_path_factory.mktemp("loaders"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("loaders")))
         return run_world(2, {check.__name__: check for check in WORLD}, plan_of_world)
-    finally:
-        del os.environ[FOLDER]
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in WORLD])

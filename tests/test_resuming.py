@@ -363,11 +363,9 @@ THREE = {name: GoneOn(name) for name in LOADERS if name != "a stream with worker
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    os.environ[FOLDER] = str(tmp_path_factory.mktemp("states"))
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(FOLDER, str(tmp_path_factory.mktemp("states")))
         return run_world(2, TWO, plan_of_world), run_world(3, THREE, plan_of_world)
-    finally:
-        del os.environ[FOLDER]
 
 
 @pytest.mark.parametrize("name", TWO)

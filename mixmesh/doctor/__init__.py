@@ -1,8 +1,8 @@
 """``mixmesh doctor``: everything that ranks need of each other, tried before any training.
 
 Reading order: ``meeting`` (how ranks tell each other what they found, also that something failed), ``reach``
-(connections between machines), ``checks`` and
-``job_checks`` (one function each), ``report`` (all checks in their order).
+(connections between machines), ``checks`` and ``job_checks`` (one function each), ``report`` (all checks in
+their order).
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ import torch.distributed as dist
 from ..detection.inventory import FoundDevice, inventory_of, read_device
 from ..detection.links import machine_pairs
 from ..errors import CollectiveError, InputError
-from ..runtime.agreement import by_value, ranks_text
+from ..runtime.agreement import by_value, check_facts, difference, ranks_text
 from ..runtime.comm import leave
 from ..runtime.processes import process_place
 from ..runtime.versions import versions_text
 from ..units import size_text
-from .ground import Ground, check_alike, count
+from .ground import Ground, count
 from .meeting import PREFIX
 from .reach import Address, Listener, call_all, own_host
 
@@ -59,7 +59,7 @@ def rendezvous(ground: Ground) -> str:
 def versions(ground: Ground) -> str:
     """PyTorch, Python and mixmesh are the same on all ranks."""
     told = ground.meeting.gather("the comparison of versions", versions_text)
-    check_alike([{"versions": text} for text in told])
+    check_facts([{"versions": text} for text in told])
     return told[0]
 
 
@@ -74,13 +74,11 @@ def devices(ground: Ground) -> str:
 
     told = ground.meeting.gather("the look at devices", make)
     ground.devices = [FoundDevice(**fields) for fields, _ in told]
-    backends = by_value({rank: backend for rank, (_, backend) in enumerate(told)})
-    if len(backends) > 1:
-        (one, first), (other, second), *_ = backends.items()
+    if got := difference([backend for _, backend in told]):
         raise InputError(
             "the ranks cannot talk to each other: they would choose other backends",
             expected="a GPU for every rank (nccl), or ranks on CPUs or on shared GPUs everywhere (gloo)",
-            got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+            got=got,
             hint=(
                 "nvidia-smi and python -c 'import torch; print(torch.cuda.device_count())' on each machine",
                 "torchrun --nproc-per-node gpu: one process for each GPU",
@@ -145,7 +143,7 @@ def collectives(ground: Ground) -> str:
 
     def make() -> float:
         if ground.device.type == "cuda":
-            torch.cuda.set_device(ground.device)  # of this thread
+            torch.cuda.set_device(ground.device)  # every thread has a device of its own
         # a connection of its own: while the group waits for a key, no other thread can ask on the same one
         # whether a rank has failed
         store = meeting.store.clone()

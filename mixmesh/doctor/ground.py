@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ..detection.inventory import FoundDevice
 from ..job import Job
-from ..runtime.agreement import disagreement
 from ..runtime.comm import backend_for, default_device
 from .meeting import Meeting
 
@@ -47,12 +46,6 @@ class Ground:
         """Leaves together with the others."""
         if self._meeting is not None:
             self._meeting.close()
-
-
-def check_alike(told: list[dict[str, str]]) -> None:
-    """Raises PlanError if a fact is not the same on all ranks."""
-    if (error := disagreement(told)) is not None:
-        raise error
 
 
 def count(number: int, noun: str) -> str:

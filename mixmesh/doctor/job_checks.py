@@ -12,8 +12,8 @@ from typing import Any
 from ..errors import InputError
 from ..job import WORKLOAD, load_job, split_name
 from ..preparation.alike import END, digest
-from ..runtime.agreement import COMPARED_STEPS, by_value, facts_of_model, ranks_text
-from .ground import Ground, check_alike, count
+from ..runtime.agreement import COMPARED_STEPS, check_facts, difference, facts_of_model
+from .ground import Ground, count
 
 
 def job_code(ground: Ground) -> str:
@@ -26,13 +26,11 @@ def job_code(ground: Ground) -> str:
     told = ground.meeting.gather("the loading of the job", make)
     names = sorted({name for files in told for name in files})
     for name in names:
-        groups = by_value({rank: files.get(name, "no such file") for rank, files in enumerate(told)})
-        if len(groups) > 1:
-            (one, first), (other, second), *_ = groups.items()
+        if got := difference([files.get(name, "no such file") for files in told]):
             raise InputError(
                 f"the ranks have other versions of {name}",
                 expected="the same files on all machines",
-                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                got=got,
                 where=ground.job_name,
                 hint="rsync the folder of the job from the first machine to all others",
             )
@@ -47,7 +45,7 @@ def files_of(path: Path) -> dict[str, str]:
         name = getattr(module, "__file__", None)
         if name and name.endswith(".py") and "site-packages" not in name:
             files.add(Path(name).resolve())
-    own = Path(__file__).resolve().parents[1]  # whose digest is among the versions
+    own = Path(__file__).resolve().parents[1]  # left out: its digest is among the versions
     return {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()[:12]
         for file in sorted(files)
@@ -58,7 +56,7 @@ def files_of(path: Path) -> dict[str, str]:
 def model(ground: Ground) -> str:
     """All ranks have made the same model: its parameters, settings and code."""
     told = ground.meeting.gather("the comparison of models", lambda: facts_of_model(ground.job.model))
-    check_alike(told)
+    check_facts(told)
     size = sum(p.numel() for p in ground.job.model.parameters())
     return f"{type(ground.job.model).__name__} of {size:,} parameters"
 
@@ -73,14 +71,12 @@ def data(ground: Ground) -> str:
 
     told = ground.meeting.gather("the comparison of data", make)
     for number, digests in enumerate(zip(*told)):
-        groups = by_value(dict(enumerate(digests)))
-        if len(groups) > 1:
-            (one, first), (other, second), *_ = groups.items()
+        if got := difference(digests):
             what = f"batch {number} of the job's data" if number else "the job's batch"
             raise InputError(
                 f"{what} is not the same on all ranks",
                 expected="the same samples in the same order on all ranks",
-                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                got=got,
                 where=ground.job_name,
                 hint=(
                     "torch.manual_seed(0) first in the job, or a generator with a seed for the loader",

@@ -84,7 +84,7 @@ class Meeting:
         except CollectiveError:
             self.is_over = True
             raise
-        except RuntimeError as error:  # of the store: its process has ended
+        except RuntimeError as error:  # raised by the store, whose process has ended
             self.is_over = True
             raise CollectiveError(
                 f"rank {self.rank} has lost the store of the launch in {what}",

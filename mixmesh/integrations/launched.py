@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import random
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..errors import InputError
 from ..preparation.alike import check_digests, digest
+from ..preparation.resuming import numbers_of_process, set_numbers_of_process
 from ..runtime.first_rank import everyones, from_first_rank
 
 
@@ -23,12 +22,7 @@ def is_launched() -> bool:
 
 def take_random_numbers() -> None:
     """Continues the random numbers of the first rank on every rank. Collective."""
-    python, numpy, of_torch = from_first_rank(
-        lambda: (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    )
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(of_torch)
+    set_numbers_of_process(from_first_rank(numbers_of_process))
 
 
 def keep_metrics_apart() -> None:
@@ -60,3 +54,13 @@ def check_alike(batch: Any, rates: tuple[float, ...] = ()) -> None:
             got=" and ".join(str(list(each)) for each in sorted(set(rates_of_ranks))),
             hint="a metric that a scheduler steps by: that of the first rank, as devices may round otherwise",
         )
+
+
+def unlike_in_steps(method: str, name: str, hint: str) -> InputError:
+    """The error for a ``method`` that uses ``name``, which is not alike in every step."""
+    return InputError(
+        f"{method} uses {name}, and is traced once for all steps",
+        expected="a loss of the batch, the weights and the buffers",
+        got=name,
+        hint=hint,
+    )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
@@ -20,6 +18,7 @@ from ..runtime.data import own_rows, own_samples
 from ..runtime.first_rank import everyones, from_first_rank
 from .own_batches import OwnBatches
 from .own_loader import FirstKept, OwnIterator, OwnLoader
+from .resuming import numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
 PROBED_ROWS = 8  # enough that lengths differ, if they do
@@ -76,13 +75,11 @@ def as_arguments(batch: Any) -> Any:
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it."""
-    torch_state, python_state, numpy_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    of_script = numbers_of_process()
     try:
         yield
     finally:
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        set_numbers_of_process(of_script)
 
 
 def has_indices(loader: Iterable) -> bool:

@@ -48,7 +48,7 @@ class Iteration:
         self.num_received = self.num_counted = 0
         self.numbers: Numbers | None = None
         self.last_numbers: Numbers | None = None
-        self.order: Iterator[list[int]] | None = None  # of the first rank alone
+        self.order: Iterator[list[int]] | None = None  # the first rank has one
 
     def receive_ahead(self) -> None:
         """Receives what any rank needs until the next batch was counted. Collective."""
@@ -72,7 +72,7 @@ class Iteration:
             yield indices[start : start + size] or indices[:1]
 
     def count(self) -> Given:
-        """What the batch that was loaded next is made of."""
+        """The indices that the batch that was loaded next is made of, in short."""
         self.num_counted += 1
         return self.given.popleft()
 

@@ -63,7 +63,9 @@ class OwnLoader:
     def __init__(self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
         sampler = getattr(own, "batch_sampler", None)
-        self._sampler = sampler if isinstance(sampler, OwnBatches) else None  # of data with indices
+        self._sampler = (
+            sampler if isinstance(sampler, OwnBatches) else None
+        )  # there is one for data with indices
         self._progress, self._is_resumed = Progress(), False
 
     def __iter__(self) -> Iterator[Any]:

@@ -100,7 +100,7 @@ def prepare_job(
     if cluster_file is not None:
         cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))
     else:
-        cluster = detected_cluster(where, phases, device)
+        cluster = detected_cluster(where, phases, device, versions)
     traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
     optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
@@ -148,10 +148,12 @@ def described_cluster(file: Path, world_size: int) -> Cluster:
     return cluster
 
 
-def detected_cluster(where: torch.device, phases: _Phases, device: Device) -> Cluster:
-    """The cluster of all ranks, as an earlier start or this one measured it."""
+def detected_cluster(
+    where: torch.device, phases: _Phases, device: Device, versions: tuple[str, ...]
+) -> Cluster:
+    """The cluster of all ranks, as an earlier start with these ``versions`` or this one measured it."""
     inventory = read_inventory(where)
-    key = key_of(inventory.fingerprint, dist.get_backend(), version("mixmesh"), torch.__version__)
+    key = key_of(inventory.fingerprint, dist.get_backend(), *versions)
     return phases.kept(
         "devices and links",
         f"clusters/{key}.toml",

@@ -11,7 +11,7 @@ import sys
 import time
 import types
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,17 +94,29 @@ def exchange(
 def disagreement(told: list[Facts]) -> PlanError | None:
     """The first fact in which ranks differ; None if they agree."""
     for what in told[0]:
-        values = [facts.get(what, "nothing") for facts in told]
-        groups = by_value(dict(enumerate(values)))
-        if len(groups) > 1:
-            (one, first), (other, second), *_ = groups.items()
+        if got := difference([facts.get(what, "nothing") for facts in told]):
             return PlanError(
                 f"the ranks were not given the same {what}",
                 expected=f"one {what} on all ranks",
-                got=f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}",
+                got=got,
                 hint=HINTS.get(what, ""),
             )
     return None
+
+
+def check_facts(told: list[Facts]) -> None:
+    """Raises PlanError if a fact is not the same on all ranks."""
+    if (error := disagreement(told)) is not None:
+        raise error
+
+
+def difference(values: Sequence[str]) -> str:
+    """The first two of the ranks' values that differ, each with its ranks; empty where all are the same."""
+    groups = by_value(dict(enumerate(values)))
+    if len(groups) < 2:
+        return ""
+    (one, first), (other, second), *_ = groups.items()
+    return f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}"
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import Program
 from ..plan_devices import PlannedDevice
-from .agreement import Facts, disagreement, facts_of_model, facts_of_start
+from .agreement import Facts, check_facts, disagreement, facts_of_model, facts_of_start
 from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise
 from .devices import FoundDevice, device_mismatch, find_device
 from .first_rank import everyones
@@ -73,9 +73,7 @@ class Planned:
 def compare_first(model: nn.Module) -> None:
     """Raises PlanError on all ranks if their versions or models differ: one small message, before anything is
     measured or planned for them. Collective."""
-    told = list(everyones({"versions": versions_text(), **facts_of_model(model)}))
-    if (error := disagreement(told)) is not None:
-        raise error
+    check_facts(list(everyones({"versions": versions_text(), **facts_of_model(model)})))
 
 
 def compare_start(watch: Watch, facts: Facts, planned: Planned, found: FoundDevice, timeout_s: float) -> None:

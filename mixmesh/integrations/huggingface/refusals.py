@@ -10,6 +10,7 @@ import transformers
 from torch.utils.data import IterableDataset
 
 from ...errors import InputError
+from ..launched import unlike_in_steps
 
 # methods of Trainer that this package extends, by the names that they have in transformers 5.23
 EXTENDED = (
@@ -119,12 +120,7 @@ def check_own_methods(trainer: Any) -> None:
 
 def in_compute_loss(name: str, hint: str) -> InputError:
     """The error for a use of what is not alike in every step."""
-    return InputError(
-        f"compute_loss uses {name}, and is traced once for all steps",
-        expected="a loss of the batch, the weights and the buffers",
-        got=name,
-        hint=hint,
-    )
+    return unlike_in_steps("compute_loss", name, hint)
 
 
 def check_model(model: Any) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from ...errors import InputError
+from ..launched import unlike_in_steps
 
 LOOP = "a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)"
 # callbacks -> what to do instead
@@ -91,12 +92,7 @@ def refused(got: str, expected: str, hint: str) -> InputError:
 
 def in_training_step(name: str, hint: str) -> InputError:
     """The error for a use of what is not alike in every step."""
-    return InputError(
-        f"training_step uses {name}, and is traced once for all steps",
-        expected="a loss of the batch, the weights and the buffers",
-        got=name,
-        hint=hint,
-    )
+    return unlike_in_steps("training_step", name, hint)
 
 
 class BatchIndex:
