@@ -84,13 +84,6 @@ class Meeting:
         except CollectiveError:
             self.is_over = True
             raise
-        except RuntimeError as error:  # raised by the store, whose process has ended
-            self.is_over = True
-            raise CollectiveError(
-                f"rank {self.rank} has lost the store of the launch in {what}",
-                got=first_line(error),
-                hint="the process that holds it (the first machine's) has ended: its own output says why",
-            ) from None
         for rank, one in enumerate(told):
             if "error" in one:
                 raise error_of(rank, json.loads(one["error"]))

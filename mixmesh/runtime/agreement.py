@@ -26,6 +26,7 @@ Facts = dict[str, str]  # by what it is of, a value short enough to be shown
 COMPARED_STEPS = 3  # training steps whose batches are compared
 POLL_S = (0.005, 0.2)  # at first and at last
 NOTICE_S = 10.0
+LAST_READ_S = 5.0  # at most, for the other ranks to read what they will fail of
 HASHED_BYTES = 64 * 2**20  # at most, from one tensor
 HINTS = {
     "plan": "give every process the same plan file, or no --plan: then all get what rank 0 plans",
@@ -68,8 +69,34 @@ def exchange(
     what: str,
 ) -> list[Facts]:
     """The facts of all ranks, by rank. Collective; raises CollectiveError if a rank does not come within
-    ``timeout_s``. ``check`` may raise meanwhile."""
-    store.set(f"{key}/{rank}", json.dumps(facts))
+    ``timeout_s``, or the process that holds ``store`` has ended. ``check`` may raise meanwhile."""
+    try:
+        store.set(f"{key}/{rank}", json.dumps(facts))
+        names = _wait_for_all(store, key, rank, world_size, timeout_s, check, what)
+        told = [json.loads(text) for text in store.multi_get(names)]
+        were_read = f"{key}/read"
+        store.add(were_read, 1)
+        if rank == 0 and any(one != told[0] for one in told):
+            _wait_for_readers(store, were_read, world_size)
+        return told
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"rank {rank} has lost the store of the launch in {what}",
+            got=str(error).partition("\n")[0],
+            hint="the process that holds it (rank 0, or its launcher) has ended: its own output says why",
+        ) from None
+
+
+def _wait_for_all(
+    store: dist.Store,
+    key: str,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    check: Callable[[], None],
+    what: str,
+) -> list[str]:
+    """The keys under which all ranks have written, by rank."""
     names = {r: f"{key}/{r}" for r in range(world_size)}
     started, noticed, pause_s = time.monotonic(), False, POLL_S[0]
     while missing := [r for r, name in names.items() if not store.check([name])]:
@@ -88,7 +115,14 @@ def exchange(
             print(text, file=sys.stderr, flush=True)
         time.sleep(pause_s)
         pause_s = min(pause_s * 1.5, POLL_S[1])
-    return [json.loads(store.get(name)) for name in names.values()]
+    return list(names.values())
+
+
+def _wait_for_readers(store: dist.Store, were_read: str, world_size: int) -> None:
+    """Keeps rank 0, whose process may hold the store and may now end, until all ranks have read."""
+    deadline = time.monotonic() + LAST_READ_S
+    while store.add(were_read, 0) < world_size and time.monotonic() < deadline:
+        time.sleep(POLL_S[0])
 
 
 def disagreement(told: list[Facts]) -> PlanError | None:

@@ -64,7 +64,12 @@ class Peers:
     def meet(self, store: dist.Store) -> None:
         """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
         next beat is known then. ``store``: the connection of the thread that calls this."""
-        for rank, seen in _read(store, [r for r in self._others if r not in self._seen]).items():
+        try:
+            states = _read(store, [r for r in self._others if r not in self._seen])
+        except RuntimeError:
+            self.store_is_lost = True
+            return
+        for rank, seen in states.items():
             self._seen.setdefault(rank, (seen, time.monotonic()))
 
     def states(self) -> dict[int, Seen]:
