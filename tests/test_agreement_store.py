@@ -1,5 +1,5 @@
-"""The store through which ranks compare what they were given: it is there until all have read, and its loss is
-told as one."""
+"""The store through which ranks compare what they were given: it is there until all have read, and its
+loss is told as one."""
 
 from __future__ import annotations
 
