@@ -67,6 +67,11 @@ def check_names(program: Program, where: str = "") -> None:
 def check_placements(program: Program, where: str = "") -> None:
     """Raises VerificationError naming the first line whose placements are not allowed."""
     check_names(program, where)
+    check_placements_of_known(program, where)
+
+
+def check_placements_of_known(program: Program, where: str = "") -> None:
+    """As ``check_placements``, of a program whose names were checked."""
     check_dtypes(program, where)
     stale = updated_buffers(program)
     able = frozenset(separable(program) if any(map(wgrad_of, program.instructions)) else ())

@@ -184,7 +184,8 @@ def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[st
             down.update([r for r in node.results if r is not None and types[r].is_floating])
     up: set[str] = {loss}
     for node in reversed(nodes):
-        # only by results that descend from a parameter: none that is a comparison or a choice
-        if any(r in up and r in down for r in node.results):
-            up.update(node.inputs)
+        for r in node.results:
+            if r in up and r in down:  # it descends from a parameter: no comparison, and no choice
+                up.update(node.inputs)
+                break
     return frozenset(down & up)

@@ -131,9 +131,12 @@ def last_points(program: Program) -> dict[str, float]:
     out: dict[str, float] = {}
     later = weight_points(program)
     for n, i in enumerate(program.instructions):
-        for position, name in enumerate(i.inputs):
-            if name not in out:
-                out[name] = later[n] if position == 1 and n in later else n
+        if n not in later:
+            for name in i.inputs:
+                out.setdefault(name, n)
+        else:
+            for position, name in enumerate(i.inputs):
+                out.setdefault(name, later[n] if position == 1 else n)
     return out
 
 

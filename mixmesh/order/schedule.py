@@ -55,7 +55,8 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
             missing[s] += 1
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
-    arrival = {t: [0.0 for _ in kinds] for t in tasks}  # when all that a task needs is there, by kind of rank
+    at_once = clock
+    arrival: dict[int, list[float]] = {}  # when all that a task needs is there, by kind of rank
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
@@ -70,7 +71,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
             now = max(clock)
             t = min([(*priority(t, ready_s[t], max(now, ready_s[t])), t) for t in waiting])[-1]
         waiting.remove(t)
-        task, needs = graph.tasks[t], arrival.pop(t)
+        task, needs = graph.tasks[t], arrival.pop(t, at_once)
         order.append(t)
         if task.group is None:
             clock = ends = [max(c, a) + s for c, a, s in zip(clock, needs, task.seconds)]
@@ -80,7 +81,7 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
             ends = [done if k in task.kinds else a for k, a in zip(kinds, needs)]
         end_s = max(end_s, *ends)
         for s in successors[t]:
-            arrival[s] = list(map(max, arrival[s], ends))
+            arrival[s] = list(map(max, arrival[s], ends)) if s in arrival else ends
             missing[s] -= 1
             if not missing[s]:
                 waiting.append(s)

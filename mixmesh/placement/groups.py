@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import pymetis
 
@@ -26,7 +27,7 @@ from ..cost import VIEWS, CostModel
 from ..cost.memory.kept import backward_bytes, extra_bytes, kept
 from ..errors import InputError
 from ..ir import Graph, Node
-from ..rules import call_of
+from ..rules import Call, call_of
 from ..synthesis.fold import find_runs
 from .strategy import Group, Grouping, Value
 
@@ -38,16 +39,19 @@ LEAST_OPERATORS = 4  # in a part, on average
 Affine = tuple[float, float]
 
 
+class _Times(NamedTuple):
+    """The times of an operator, per device class; ``seconds`` are those of the whole batch, the mean over the
+    classes."""
+
+    forward: tuple[Affine, ...]
+    backward: tuple[Affine, ...]
+    seconds: float
+
+
 @dataclass(frozen=True)
 class _Operator:
     node: Node
-    forward: tuple[Affine, ...]  # per device class
-    backward: tuple[Affine, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Seconds for the whole batch, the mean over device classes."""
-        return sum(map(sum, (*self.forward, *self.backward))) / len(self.forward)
+    times: _Times
 
 
 @dataclass(frozen=True)
@@ -94,18 +98,25 @@ def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
     """All but leaves, updates, and what constants alone decide."""
     varying: set[str] = set()
     out = []
-    classes = range(len(costs.classes))
-    even = 1 / max(costs.cluster.world_size, 2)
+    known: dict[tuple, _Times] = {}  # layers repeat the same few calls
     for node in graph.nodes:
         if node.op in ("input", "param", "buffer") or any(name in varying for name in node.inputs):
             varying.update(r for r in node.results if r is not None)
             if not node.is_leaf and not node.is_sink:
                 call = call_of(node, graph.types)
                 grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
-                times = [costs.op(call, grads, c) for c in classes]
-                forward = tuple(t.forward.chord(even) for t in times)
-                out.append(_Operator(node, forward, tuple(t.backward.chord(even) for t in times)))
+                if (call, grads) not in known:
+                    known[call, grads] = _times(costs, call, grads)
+                out.append(_Operator(node, known[call, grads]))
     return out
+
+
+def _times(costs: CostModel, call: Call, grads: int) -> _Times:
+    even = 1 / max(costs.cluster.world_size, 2)
+    times = [costs.op(call, grads, c) for c in range(len(costs.classes))]
+    forward = tuple(t.forward.chord(even) for t in times)
+    backward = tuple(t.backward.chord(even) for t in times)
+    return _Times(forward, backward, sum(map(sum, (*forward, *backward))) / len(times))
 
 
 def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece, int]]:
@@ -113,7 +124,7 @@ def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece
     as many as its share of the seconds asks for."""
     index = {id(o.node): n for n, o in enumerate(operators)}
     steps = [n for n in graph.nodes if not n.is_leaf]
-    total = sum(o.seconds for o in operators)
+    total = sum(o.times.seconds for o in operators)
     inside: dict[int, list[tuple[int, int, int]]] = {}
     for edge in edges:
         inside.setdefault(edge[1], []).append(edge)
@@ -123,7 +134,7 @@ def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece
             kept = [
                 (a - mine[0], b - mine[0], n) for to in mine for a, b, n in inside.get(to, ()) if a >= mine[0]
             ]
-            seconds = tuple(operators[n].seconds for n in mine)
+            seconds = tuple(operators[n].times.seconds for n in mine)
             parts = min(len(mine), max(1, round(count * sum(seconds) / total)))
             yield kind, _Piece(len(mine), tuple(kept), seconds), parts
 
@@ -261,13 +272,13 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
 def _group(
     graph: Graph, members: list[_Operator], params: tuple[str, ...], kept_bytes: Mapping[str, int]
 ) -> Group:
-    classes = range(len(members[0].forward))
+    classes = range(len(members[0].times.forward))
     return Group(
         nodes=tuple(next(r for r in o.node.results if r is not None) for o in members),
         params=params,
         param_bytes=sum(graph.types[name].size_bytes for name in params if name in graph.requires_grad),
-        forward=tuple(_sum(o.forward[c] for o in members) for c in classes),
-        backward=tuple(_sum(o.backward[c] for o in members) for c in classes),
+        forward=tuple(_sum(o.times.forward[c] for o in members) for c in classes),
+        backward=tuple(_sum(o.times.backward[c] for o in members) for c in classes),
         passing_bytes=max(_passing_bytes(graph, o.node) for o in members),
         kept_bytes=sum(kept_bytes.get(r, 0) for o in members for r in o.node.results if r is not None),
     )

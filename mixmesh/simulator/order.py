@@ -22,7 +22,6 @@ from ..ir import (
     Instruction,
     Program,
     beside_points,
-    owned_type,
     release_points,
     returned,
     weight_points,
@@ -114,11 +113,13 @@ class Forward(Order):
     def make(self) -> None:
         program, work_of = self.program, self.sheet.work_of
         coming: dict[int, list[str]] = {}  # by where they are awaited
-        owned = {p.result for p in program.params if owned_type(program, p) is not None}
+        brought: dict[int, list[str]] = {}  # owned parameters, by where they are used first
+        for name in program.owned:
+            if name in self.sheet.uses:
+                brought.setdefault(self.sheet.uses[name][0], []).append(name)
         for n, i in enumerate(program.instructions):
-            if not owned.isdisjoint(i.inputs):
-                for name in [name for name in dict.fromkeys(i.inputs) if name in owned]:
-                    owned.remove(name)
+            if n in brought:
+                for name in sorted(brought[n], key=i.inputs.index):
                     self.close(used=name)
             if n in coming:
                 for name in [name for name in dict.fromkeys(i.inputs) if name in coming[n]]:

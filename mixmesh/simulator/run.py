@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
+from operator import add
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -278,10 +279,16 @@ class Run:
 
     def steps(self, order: Order, work_s: Seconds) -> None:
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
-        rows = iter((order.counts @ table).tolist())
+        seconds = order.counts @ table
+        rows = iter(seconds.tolist())
+        is_plain = not (self.keep_events or self.can_rest or self.slowed)
+        if is_plain:
+            self.busy = (seconds.sum(axis=0) + self.busy).tolist()
         for works, at, awaited, call, name, value, taken_in, point, used in order.steps:
             if works:
-                if self.keep_events:
+                if is_plain:
+                    self.clock = [*map(add, self.clock, next(rows))]
+                elif self.keep_events:
                     next(rows)
                     self.work_in_turn(order, works, at, work_s)
                 else:
