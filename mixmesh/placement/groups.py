@@ -28,7 +28,7 @@ from ..cost.memory.kept import backward_bytes, extra_bytes, kept
 from ..errors import InputError
 from ..ir import Graph, Node
 from ..rules import Call, call_of
-from ..synthesis.fold import find_runs
+from ..synthesis.fold import Run, find_runs
 from .strategy import Group, Grouping, Value
 
 NUM_GROUPS = 40
@@ -67,9 +67,14 @@ Split = Callable[[_Piece, int], Sequence[int]]
 
 
 def make_grouping(
-    graph: Graph, costs: CostModel, count: int = NUM_GROUPS, method: str = "partition"
+    graph: Graph,
+    costs: CostModel,
+    count: int = NUM_GROUPS,
+    method: str = "partition",
+    runs: Sequence[Run] | None = None,
 ) -> Grouping:
-    """About ``count`` groups by ``method``, a key of ``METHODS``. Raises InputError for bad ones."""
+    """About ``count`` groups by ``method``, a key of ``METHODS``. ``runs``: the graph's repeated blocks
+    (``find_runs``), if they are known. Raises InputError for a bad count or method."""
     if method not in METHODS or count < 1:
         raise InputError(
             "operators cannot be grouped so",
@@ -86,7 +91,7 @@ def make_grouping(
     ]
     labels: list[int] = []
     known: dict[tuple, list[int]] = {}
-    for kind, piece, parts in _pieces(graph, operators, edges, count):
+    for kind, piece, parts in _pieces(graph, operators, edges, count, runs):
         if kind not in known:
             known[kind] = _acyclic(piece, METHODS[method](piece, parts) if parts > 1 else [0] * piece.count)
         first = max(labels, default=-1) + 1
@@ -119,7 +124,9 @@ def _times(costs: CostModel, call: Call, grads: int) -> _Times:
     return _Times(forward, backward, sum(map(sum, (*forward, *backward))) / len(times))
 
 
-def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece, int]]:
+def _pieces(
+    graph, operators, edges, count: int, runs: Sequence[Run] | None
+) -> Iterator[tuple[tuple, _Piece, int]]:
     """Parts of the model in order, with what is equal for equal ones and how many groups each is to become:
     as many as its share of the seconds asks for."""
     index = {id(o.node): n for n, o in enumerate(operators)}
@@ -128,7 +135,8 @@ def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece
     inside: dict[int, list[tuple[int, int, int]]] = {}
     for edge in edges:
         inside.setdefault(edge[1], []).append(edge)
-    for kind, start, stop in _spans(steps, find_runs(graph, steps), count):
+    runs = tuple(find_runs(graph, steps)) if runs is None else runs
+    for kind, start, stop in _spans(steps, runs, count):
         mine = tuple(index[id(s)] for s in steps[start:stop] if id(s) in index)
         if mine:
             kept = [
@@ -139,7 +147,7 @@ def _pieces(graph, operators, edges, count: int) -> Iterator[tuple[tuple, _Piece
             yield kind, _Piece(len(mine), tuple(kept), seconds), parts
 
 
-def _spans(steps: list[Node], runs, count: int) -> Iterator[tuple[tuple, int, int]]:
+def _spans(steps: list[Node], runs: Sequence[Run], count: int) -> Iterator[tuple[tuple, int, int]]:
     """Ranges of steps: what is between the repeated runs, and the blocks of these, several at a time where
     there are more blocks than groups."""
     at = 0

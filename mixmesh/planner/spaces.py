@@ -11,5 +11,5 @@ def space_of(task: Task, method: str = "partition", count: int = NUM_GROUPS) -> 
     """The strategies of a task: operators in about ``count`` groups by ``method``, each as data parallelism
     cuts it."""
     with task.timed("groups"):
-        grouping = make_grouping(task.graph, task.costs, count, method)
+        grouping = make_grouping(task.graph, task.costs, count, method, task.choices.fold.runs)
         return Space(task.data_parallel(task.proportional), task.costs, grouping)
