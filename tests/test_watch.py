@@ -8,8 +8,13 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
 SECONDS = 60.0  # from the trouble to the end of all ranks, side by side with all others on a busy machine
@@ -60,6 +65,15 @@ def ends(tmp_path_factory) -> dict[str, list[Ended]]:
         ]
         for s in scenarios
     }
+
+
+def test_an_error_of_a_checkpoint_is_told_too():
+    store = dist.HashStore()
+    watch = Watch(store, 0, 1, heartbeat_s=30.0)
+    with pytest.raises(CheckpointException), watch.call("save"):
+        raise CheckpointException("save", {0: (OSError("no space left"), StackSummary())})
+    watch.close()
+    assert "no space left" in json.loads(store.get("mixmesh/watch/0"))["failed"]
 
 
 @pytest.mark.parametrize("scenario", AGREED)

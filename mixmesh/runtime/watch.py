@@ -74,7 +74,7 @@ class Watch:
         self.begin(kind)
         try:
             yield
-        except Exception as error:
+        except BaseException as error:  # an interrupt, or a CheckpointException, which is no Exception
             self.fail(error)
             raise
         finally:
@@ -92,7 +92,7 @@ class Watch:
     def end(self) -> None:
         self.doing, self.since = "", time.monotonic()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """Tells the others why this rank does not go on."""
         if error is not self._verdict:
             self._failed = _one_line(error)
