@@ -6,6 +6,7 @@ A few small pairs by default; ``MIXMESH_PAIRS=60`` draws as many as ``mixmesh be
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import pytest
 from small_graphs import GRAPHS, graph
@@ -134,3 +135,12 @@ def test_jobs_by_name():
     assert graph_of("random/1").nodes
     with pytest.raises(InputError, match="there is no job"):
         graph_of("else/1")
+
+
+def test_pipelines_leave_time_to_finish_programs():
+    """The fastest program is for four of eight machines, and the second on them to be finished: five chains
+    of pipelines, of which nothing is to be finished, stood before it."""
+    model, cluster = graph_of("papers/vgg19:512"), Cluster.load("hap-8")
+    part = replace(cluster, machines=cluster.machines[:4])
+    part_s = make_plan(model, part).predicted_step_s
+    assert make_plan(model, cluster).predicted_step_s <= part_s * (1 + TOLERANCE)

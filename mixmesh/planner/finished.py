@@ -16,7 +16,7 @@ from .synced import flat, is_hurried, synced, without_needless_directness
 from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
-FEW = 8  # proposals that are finished
+FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
 # of all small programs together but the first that there is time to finish
 QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
@@ -36,15 +36,16 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
         hopeful = proposal.feasible and can_lead(proposal, first.timeline.step_s)
         if hopeful and not any(are_alike(proposal, other) for other in unlike):
             unlike.append(proposal)
-    made = [finished(task, first, quick=quick)]
+    made, left = [finished(task, first, quick=quick)], FEW - 1
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
     others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in made)
-        needed = len(proposal.program.instructions)
+        needed = 0 if proposal.micro_batches is not None else len(proposal.program.instructions)
         reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
-        if len(made) < FEW and needed <= instructions and reordered_s < step_s * (1 - GAIN):
-            instructions -= needed
+        is_time = not needed or (left > 0 and needed <= instructions)
+        if is_time and reordered_s < step_s * (1 - GAIN):
+            left, instructions = left - (needed > 0), instructions - needed
             made.append(finished(task, proposal, quick=quick))
     return made
 
