@@ -155,64 +155,75 @@ class Backward(Order):
 
     def make(self) -> None:
         program, sheet = self.program, self.sheet
-        points = {point for groups in self.simulation.points.values() for point, _ in groups}
-        again, regions = self._repeated(), repeats(program)
-        moved, later = returned(program), weight_points(program)
+        self.points = {point for groups in self.simulation.points.values() for point, _ in groups}
+        self.later = weight_points(program)
+        self.returning: set[str] = set()  # values that go back to a place that is still to come
+        self.gathered: set[str] = set()  # factors
+        self.coming: set[str] = set()  # values that are gathered again, and not awaited yet
+        again, regions, moved = self._repeated(), repeats(program), returned(program)
         beside: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
         for n, at in beside_points(program).items():
             beside.setdefault(at.collective, []).append(n)
-        self.returning: set[str] = set()  # values that go back to a place that is still to come
-        self.gathered: set[str] = set()  # factors
-        coming: set[str] = set()
         for n in range(len(program.instructions), -1, -1):
             i = program.instructions[n] if n < len(program.instructions) else None
             if i is not None and i.is_leaf:
                 continue
-            if i is not None and i.is_redistribution and i.result in self.returning:
-                self.close(awaited=gradient_name(i.result))
             for gather in again.get(n, ()):
-                self.start(
-                    repeated_name(gather.result),
-                    sheet.exchanges[gather.result, False],
-                    repeated_name(gather.result),
-                    purpose=purpose_of(program, gather),
-                )
-                coming.add(gather.result)
-            if n in regions:
-                self._compute_again(regions[n], coming)
-            if i is not None and sheet.flows[n] and n in sheet.work_of:
-                if not coming.isdisjoint(i.inputs):
-                    for name in dict.fromkeys(i.inputs):
-                        if name in coming and keeps(program, i, name):
-                            coming.remove(name)
-                            self.close(awaited=repeated_name(name))
-                if n in sheet.factor_work_of:
-                    self._factors(n, i)
-                if n in sheet.wgrad_work_of and n not in later:
-                    self._weight(n, n, points)
-                self.works.append(sheet.work_of[n])
-                self.at.append(n)
-            if n in points and not (n in sheet.wgrad_work_of and n not in later):
+                self._gather_again(gather)
+            if i is not None:
+                self._compute(n, i, regions.get(n))
+            if n in self.points and not self._computes_weight_here(n):
                 self.close(point=n)
             for redistribution in moved.get(n, ()):
                 self._gradient(redistribution)
                 for product in beside.get(redistribution.result, ()):
-                    self._weight(product, later[product], points)
+                    self._weight(product, self.later[product])
         for n in sorted(sheet.wgrad_work_of, reverse=True):
             if wgrad_of(program.instructions[n]) == "last":
-                self._weight(n, later[n], points)
+                self._weight(n, self.later[n])
 
-    def _weight(self, n: int, point: float, points: set[float]) -> None:
+    def _gather_again(self, gather: Instruction) -> None:
+        name = repeated_name(gather.result)
+        exchange = self.sheet.exchanges[gather.result, False]
+        self.start(name, exchange, name, purpose=purpose_of(self.program, gather))
+        self.coming.add(gather.result)
+
+    def _compute(self, n: int, i: Instruction, region: Repeat | None) -> None:
+        """The gradients of an instruction's inputs, once its own has come back, its region has run again, and
+        all that autograd kept is there."""
+        if i.is_redistribution and i.result in self.returning:
+            self.close(awaited=gradient_name(i.result))
+        if region is not None:
+            self._compute_again(region)
+        if not self.sheet.flows[n] or n not in self.sheet.work_of:
+            return
+        if not self.coming.isdisjoint(i.inputs):
+            for name in dict.fromkeys(i.inputs):
+                if name in self.coming and keeps(self.program, i, name):
+                    self.coming.remove(name)
+                    self.close(awaited=repeated_name(name))
+        if n in self.sheet.factor_work_of:
+            self._factors(n, i)
+        if self._computes_weight_here(n):
+            self._weight(n, n)
+        self.works.append(self.sheet.work_of[n])
+        self.at.append(n)
+
+    def _computes_weight_here(self, n: int) -> bool:
+        """Whether the gradient of an instruction's weight is computed apart, and before its input's."""
+        return n in self.sheet.wgrad_work_of and n not in self.later
+
+    def _weight(self, n: int, point: float) -> None:
         """The gradient of a weight, apart, which may be the last one at ``point``."""
         self.works.append(self.sheet.wgrad_work_of[n])
         self.at.append(~n - len(self.program.instructions))
-        if point in points:
+        if point in self.points:
             self.close(point=point)
 
-    def _compute_again(self, region: Repeat, coming: set[str]) -> None:
+    def _compute_again(self, region: Repeat) -> None:
         """A region's second run, which awaits what is gathered again and read there."""
-        for name in [name for name in region.inputs if name in coming]:
-            coming.remove(name)
+        for name in [name for name in region.inputs if name in self.coming]:
+            self.coming.remove(name)
             self.close(awaited=repeated_name(name))
         for n in region.members:
             self.works.append(self.sheet.again_work_of[n])
