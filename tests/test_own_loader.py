@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
-from test_resuming import BATCH, FOLDER, LOADERS, Rows, plan_of_world, rows_of
+from test_resuming import BATCH, FOLDER, LOADERS, Rows, Stream, plan_of_world, rows_of
 from torch.utils.data import DataLoader
 
 from mixmesh import InputError
@@ -47,6 +47,14 @@ def check_other_workers_on_other_ranks(plan) -> None:
             samples.append(x.clone())
     for n, samples in enumerate(seen):
         assert rows_of(samples) == first_columns(loader_of(n)), n
+
+
+def check_other_workers_for_a_stream_are_refused(plan) -> None:
+    """They decide the order of its samples. Nothing is loaded before."""
+    loader = DataLoader(Stream(), BATCH, num_workers=1 + dist.get_rank())
+    with pytest.raises(InputError, match="other numbers of workers") as caught:
+        own_loader(loader, plan)
+    assert "1 on rank 0, 2 on rank 1" in str(caught.value)
 
 
 def check_iterations_beside_each_other(plan) -> None:
@@ -159,6 +167,7 @@ def check_no_numbers_are_drawn_by_a_look_at_a_loader(plan) -> None:
 
 WORLD = (
     check_other_workers_on_other_ranks,
+    check_other_workers_for_a_stream_are_refused,
     check_iterations_beside_each_other,
     check_iterations_with_one_set_of_workers,
     check_a_class_that_begins_anew,

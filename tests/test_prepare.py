@@ -197,10 +197,38 @@ def test_saving_on_one_device_is_that_of_torch(tmp_path):
     assert list(ours) == list(plain)
 
 
-def test_a_loader_without_a_state_is_not_saved(tmp_path):
-    with pytest.raises(mixmesh.InputError, match="batches is a plain DataLoader") as error:
-        mixmesh.save(tmp_path / "file", model=nn.Linear(3, 2), batches=DataLoader(torch.ones(4, 3)))
-    assert "leave batches out" in str(error.value) and not (tmp_path / "file").exists()
+class Again:
+    """Begins anew in every epoch."""
+
+    def __iter__(self):
+        return iter([torch.ones(2, 3)])
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("batches", lambda: DataLoader(torch.ones(4, 3))),
+        ("batches", lambda: iter(Again())),
+        ("batches", lambda: (torch.ones(2, 3) for _ in range(2))),
+        ("loader", lambda: [(torch.ones(2, 3), torch.ones(2))]),
+        ("train_loader", Again),
+    ],
+)
+def test_a_loader_without_a_state_is_not_saved(tmp_path, name, make):
+    with pytest.raises(mixmesh.InputError, match=f"{name} does not know how far it has come") as error:
+        mixmesh.save(tmp_path / "file", model=nn.Linear(3, 2), **{name: make()})
+    assert f"leave {name} out" in str(error.value) and not (tmp_path / "file").exists()
+
+
+def test_values_that_are_no_loaders_are_saved(tmp_path):
+    values = {
+        "loader_seed": 3, "loader_numbers": torch.ones(3), "loader_state": {"epoch": 1},
+        "loader_names": ["train", "test"], "logits": [torch.ones(2), torch.zeros(2)],
+    }  # fmt: skip
+    mixmesh.save(tmp_path / "file", **values)
+    kept = torch.load(tmp_path / "file")
+    assert list(kept) == list(values) and kept["loader_names"] == values["loader_names"]
+    assert torch.equal(kept["loader_numbers"], values["loader_numbers"])
 
 
 def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):

@@ -280,6 +280,59 @@ def check_an_epoch_that_was_set_stays_when_it_is_left(plan) -> None:
     assert state["epoch"] == 3 and rows_of(epoch_of(again)) == rest and len(rest) == 9 - SEEN
 
 
+def check_a_look_after_a_state_was_loaded(plan) -> None:
+    """What remained is given after it, also where the epoch is set between the two."""
+    for name in ("shuffled by a generator", "a sampler with epochs", "a list"):
+        seed(5)
+        loader = own_loader(LOADERS[name](7), plan)
+        epoch_of(loader)
+        if name == "a sampler with epochs":
+            loader.set_epoch(1)
+        batches = iter(loader)
+        for _ in range(SEEN):
+            next(batches)
+        state = through_file(loader.state_dict())
+        rest = rows_of(list(steps(batches)))
+        for looks in ([1], [0]):  # batches that are taken, or none
+            again = own_loader(LOADERS[name](99), plan)
+            again.load_state_dict(state)
+            for taken in looks:
+                epoch_of(again, taken)
+            if name == "a sampler with epochs":
+                with pytest.raises(InputError, match="in the middle of another epoch"):
+                    again.set_epoch(0)
+                again.set_epoch(1)
+            assert rows_of(epoch_of(again)) == rest and len(rest) == 9 - SEEN
+            assert again.state_dict()["epoch"] == 2 and len(epoch_of(again)) == 9
+
+
+def check_a_batch_of_every_iteration_after_a_state_is_refused(plan) -> None:
+    loader = own_loader(LOADERS["in order"](7), plan)
+    epoch_of(loader, SEEN)
+    loader.load_state_dict(loader.state_dict())
+    for _ in range(2):
+        epoch_of(loader, 1)
+    with pytest.raises(InputError, match="left after their first batch") as caught:
+        epoch_of(loader, 1)
+    assert "before loader.load_state_dict(state)" in str(caught.value)
+
+
+def check_two_epochs_of_one_set_epoch(plan) -> None:
+    """Both have the order that was set, and a state in the second one goes on in it."""
+    make = LOADERS["a sampler with epochs"]
+    loader = own_loader(make(7), plan)
+    loader.set_epoch(3)
+    first = rows_of(epoch_of(loader))
+    batches = iter(loader)
+    assert rows_of([next(batches)[0].clone() for _ in range(SEEN)]) == first[:SEEN]
+    state = through_file(loader.state_dict())
+    again = own_loader(make(7), plan)
+    again.load_state_dict(state)
+    assert state["epoch"] == 4 and rows_of(epoch_of(again)) == first[SEEN:]
+    again.set_epoch(4)
+    assert rows_of(epoch_of(again)) != first and again.state_dict()["epoch"] == 5
+
+
 def trained(state: dict | None) -> list[float]:
     """The losses of two epochs, with a file that is saved in the second one; or of what remains of them after
     such a file, as the guide has it."""
@@ -355,6 +408,9 @@ TWO |= {
         check_an_epoch_that_was_left,
         check_a_look_is_no_epoch,
         check_an_epoch_that_was_set_stays_when_it_is_left,
+        check_a_look_after_a_state_was_loaded,
+        check_a_batch_of_every_iteration_after_a_state_is_refused,
+        check_two_epochs_of_one_set_epoch,
     )
 }
 TWO |= {"training": train_and_save}

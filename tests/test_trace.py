@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import Counter
 
@@ -316,6 +317,21 @@ def test_pointwise_losses(loss):
     assert {"aten.mean", "aten.sum"} & set(ops(graph))
 
 
+GAUSSIAN = {
+    "learned": lambda y, t: F.gaussian_nll_loss(y[:, :2], t[:, :2], y[:, 2:4].relu()),
+    "of a module": lambda y, t: nn.GaussianNLLLoss(full=True, eps=0.3)(y[:, :2], t[:, :2], y[:, 2:4] ** 2),
+    "one for each row": lambda y, t: F.gaussian_nll_loss(y, t, y[:, 0].abs(), reduction="sum"),
+    "one for each row, kept": lambda y, t: F.gaussian_nll_loss(y, t, y[:, :1].exp(), reduction="none").sum(),
+    "a number": lambda y, t: F.gaussian_nll_loss(y, t, 0.5),
+}
+
+
+@pytest.mark.parametrize("loss", GAUSSIAN.values(), ids=GAUSSIAN)
+def test_gaussian_losses(loss):
+    """Variances of 0 and below ``eps`` are among these, and have gradients."""
+    check(Head(lambda m, y, t: loss(y, t)).double(), (rows(), torch.rand(8, 5).double()))
+
+
 def test_all_labels_ignored_is_nan_as_in_torch():
     model = Head(LOSSES["plain"]).double()
     batch = (rows(), torch.full((8,), -100))
@@ -402,6 +418,47 @@ def test_autocast_becomes_casts():
     graph = trace(model, (x,)).graph
     loss, _ = evaluate(graph, dict(model.named_parameters()), {"0": x})
     assert loss == model(x) and graph.types["linear"].dtype == "bf16"
+
+
+class Teacher(nn.Module):
+    """Learns from itself, without a gradient on one side; a value stands beside each block of ``no_grad``."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.a, self.b, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+
+    def forward(self, x):
+        own = {"none": contextlib.nullcontext, "enabled": self.autocast, "twice": self.autocast}[self.kind]
+        with own():
+            y = self.a(x)
+            with torch.no_grad():
+                teacher = self.b(y).tanh()
+                with own() if self.kind == "twice" else torch.enable_grad():
+                    also = self.b(x)
+            z = (y - teacher) ** 2 + also
+        with torch.no_grad(), own():
+            last = self.a(x)
+        return (z.float() * last.float()).mean()
+
+    def autocast(self):
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "around"), [("none", True), ("enabled", False), ("twice", True)])
+def test_no_grad_within_autocast_stops_gradients(kind, around):
+    model, x = Teacher(kind), torch.randn(3, 4)
+    graph = trace(model, (x,), autocast=("cpu", "bf16") if around else None).graph
+    params = dict(model.named_parameters())
+    loss, _ = evaluate(graph, params, {"0": x})
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around):
+        expected = model(x)
+    for value in (loss, expected):
+        assert value.requires_grad
+    got, want = (torch.autograd.grad(v, params.values(), allow_unused=True) for v in (loss, expected))
+    for name, g, e in zip(params, got, want):
+        assert (g is None) == (e is None), name
+        if e is not None:
+            torch.testing.assert_close(g, e, rtol=2e-2, atol=2e-3, msg=name)
 
 
 def test_in_place_writes_and_slices():
@@ -665,6 +722,41 @@ def test_gradients_that_would_be_wrong_are_refused():
     error = failing(lambda m, y: Sign.apply(y).sum())
     assert "Sign" in error.message and "test_trace.py" in error.where
     assert Sign.apply(torch.ones(1)).item() == 1, "apply is as before"
+
+
+def no_grad_write(m, y):
+    with torch.no_grad():
+        y.clamp_(min=0)
+    return y.square().mean()
+
+
+def no_grad_write_under_autocast(m, y):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return no_grad_write(m, F.linear(y, m.fc.weight[:, :5])).float()
+
+
+def detached_write(m, y):
+    first = (y * 2).detach()[:, :1]
+    y.view(2, 4, 5).detach()[:, :, 1:].mul_(first.view(2, 4, 1))
+    return y.square().mean() + m.fc.weight.sum()
+
+
+@pytest.mark.parametrize("loss", [no_grad_write, no_grad_write_under_autocast, detached_write])
+def test_writes_where_gradients_are_stopped_are_refused(loss):
+    error = failing(loss)
+    assert "changed in place where gradients are stopped" in error.message and "test_trace.py" in error.where
+
+
+def test_writes_to_what_has_no_gradient_or_is_a_copy_are_traced():
+    def loss(m, y):
+        with torch.no_grad():
+            small = y * 2
+            small.clamp_(max=1)
+            m.held.mul_(0.9).add_(small.mean(0))
+        y.detach().clone().zero_()
+        return (y * small * m.held).sum()
+
+    check(Head(loss, held=torch.ones(5)).double(), (rows(),))
 
 
 def test_other_refusals():

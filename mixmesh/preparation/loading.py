@@ -136,6 +136,7 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     if is_iterator(loader):
         return OwnIterator(loader, plan)
     if not has_indices(loader):
+        check_same_workers(loader)
         return OwnLoader(loader, loader, plan, is_whole=True)
     _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
     depends = from_first_rank(lambda: depends_on_others(loader))
@@ -147,6 +148,22 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
     own = DataLoader(loader.dataset, batch_sampler=batches, **options)
     batches.ahead = max(everyones(own.num_workers * (own.prefetch_factor or 0)))
     return OwnLoader(loader, own, plan, is_whole=is_whole)
+
+
+def check_same_workers(loader: Iterable) -> None:
+    """Raises InputError where a data set without indices is loaded by other numbers of workers on other
+    ranks, which decide the order of its samples and the random numbers that they are changed by. Collective."""
+    counts = everyones(loader.num_workers if isinstance(loader, DataLoader) else 0)
+    if len(set(counts)) > 1:
+        raise InputError(
+            "the ranks have other numbers of workers, which decide the order of an iterable data set",
+            expected=f"num_workers={counts[0]} on every rank, as on the first one",
+            got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
+            hint=(
+                f"DataLoader(..., num_workers={counts[0]}), not a number that follows from os.cpu_count()",
+                "or a data set with __getitem__, for which every rank may have its own number",
+            ),
+        )
 
 
 def workers_like(loader: DataLoader) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .own_batches import OwnBatches
 from .resuming import (
     Numbers,
     Progress,
+    Resume,
     check_skipped,
     numbers_of_process,
     set_numbers_of_process,
@@ -67,9 +68,11 @@ class OwnLoader:
             sampler if isinstance(sampler, OwnBatches) else None
         )  # there is one for data with indices
         self._progress, self._is_resumed = Progress(), False
+        self._resume: Resume | None = None  # of the iteration that was begun last
 
     def __iter__(self) -> Iterator[Any]:
-        resumed = from_first_rank(lambda: replace(self._progress) if self._is_resumed else None)
+        self._resume = from_first_rank(self._next_resume)
+        resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
         self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
         self._progress.begin(resumed)
@@ -80,6 +83,16 @@ class OwnLoader:
             self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
         )
         return iter(shard_batches(batches, self._plan, dist.get_rank())) if self._is_whole else batches
+
+    def _next_resume(self) -> Resume | None:
+        """Where the next iteration goes on; None where it begins anew."""
+        if self._is_resumed:
+            return Resume(replace(self._progress))
+        return self._resume.after_look() if self._was_look() else None
+
+    def _was_look(self) -> bool:
+        """Whether what remained of a state's epoch was looked at, and not given."""
+        return self._resume is not None and self._resume.was_left_at(self._progress)
 
     def _show(self, progress: Progress) -> None:
         """Has ``state_dict`` tell of the iteration that went on last, unless another state was loaded."""
@@ -158,23 +171,27 @@ class OwnLoader:
         one's state counts. Raises InputError for what is no such state; where the batches that were given
         cannot be left out exactly, the iteration does."""
         self._progress, self._is_resumed = Progress.of_state(state), True
-        if self._progress.epoch_was_set:
-            self._tell_epoch(self._progress.epoch)
+        if self._progress.sampler_epoch is not None:
+            self._tell_epoch(self._progress.sampler_epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Has the script's sampler draw the order of ``epoch``. Raises InputError where a state in the middle
         of another epoch was loaded."""
         progress = self._progress
-        if self._is_resumed and progress.num_yielded and epoch != progress.epoch:
+        goes_on = self._is_resumed or self._was_look()
+        at = progress.epoch if progress.sampler_epoch is None else progress.sampler_epoch
+        if goes_on and progress.num_yielded and epoch != at:
             raise InputError(
                 "the loader was to go on in the middle of another epoch",
-                expected=f"set_epoch({progress.epoch})",
+                expected=f"set_epoch({at})",
                 got=f"set_epoch({epoch})",
                 hint="for epoch in range(state['epoch'], num_epochs): ..., with the state that was loaded",
             )
-        if not self._is_resumed:
+        if not goes_on:
             progress.start_at(epoch)
-        progress.epoch, progress.epoch_was_set = epoch, True
+        if not progress.num_yielded:
+            progress.epoch = epoch
+        progress.sampler_epoch = epoch
         self._tell_epoch(epoch)
 
     def _tell_epoch(self, epoch: int) -> None:

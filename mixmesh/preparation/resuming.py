@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from ..errors import InputError
 
 T = TypeVar("T")
 END = object()
+LOOK = 1  # batches: an iteration that is left after so many was a look at the data, and no epoch
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Progress:
     next one."""
 
     epoch: int = 0
-    epoch_was_set: bool = False  # by set_epoch, and not counted
+    sampler_epoch: int | None = None  # what set_epoch was given last: more epochs than one may have this order
     num_yielded: int = 0
     samples_yielded: int = 0
     digest: str = ""  # of all that was given
@@ -98,13 +99,12 @@ class Progress:
     is_open: bool = False  # an epoch has begun and not ended
 
     def begin(self, resumed: Progress | None) -> None:
-        """Begins an epoch, or goes on with one; one that was left in the middle is over. One that was left
-        after its first batch was a look at the data, and begins again; so does one that was set, whose order
-        the sampler draws until another is set."""
+        """Begins an epoch, or goes on with one; one that was left in the middle is over. A look at the data
+        begins again; so does an epoch that was set, whose order the sampler draws until another is set."""
         if resumed is not None:
             self.__dict__.update(vars(resumed))
         elif self.is_open:
-            begins_again = self.num_yielded <= 1 or self.epoch_was_set
+            begins_again = self.num_yielded <= LOOK or self.sampler_epoch is not None
             self.start_at(self.epoch if begins_again else self.epoch + 1)
             self.numbers = None
         self.is_open = True
@@ -148,6 +148,35 @@ class Progress:
 def joined(so_far: str, digest: str) -> str:
     """The digest of all batches so far and one more."""
     return hashlib.blake2b(f"{so_far} {digest}".encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where an iteration went on in the middle of an epoch, and whether another one was left there before."""
+
+    state: Progress
+    follows_look: bool = False
+
+    def was_left_at(self, progress: Progress) -> bool:
+        """Whether the iteration, which has come as far as ``progress``, was left after a look at the data:
+        what remained of the epoch is still to be given."""
+        num_given = progress.num_yielded - self.state.num_yielded
+        return bool(self.state.num_yielded and progress.is_open and num_given <= LOOK)
+
+    def after_look(self) -> Resume:
+        """Where the next iteration goes on. A second look may be a script that takes one batch of every
+        iteration, which would be given the same batch for ever: it is refused with InputError."""
+        if self.follows_look:
+            raise InputError(
+                "two iterations that went on in the middle of an epoch were left after their first batch",
+                expected="one look at the data at most after load_state_dict, and then the rest of the epoch",
+                got="a third iteration, which would give the same batch again",
+                hint=(
+                    "look at the data before loader.load_state_dict(state)",
+                    "for one batch at a time make the iterator once: batches = iter(loader); next(batches)",
+                ),
+            )
+        return replace(self, follows_look=True)
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ..errors import InputError
@@ -23,7 +26,8 @@ def save(path: str | Path, **parts: Any) -> None:
     else has a ``state_dict``, and plain values. An optimizer's state is made whole where its model is among
     the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
     go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
-    ``torch.save``. Raises InputError, before anything is sent, for a DataLoader without ``state_dict``.
+    ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a DataLoader, an
+    iterator, or what else gives batches and has ``loader`` in its name.
     """
     for name, part in parts.items():
         _check_has_state(name, part)
@@ -36,18 +40,31 @@ def save(path: str | Path, **parts: Any) -> None:
 
 
 def _check_has_state(name: str, part: Any) -> None:
-    """Raises InputError for a DataLoader that cannot say how far it has come: as a plain value it would be
-    written with its data set, and not be gone on with."""
-    if isinstance(part, DataLoader) and not hasattr(part, "state_dict"):
-        raise InputError(
-            f"{name} is a plain DataLoader, which does not know how far it has come",
-            expected="a loader with state_dict, as the one that mixmesh.prepare returns under torchrun",
-            got=type(part).__name__,
-            hint=(
-                f"leave {name} out, and save between epochs: mixmesh.save(..., epoch=epoch + 1)",
-                "torchdata.stateful_dataloader.StatefulDataLoader(...) in place of DataLoader(...)",
-            ),
-        )
+    """Raises InputError for a loader that cannot say how far it has come: as a plain value it would be
+    written with its data, and not be gone on with."""
+    if hasattr(part, "state_dict") or not _is_loader(name, part):
+        return
+    raise InputError(
+        f"{name} does not know how far it has come",
+        expected="a loader with state_dict, as the one that mixmesh.prepare returns under torchrun",
+        got=f"a plain {type(part).__name__}",
+        hint=(
+            f"leave {name} out, and save between epochs: mixmesh.save(..., epoch=epoch + 1)",
+            "torchdata.stateful_dataloader.StatefulDataLoader(...) in place of DataLoader(...)",
+        ),
+    )
+
+
+def _is_loader(name: str, part: Any) -> bool:
+    """Whether a part gives batches. What is no DataLoader and no iterator does so where its name says it:
+    other lists of tensors may be results."""
+    if isinstance(part, DataLoader | Iterator):
+        return True
+    if "loader" not in name.lower() or isinstance(part, str | Mapping | torch.Tensor | np.ndarray):
+        return False
+    if isinstance(part, list | tuple):
+        return any(isinstance(x, torch.Tensor | np.ndarray) for x in pytree.tree_leaves(part))
+    return hasattr(part, "__iter__")
 
 
 def parallel_models(module: nn.Module) -> list[nn.Module]:

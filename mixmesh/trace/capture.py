@@ -23,6 +23,7 @@ from .autocast import Autocast, no_autocast, under
 from .averages import means_over_batches
 from .branches import past_checks
 from .causal_masks import masks_as_given
+from .checked_losses import LossesWithoutChecks
 from .checkpoints import regions_kept
 from .composites import with_known_operators
 from .fakes import fixed_shapes
@@ -32,9 +33,10 @@ from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
 from .outputs import named_tensors, selected
-from .regions import inline_regions
+from .regions import inline_regions, no_grad_within_autocast
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
+from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
 
 TENSOR = "tensor"
@@ -259,6 +261,7 @@ def capture(
             program = past_checks(lambda: _export(wrapper, flat.tensors()))
             check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
+            check_stopped_writes(program.graph_module)
             targets_by_sample(program.graph_module)
             program = with_known_operators(program.run_decompositions({}), known)
     except Exception as error:
@@ -284,7 +287,7 @@ def _as_it_is_traced() -> Iterator[None]:
     with (
         fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
         regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
-        no_autocast(),
+        no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(),
     ):  # fmt: skip
         yield
 

@@ -21,8 +21,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # our files whose functions stand in for torch's while a model is traced: their frames lie inside the model
 _WITHIN = tuple(
     os.path.join(_OURS, "trace", name)
-    for name in ("averages.py", "branches.py", "checkpoints.py", "functions.py", "hooks.py", "moves.py")
-)
+    for name in (
+        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py", "moves.py"
+    )
+)  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
 
 

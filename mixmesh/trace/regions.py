@@ -9,12 +9,39 @@ casts are made by decomposing inside it.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import fx
+from torch._export.passes import replace_set_grad_with_hop_pass as grad_pass
+from torch.amp.autocast_mode import _enter_autocast
 
 SET_GRAD = "wrap_with_set_grad_enabled"
 AUTOCAST = "wrap_with_autocast"
+
+
+@contextmanager
+def no_grad_within_autocast() -> Iterator[None]:
+    """Has export keep a ``no_grad`` block that stands in an ``autocast`` block. PyTorch knows a part of a
+    graph as such a block by its first node, which is there the ``autocast`` that the part is put under: it
+    takes the part for an ordinary one, and the gradients that ``no_grad`` stops would flow."""
+    original = grad_pass._is_set_grad_enabled_sub_mod
+
+    def is_block(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        nodes = getattr(node.graph.owning_module, node.target).graph.nodes
+        first = next((n for n in nodes if n.op != "placeholder" and n.target is not _enter_autocast), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not omit_if_same_with_ambient or first.args[0] != torch.is_grad_enabled()
+
+    grad_pass._is_set_grad_enabled_sub_mod = is_block
+    try:
+        yield
+    finally:
+        grad_pass._is_set_grad_enabled_sub_mod = original
 
 
 def inline_regions(module: fx.GraphModule) -> None:
