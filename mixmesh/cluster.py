@@ -132,7 +132,7 @@ class Cluster:
                 f"cannot read the cluster file: {reason}",
                 expected="a TOML file, or one of the presets " + ", ".join(presets()),
                 where=str(path),
-                hint=tuple(f"--cluster {n}" for n in difflib.get_close_matches(str(path), presets(), 2)),
+                hint=tuple(f'cluster="{n}"' for n in difflib.get_close_matches(str(path), presets(), 2)),
             ) from None
         return cls.parse(text, str(path))
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import JobError, MixmeshError
+from .errors import InputError, JobError, MixmeshError
 from .optimizer_states import ADAM, OptimizerStates
 
 DEFAULT_FUNCTION = "job"
@@ -338,17 +338,35 @@ def is_elementwise(optimizer: Any) -> bool:
     return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
 
 
+def check_supported(optimizer: Any) -> None:
+    """Raises InputError for an optimizer that steps under no plan."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS is not supported: its line search needs whole gradients and repeated steps",
+            expected="an optimizer that works element by element: " + ", ".join(ELEMENTWISE),
+            got="LBFGS, which no plan can step",
+            hint=(
+                "torch.optim.AdamW(model.parameters(), lr=1e-3), without a closure",
+                "or train with LBFGS on one device, without torchrun",
+            ),
+        )
+
+
 def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
     """Whether a job's optimizer looks at whole parameters (LAMB, Adafactor). False if that cannot be found
-    out."""
+    out. Raises InputError for one that steps under no plan."""
     import torch
 
     if optimizer is None:
         return False
     try:
-        return not is_elementwise(optimizer([torch.nn.Parameter(torch.zeros(4, 4))]))
+        made = optimizer([torch.nn.Parameter(torch.zeros(4, 4))])
     except Exception:  # the user's own function, on parameters that are not the model's
         return False
+    check_supported(made)
+    return not is_elementwise(made)
 
 
 def _describe(x: Any) -> str:

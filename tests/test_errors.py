@@ -12,11 +12,12 @@ from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
 
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
-from mixmesh.errors import JobError, MixmeshError
+from mixmesh.errors import InputError, JobError, MixmeshError
 from mixmesh.ir import REPLICATE, parse_program
 from mixmesh.job import batch_size, load_job, needs_whole_parameters, optimizer_states
 from mixmesh.optimizer_states import ADAM, OptimizerStates
 from mixmesh.plan_file import Plan
+from mixmesh.planner import check_planner
 
 
 @pytest.fixture
@@ -237,6 +238,25 @@ def test_cluster_files(run, tmp_path):
 def test_an_unknown_planner(run, tmp_path, two):
     status, _, err = run("plan", write_job(tmp_path), "--cluster", two, "--planner", "ddp-evn")
     assert status == 2 and "unknown planner 'ddp-evn'" in err and "--planner ddp-even" in err
+
+
+def test_an_optimizer_that_no_plan_can_step(run, tmp_path, two):
+    job = write_job(tmp_path, returning("mixmesh.Job(MLP(), batch(), optimizer=torch.optim.LBFGS)"))
+    status, _, err = run("plan", job, "--cluster", two, "--planner", "fsdp-even")
+    assert status == 2 and "LBFGS is not supported" in err and "AdamW(model.parameters()" in err
+    assert "auto" not in err
+
+
+def test_hints_are_spelled_where_the_caller_is(run, tmp_path, two):
+    """As options on the command line, as keyword arguments in Python."""
+    command, python = "--planner ddp-even", 'planner="ddp-even"'
+    arguments = ("plan", write_job(tmp_path), "--cluster", two, "--planner", "ddp-evn", "--json")
+    status, out, err = run(*arguments)
+    assert json.loads(out.splitlines()[-1])["error"]["hint"] == [command]
+    assert status == 2 and command in err and python not in err
+    with pytest.raises(InputError) as caught:
+        check_planner("ddp-evn")
+    assert python in str(caught.value) and command not in str(caught.value)
 
 
 def test_an_optimizer_that_needs_whole_parameters(run, tmp_path, two):

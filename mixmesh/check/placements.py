@@ -104,7 +104,7 @@ def _check_local_norms(program: Program, where: str) -> None:
     for lonely in lonely_norms(program):
         got = f"rank {lonely.rank} has {lonely.values} of them"
         expected = "two values of a channel at least on every rank that takes part"
-        hint = "a larger share for that rank, or none; or --batch-norm exact"
+        hint = 'a larger share for that rank, or none; or batch_norm="exact"'
         what = "a rank has too few samples for batch norm of its own"
         raise invalid(program, lonely.instruction, where, what, expected, got, hint)
 

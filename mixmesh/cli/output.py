@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,20 @@ from ..units import size_text
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
+# keyword arguments of mixmesh.plan and mixmesh.prepare that commands have options for; errors name them so
+ARGUMENT = re.compile(r'\b(planner|batch_norm|cluster)="([^"]+)"')
+
+
+def with_options(hint: str) -> str:
+    """A hint in which keyword arguments are spelled as the options of a command."""
+    return ARGUMENT.sub(lambda found: f"--{found[1].replace('_', '-')} {found[2]}", hint)
+
+
 def error_text(error: MixmeshError) -> str:
-    return f"{type(error).__name__}: {error}"
+    """An error as a command prints it."""
+    hint = tuple(map(with_options, error.hint))
+    fields = dict(expected=error.expected, got=error.got, where=error.where, hint=hint)
+    return f"{type(error).__name__}: {MixmeshError(error.message, **fields)}"
 
 
 def error_object(error: MixmeshError) -> dict[str, Any]:
@@ -29,7 +42,7 @@ def error_object(error: MixmeshError) -> dict[str, Any]:
             "expected": error.expected,
             "got": error.got,
             "where": error.where,
-            "hint": list(error.hint),
+            "hint": list(map(with_options, error.hint)),
         }
     }
 

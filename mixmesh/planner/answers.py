@@ -50,14 +50,14 @@ def infeasible(task: Task, proposals: list[Proposal]) -> Infeasible:
             f"the {closest.planner} plan {parting}, and the job's optimizer steps whole ones only",
             expected="a plan that keeps all parameters whole on every rank that computes, or an optimizer "
             "that works element by element: " + ", ".join(ELEMENTWISE),
-            hint=("--planner auto", "--planner ddp-proportional"),
+            hint=('planner="auto"', 'planner="ddp-proportional"'),
         )
     if over <= 0:
         return Infeasible(
             f"the {closest.planner} plan sends values between ranks that compute them in different dtypes",
             expected="a plan whose ranks compute their own samples",
             got=", ".join(f"{name} as {' '.join(row)}" for name, row in task.dtypes),
-            hint="--planner auto",
+            hint='planner="auto"',
         )
     constant = task.costs.memory_constant_bytes(rank)
     hint = ("a smaller global batch in the job", f"a device with at least {size_text(over)} more memory")

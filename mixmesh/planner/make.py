@@ -101,7 +101,7 @@ def check_planner(planner: str) -> None:
         f"unknown planner {planner!r}",
         expected=", ".join(PLANNERS),
         got=planner,
-        hint=f"--planner {near[0]}" if near else "",
+        hint=f'planner="{near[0]}"' if near else "",
     )
 
 
@@ -221,7 +221,7 @@ def _make_plans(
             f"the planner {planner} has no plan for this job on this cluster",
             expected="what it is for: " + NEEDS.get(planner, "several devices"),
             got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
-            hint="--planner auto",
+            hint='planner="auto"',
         )
     if not any(p.feasible for p in best.values()):
         raise infeasible(task, list(best.values()))

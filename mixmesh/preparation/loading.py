@@ -152,7 +152,7 @@ def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
 
 def check_same_workers(loader: Iterable) -> None:
     """Raises InputError where a data set without indices is loaded by other numbers of workers on other
-    ranks, which decide the order of its samples and the random numbers that they are changed by. Collective."""
+    ranks: they decide the order of its samples and their random numbers. Collective."""
     counts = everyones(loader.num_workers if isinstance(loader, DataLoader) else 0)
     if len(set(counts)) > 1:
         raise InputError(

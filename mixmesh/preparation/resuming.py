@@ -91,7 +91,7 @@ class Progress:
     next one."""
 
     epoch: int = 0
-    sampler_epoch: int | None = None  # what set_epoch was given last: more epochs than one may have this order
+    sampler_epoch: int | None = None  # given to set_epoch last: the order of this epoch and those after it
     num_yielded: int = 0
     samples_yielded: int = 0
     digest: str = ""  # of all that was given

@@ -26,8 +26,8 @@ def save(path: str | Path, **parts: Any) -> None:
     else has a ``state_dict``, and plain values. An optimizer's state is made whole where its model is among
     the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
     go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
-    ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a DataLoader, an
-    iterator, or what else gives batches and has ``loader`` in its name.
+    ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a
+    DataLoader, an iterator, or what else gives batches and has ``loader`` in its name.
     """
     for name, part in parts.items():
         _check_has_state(name, part)

@@ -16,7 +16,7 @@ from ..detection import Cache
 from ..detection.cache import default_folder
 from ..errors import TraceError
 from ..explain.headline import headline
-from ..job import Job
+from ..job import Job, check_supported
 from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
@@ -71,6 +71,7 @@ def prepare(
         return model if loss is None else on_one_device(model, loss, outputs), optimizer, loader
     model = uncompiled(model)
     check_not_parallel(model, "prepare")
+    check_supported(optimizer)
     model = model if loss is None else with_loss(model, loss, outputs)
     batch, loader = from_first_batch(loader)
     with same_random_numbers():

@@ -18,7 +18,7 @@ from torch import Tensor, optim
 
 from ..errors import InputError
 from ..ir import REPLICATE
-from ..job import ELEMENTWISE, is_elementwise
+from ..job import ELEMENTWISE, check_supported, is_elementwise
 from .comm import Comm
 from .layout import Layout
 from .shard_tensor import ShardTensor, shard
@@ -34,11 +34,7 @@ def check_optimizer(
     """Raises InputError for an optimizer that cannot step the parameters of a model as they are ``stored``.
     Those of the names ``learning`` get gradients."""
     kind = type(optimizer).__name__
-    if isinstance(optimizer, optim.LBFGS):
-        raise InputError(
-            f"{kind} is not supported: its line search needs whole gradients and repeated steps",
-            expected="an optimizer whose step() takes no closure, such as AdamW",
-        )
+    check_supported(optimizer)
     if is_elementwise(optimizer):
         return
     cut = [s.name for s in stored.values() if s.num_pieces]
@@ -119,5 +115,5 @@ def _refusal(kind: str, how: str, names: list[str]) -> InputError:
         f"{kind} may mix the elements of a parameter, and the plan has {len(names)} that are {how}",
         expected=f"an elementwise optimizer: {', '.join(ELEMENTWISE)}",
         got=f"{kind}; parameters {how}: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}",
-        hint="a plan that keeps parameters whole on every rank: mixmesh plan --planner ddp-proportional",
+        hint='a plan that keeps parameters whole on every rank: planner="ddp-proportional"',
     )

@@ -265,7 +265,7 @@ def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> 
             expected=f"{stored.name} whole on every rank in both plans, or cut alike",
             got="" if shown is None else f"{stored.name}: another layout in this plan",
             hint=(
-                "plan both with --planner ddp-proportional, or mixmesh.prepare(..., planner=...)",
+                'plan both with planner="ddp-proportional"',
                 "one model whose forward returns the sum of both losses",
                 "model.load_state_dict(parallel.full_state_dict()) makes the original whole again",
             ),

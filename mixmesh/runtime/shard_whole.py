@@ -74,7 +74,7 @@ def refusal(name: str, whole: Whole, beside: str = "") -> InputError:
         got=f"{name} of {whole.text} {beside}".rstrip(),
         hint=(
             "p.full_tensor() is the whole, p.to_local() this rank's piece",
-            "a plan that keeps parameters whole, such as mixmesh plan --planner ddp-proportional",
+            'a plan that keeps parameters whole: planner="ddp-proportional"',
             *by_dynamo,
         ),
     )

@@ -179,7 +179,7 @@ def check_batch_norm(kind: str) -> None:
             f"there is no batch norm {kind!r}",
             expected=" or ".join(BATCH_NORMS),
             got=kind,
-            hint=f"--batch-norm {EXACT}",
+            hint=f'batch_norm="{EXACT}"',
         )
 
 

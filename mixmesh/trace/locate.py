@@ -22,7 +22,8 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WITHIN = tuple(
     os.path.join(_OURS, "trace", name)
     for name in (
-        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py", "moves.py"
+        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py",
+        "moves.py",
     )
 )  # fmt: skip
 _STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep

@@ -19,8 +19,8 @@ DETACH = torch.ops.aten.detach.default
 
 
 def check_stopped_writes(module: fx.GraphModule) -> None:
-    """Raises TraceError, with its line, for such a write to a value that a gradient flows from. ``module`` has
-    no blocks of ``no_grad`` any more, and may have blocks of ``autocast``."""
+    """Raises TraceError, with its line, for such a write to a value that a gradient flows from. ``module``
+    has no blocks of ``no_grad`` any more, and may have blocks of ``autocast``."""
     seen = _Seen({n for n in module.graph.nodes if getattr(n.meta.get("val"), "requires_grad", False)})
     _check(module, seen)
 

@@ -206,7 +206,7 @@ class Forms:
             where=error.where,
             hint=(
                 "pad every batch to the planned lengths, and drop_last=True",
-                "plan for this shape, or with --planner ddp-proportional",
+                'plan for this shape, or with planner="ddp-proportional"',
             ),
         ) from None
 
