@@ -29,7 +29,7 @@ from .comm import Comm
 from .original import traceable
 
 HINT = (
-    "plan again with the model as it is: mixmesh.plan(...), or mixmesh plan JOB --cluster C.toml --out X.plan",
+    "plan again with the model as it is: mixmesh.plan(...), or mixmesh plan JOB ... --out X.plan",
     "parallelize(..., check_model=False) trains what was planned",
 )
 
