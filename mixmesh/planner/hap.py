@@ -253,19 +253,25 @@ class Synthesis:
             )
             made = replace(made, gap=gap)
             tried.roomy &= made.feasible and not made.timeline.peak_memory_bytes
-            if not made.feasible:
-                yield from self.stored_sharded(program, ranks)
-            if not made.feasible or self.bound_by_memory(made, ranks):
-                yield from self.computed_again(program, ranks, least_s)
-            if best is None or made.key < best.key:
-                best = made
-            else:
+            yield from self.in_less_memory(made, program, ranks, least_s)
+            if best is not None and best.key <= made.key:
                 break
-            if better is None or max(abs(a - b) for a, b in zip(ratio, better)) < SAME_RATIO:
+            best = made
+            if better is None or is_same(ratio, better):
                 break
             ratio = better
         if best is not None:
             yield polish(self.task, self.factored(best, ranks))
+
+    def in_less_memory(
+        self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
+    ) -> Iterator[Proposal]:
+        """The program, ``made`` under its best shares, in forms that hold less, where it does not fit or its
+        shares are bound by memory."""
+        if not made.feasible:
+            yield from self.stored_sharded(program, ranks)
+        if not made.feasible or self.bound_by_memory(made, ranks):
+            yield from self.computed_again(program, ranks, least_s)
 
     def is_lost(self, program: Program, simulation: Simulation, least_s: float) -> bool:
         """Whether a program whose step does not go below ``least_s`` whatever the buckets is not looked into.
@@ -365,6 +371,11 @@ class Synthesis:
             if made.feasible or spare == SPARE[-1]:
                 yield polish(self.task, made)
                 return
+
+
+def is_same(ratio: Ratio, other: Ratio) -> bool:
+    """Whether both shares lead to one program."""
+    return max(abs(a - b) for a, b in zip(ratio, other)) < SAME_RATIO
 
 
 def shape_of(program: Program) -> int:

@@ -185,6 +185,33 @@ def untouched() -> Iterator[None]:
         gc.unfreeze()
 
 
+def asked_by(planner: str, search_s: float | None) -> tuple[tuple[str, ...], tuple[str, ...], float]:
+    """The planners that propose plans where ``planner`` is asked; those that do so only where nothing of
+    these fits, which a quick search alone has; and the seconds that each planner without an end of its own
+    may search."""
+    if planner == "auto" and search_s is None:
+        return AUTO, LAST_RESORT, SEARCH_S
+    if planner == "auto":
+        searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
+        return (*AUTO, *SLOW, *searching), (), search_s / len(searching)
+    names = (planner, "pipeline") if planner in SEARCHING else (planner,)
+    return names, (), SEARCH_S if search_s is None else search_s
+
+
+def check_proposed(task: Task, planner: str) -> None:
+    """Raises InputError where nothing was proposed, Infeasible where nothing of it fits."""
+    cluster = task.costs.cluster
+    if not task.proposed:
+        raise InputError(
+            f"the planner {planner} has no plan for this job on this cluster",
+            expected="what it is for: " + NEEDS.get(planner, "several devices"),
+            got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
+            hint='planner="auto"',
+        )
+    if not any(p.feasible for p in task.proposed.values()):
+        raise infeasible(task, list(task.proposed.values()))
+
+
 def _make_plans(
     traced: Traced | Graph,
     costs: CostModel,
@@ -197,34 +224,16 @@ def _make_plans(
 ) -> tuple[Plan, ...]:
     graph = traced if isinstance(traced, Graph) else traced.graph
     started = time.perf_counter()
-    cluster = costs.cluster
-    names, last = (planner,), ()
-    quick = planner == "auto" and search_s is None
-    if quick:
-        names, last = AUTO, LAST_RESORT
-    elif planner in SEARCHING:
-        names = (planner, "pipeline")
-    elif planner == "auto":
-        searching = [name for name in SEARCHING if name not in LEARNED or has_torch_geometric()]
-        names, search_s = (*AUTO, *SLOW, *searching), search_s / len(searching)
-    each_s = SEARCH_S if search_s is None else search_s
+    names, last, each_s = asked_by(planner, search_s)
     states, whole_parameters = optimizer
     task = Task(graph, costs, states, progress or (lambda _: None), each_s, whole_parameters)
     check_memory(task)
-    task.quick = quick
+    task.quick = bool(last)
     if count > 1:
         task.kinds = {}
     every = proposals_of(task, names, last, planner)
     best = task.proposed
-    if not best:
-        raise InputError(
-            f"the planner {planner} has no plan for this job on this cluster",
-            expected="what it is for: " + NEEDS.get(planner, "several devices"),
-            got=task.refused or f"{len(cluster.machines)} machines, {cluster.world_size} devices",
-            hint='planner="auto"',
-        )
-    if not any(p.feasible for p in best.values()):
-        raise infeasible(task, list(best.values()))
+    check_proposed(task, planner)
     chosen = min(best.values(), key=lambda p: p.key)
     if exact_s is not None:
         chosen = best[chosen.planner] = proved(task, chosen, exact_s)
