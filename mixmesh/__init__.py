@@ -44,7 +44,8 @@ _EXPORTS = {
     "TestbedUnavailable": "errors",
 }
 
-_MODULES = ("zero",)  # public as ``mixmesh.zero.allocate``, without an import of their own
+# public as ``mixmesh.zero.allocate`` and ``mixmesh.checkpoint.save``, without an import of their own
+_MODULES = ("checkpoint", "zero")
 
 __all__ = ["__version__", *sorted(_EXPORTS)]  # noqa: PLE0604
 

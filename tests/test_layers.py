@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"planner", "explain"}, {"report"}),
     ({"api"}, {"tuning"}),
     ({"preparation"},),
+    ({"checkpoint"},),
     ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
@@ -50,7 +51,8 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
-    "tuning", "detection", "preparation", "doctor", "integrations", "hf", "accelerate", "lightning",
+    "tuning", "detection", "preparation", "checkpoint", "doctor", "integrations", "hf", "accelerate",
+    "lightning",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 

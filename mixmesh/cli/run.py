@@ -15,6 +15,14 @@ from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError, JobError
 from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from .checkpoint import (
+    CheckpointEvery,
+    CheckpointFolder,
+    CheckpointFresh,
+    CheckpointKeep,
+    checkpoint_settings,
+    keeper_of,
+)
 from .launch import launched_plan, meet
 from .output import Json, print_json, seconds, size, table
 from .plan import JobName, PlannerName, ProfileFile
@@ -81,12 +89,17 @@ def run(
             "--batch-norm", metavar="KIND", help="exact or local; refuses a plan of the other kind."
         ),
     ] = None,
+    checkpoint: CheckpointFolder = None,
+    every: CheckpointEvery = None,
+    keep: CheckpointKeep = 3,
+    is_anew: CheckpointFresh = False,
     as_json: Json = False,
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
     if save is not None:
         check_weights_file(save, timeout_s)
+    kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
         loaded, loaded_plan, rank = prepared_plan(
@@ -117,6 +130,7 @@ def run(
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
 
+    keeper = keeper_of(kept, loaded_plan, epochs, is_quiet=bool(rank) or as_json)
     report = train(
         jobs.pop() if jobs else load_job(job),
         loaded_plan,
@@ -127,16 +141,18 @@ def run(
         record=trace is not None,
         check_model=plan is not None,
         allow_nan=allow_nan,
+        keeper=keeper,
         on_start=enter_device,
         on_step=say,
         on_end=writer(save),
     )
     leave()
+    status = keeper.close() if keeper is not None else 0
     if rank:
-        return
-    if not report.step_s:
+        raise typer.Exit(status)
+    if not report.step_s and keeper is None:
         raise JobError("the job's data has no batch", expected="at least one batch", where=job)
-    median = report.step_s_median
+    median = report.step_s_median if report.step_s else None
     compared = None
     if trace is not None:
         measured = measured_step(report, trace)
@@ -153,13 +169,19 @@ def run(
                 "step_s": list(report.step_s),
                 "world_size": loaded_plan.program.world_size,
                 "emulation": os.environ.get("MIXMESH_EMULATION"),
+                **({} if keeper is None else {"first_step": keeper.first_step + 1}),
                 **({} if compared is None else {"comparison": asdict(compared)}),
             }
         )
-        return
+        raise typer.Exit(status)
+    if keeper is not None:
+        print(keeper.summary())
+    if not report.losses:
+        raise typer.Exit(status)
     print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
     print(f"step {seconds(median)} (median), predicted {seconds(loaded_plan.predicted_step_s)}")
-    print("the weights are not kept: --save FILE" if save is None else f"weights written to {save}")
+    if not status and (save is not None or keeper is None):
+        print("the weights are not kept: --save FILE" if save is None else f"weights written to {save}")
     print("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
     if trace is not None:
         print(f"timeline of one step written to {trace}")
@@ -167,6 +189,7 @@ def run(
             print("what was predicted of it needs the cluster: --cluster C.toml")
         else:
             print(comparison_table(compared))
+    raise typer.Exit(status)
 
 
 def described_cluster(path: Path | None) -> Cluster | None:

@@ -30,7 +30,7 @@ def save(path: str | Path, **parts: Any) -> None:
     DataLoader, an iterator, or what else gives batches and has ``loader`` in its name.
     """
     for name, part in parts.items():
-        _check_has_state(name, part)
+        check_has_state(name, part)
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
     states = {name: full_state(part, models) for name, part in parts.items()}
     if dist.is_initialized():
@@ -39,7 +39,7 @@ def save(path: str | Path, **parts: Any) -> None:
         torch.save(states, path)
 
 
-def _check_has_state(name: str, part: Any) -> None:
+def check_has_state(name: str, part: Any) -> None:
     """Raises InputError for a loader that cannot say how far it has come: as a plain value it would be
     written with its data, and not be gone on with."""
     if hasattr(part, "state_dict") or not _is_loader(name, part):

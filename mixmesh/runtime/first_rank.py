@@ -31,8 +31,8 @@ def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = Non
     return box[0]
 
 
-def everyones(value: T) -> tuple[T, ...]:
-    """The ``value`` of every rank, in rank order. Collective."""
+def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]:
+    """The ``value`` of every rank, in rank order. Collective over ``group``, which has all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=group)
     return tuple(values)

@@ -239,13 +239,12 @@ def load_full_state(
     state = {}
     for n, entries in full["state"].items():
         p = params[places[n]]
-        s = stored[p]
-        if comm.rank in s.held.ranks:
-            # copies: load_state_dict itself would share step counters with what was passed
-            entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
-            state[n] = {k: _cut(k, v, s, comm.rank, comm.device) for k, v in entries.items()}
-            if isinstance(p, ShardTensor):
-                state[n] = {k: _shown(v, p) for k, v in state[n].items()}
+        # copies: load_state_dict itself would share step counters with what was passed
+        entries = {k: v.clone() if isinstance(v, Tensor) else v for k, v in entries.items()}
+        # a rank that holds nothing of it has states of no elements: a fused step takes those of all or none
+        state[n] = {k: _cut(k, v, stored[p], comm.rank, comm.device) for k, v in entries.items()}
+        if isinstance(p, ShardTensor):
+            state[n] = {k: _shown(v, p) for k, v in state[n].items()}
     try:
         optimizer.load_state_dict({"state": state, "param_groups": full["param_groups"]})
     except TypeError as error:

@@ -74,7 +74,8 @@ class ParallelModel(Face):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
         """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
         Inputs are whole batches or this rank's parts."""
-        if not self._runtime.random.step and not self.comm.rank:
+        random = self._runtime.random
+        if random.step == random.first_step and not self.comm.rank:
             warn_if_compiled()
         done = self._run(args, kwargs)
         loss = self._shown(rooted(self._runtime, done.total.wait(), done))
@@ -105,7 +106,7 @@ class ParallelModel(Face):
             inputs = stage_inputs(form.program, steps.samples, tensors, run.comm, len(steps.sizes))
         else:
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
-        if run.random.step < COMPARED_STEPS:
+        if run.random.step - run.random.first_step < COMPARED_STEPS:
             run.comm.compare(lambda: facts_of_batch(form.program, tensors))
         if self.training or form is run.forms.planned:
             self._check_planned(args, kwargs)
@@ -215,9 +216,7 @@ class ParallelModel(Face):
         check_model_state(state, {name: stored[name] for name in own})
         for name, mine in own.items():
             plain(mine).copy_(stored[name].piece(state[name], self.comm.rank, self.comm.device))
-        self._runtime.wholes.changed()
-        for loan in self._runtime.loans:
-            loan.note()
+        self._runtime.values_changed()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; also drops what ``no_sync`` has left to be summed."""

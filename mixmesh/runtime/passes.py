@@ -77,6 +77,12 @@ class Runtime:
     recorder: Recorder | None = None
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
 
+    def values_changed(self) -> None:
+        """Called after values of parameters were written in place."""
+        self.wholes.changed()
+        for loan in self.loans:
+            loan.note()
+
 
 def accumulate(
     run: Runtime, form: Form, params, buffers, inputs, *, training: bool

@@ -30,9 +30,13 @@ class RandomPolicy:
         self.seed = seed
         self.exact = exact
         self.by_shape = by_shape
-        self.step = 0
+        self.step = self.first_step = 0  # now, and when this process began
         self.micro_step = 0
         self.first_sample = 0
+
+    def go_on(self, step: int) -> None:
+        """Goes on after ``step`` steps of an earlier process."""
+        self.step = self.first_step = step
 
     @property
     def place(self) -> Place:

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,19 @@ WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
 HERE = Path(__file__).parent.parent
 RECORDED_STEPS = 3  # after the warm-up
 Span = Callable[[str], AbstractContextManager]
+
+
+class Keeper(Protocol):
+    """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
+
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Iterator, int]:
+        """This rank's batches, and how many steps were made before this start."""
+
+    def after_step(self, num_steps: int) -> bool:
+        """Called when ``num_steps`` were made in all: whether the training is to stop."""
+
+    def end(self, num_steps: int) -> None:
+        """Called after the last step."""
 
 
 @dataclass(frozen=True)
@@ -136,12 +149,15 @@ def train(
     record: bool = False,
     check_model: bool = False,
     allow_nan: bool = True,
+    keeper: Keeper | None = None,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
     on_end: Callable[[ParallelModel], object] = lambda model: None,
 ) -> RunReport:
     """Trains ``job`` for ``steps`` steps as ``plan`` says, and for no more ``epochs`` of its data; None is no
     limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
+    A ``keeper`` may go on with an earlier training, whose steps count, and may stop this one after any step;
+    then ``on_end`` is not called. The report is of this start's steps.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
@@ -163,15 +179,19 @@ def train(
     )
     parallel.check_planned(job.batch)
     comm = parallel.comm
-    batches = own_batches(job, plan, comm.rank, epochs)
+    first = 0
+    if keeper is None:
+        batches = own_batches(job, plan, comm.rank, epochs)
+    else:
+        batches, first = keeper.begin(parallel, optimizer, job)
     del job, model  # frees what this rank does not need of them
     on_start()
     dist.barrier()
     step_s: list[float] = []
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
-    span, has_warned = nullcontext, False
-    for number in itertools.count() if steps is None else range(steps):
+    span, has_warned, is_stopped = nullcontext, False, False
+    for number in itertools.count(first) if steps is None else range(first, steps):
         started = time.perf_counter()
         with span("batch"):
             batch = next_batch(batches, comm)
@@ -183,21 +203,27 @@ def train(
         mine = local.detach()
         del batch, local  # before the next one is loaded
         if recording is not None:
-            span = recording.before_optimizer(number)
+            span = recording.before_optimizer(number - first)
         with span("optimizer"):
             optimizer.step()
             optimizer.zero_grad()
         if recording is not None:
-            span = recording.after_optimizer(number)
+            span = recording.after_optimizer(number - first)
         losses.append(float(total.wait()))
         step_s.append(time.perf_counter() - started)
         if not math.isfinite(losses[-1]) and not has_warned:
             report_not_finite(comm, number + 1, losses[-1], mine, allow_nan=allow_nan)
             has_warned = True
         on_step(number, losses[-1], step_s[-1])
+        is_stopped = keeper is not None and keeper.after_step(number + 1)
+        if is_stopped:
+            break
+    if keeper is not None:
+        keeper.end(first + len(losses))
     with comm.call("the end of training"):
         peaks = everyones_peaks(comm, len(losses), steps)
-    on_end(parallel)
+    if not is_stopped:
+        on_end(parallel)
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
     return RunReport(slowest(step_s), tuple(losses), peaks, timelines)

@@ -1,0 +1,16 @@
+"""Checkpoints: all that a training needs to go on, on the same devices or on others.
+
+Reading order: ``saving`` and ``loading`` (the functions), ``state`` (tensors by name), ``storage`` (files),
+``manifest`` (sizes and checksums, names of folders), ``ranks`` (failures that all ranks know of).
+
+No pickle is read: tensors are raw bytes, all else is JSON (``values``). PyTorch's
+``torch.distributed.checkpoint`` plans who writes and reads what; its own files, whose ``.metadata`` is a
+pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
+"""
+
+from __future__ import annotations
+
+from .loading import Loaded, latest, load
+from .saving import save
+
+__all__ = ["Loaded", "latest", "load", "save"]

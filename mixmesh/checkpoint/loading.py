@@ -1,0 +1,156 @@
+"""``mixmesh.checkpoint.load`` and ``latest``: the newest checkpoint that is as it was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import nn, optim
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from ..errors import InputError, PlanError
+from .manifest import Damaged, Manifest, check_files, checkpoints_in
+from .random_state import restore_random_state
+from .ranks import Ranks, WriteFailure, whole_model
+from .saving import warn
+from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors
+from .storage import Reader
+from .values import decode
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The checkpoint that was loaded: its folder, the step after which it was saved, and ``extra`` as it was
+    given to ``save``."""
+
+    path: Path
+    step: int
+    extra: dict[str, Any]
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest checkpoint in ``folder`` that is as it was written; None if there is none at all.
+
+    All of its files are read. One that is damaged is passed over with a warning. Raises InputError if there
+    are checkpoints and all are damaged. Not collective.
+    """
+    found = newest_good(Path(folder), Ranks(0, 1, None))
+    return None if found is None else found[0]
+
+
+def load(
+    folder: str | Path,
+    *,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    scaler: Any = None,
+) -> Loaded | None:
+    """Goes on from the newest checkpoint in ``folder`` that is as it was written; None, and nothing is
+    changed, if there is none at all. Collective.
+
+    It may have been saved under any plan, on any number of ranks, or by a single device. Files are read and
+    compared with their checksums by all ranks together; a damaged checkpoint is passed over for an older one
+    with a warning. Then each rank reads its own pieces, one tensor at a time. Without an optimizer the model
+    alone is loaded, and so on. Random numbers are as they were when it was saved; on another number of ranks
+    all have those of the first one.
+
+    Raises InputError if all checkpoints are damaged, PlanError, before anything is changed, if the newest one
+    is of another model or optimizer or has no state of what is to be loaded.
+    """
+    model = whole_model(model)
+    ranks = Ranks.of(model)
+    with ranks.meeting("checkpoint.load"):
+        found = newest_good(Path(folder), ranks)
+        if found is None:
+            return None
+        path, manifest = found
+        parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        states = decoded_states(manifest, parts)
+        tensors = model_tensors(model)
+        check_model(tensors, manifest)
+        named, state = None, {}
+        if optimizer is not None:
+            if manifest.optimizer is None:
+                raise lacks("optimizer")
+            named = NamedOptimizer.of(model, optimizer, ranks.rank)
+            state, room = load_optimizer_room(named, manifest)
+            tensors |= room
+        read(path, manifest, ranks, tensors)
+        if hasattr(model, "_runtime"):
+            model._runtime.values_changed()
+        if named is not None:
+            named.load(state, manifest.optimizer)
+        for name, part in parts.items():
+            if part is not None:
+                part.load_state_dict(states[name])
+        restore_random_state(model, manifest, ranks.rank, ranks.world_size)
+        return Loaded(path, manifest.step, states.get("extra", {}))
+
+
+def newest_good(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
+    """The newest checkpoint that is as it was written, with its manifest. Collective."""
+    reasons: list[str] = []
+    for path in ranks.from_first(lambda: checkpoints_in(folder)):
+        manifest, reason = checked(path, ranks)
+        if manifest is not None:
+            return path, manifest
+        reasons.append(f"{path.name}: {reason}")
+        if not ranks.rank:
+            warn(f"the checkpoint {path.name} is passed over: {reason}")
+    if reasons:
+        raise InputError(
+            "no checkpoint can be gone on with",
+            expected="one that is as it was written",
+            got="; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if len(reasons) > 3 else ""),
+            where=str(folder),
+            hint=("mixmesh run --fresh begins anew, and leaves them", "or another folder"),
+        )
+    return None
+
+
+def checked(path: Path, ranks: Ranks) -> tuple[Manifest | None, str]:
+    """The manifest of a checkpoint that is as it was written, or None and the reason why it is not. Each rank
+    reads a part of the files. Collective."""
+    manifest, reason = None, ""
+    try:
+        manifest = Manifest.read(path)
+        names = sorted(manifest.files, key=lambda name: manifest.files[name].size_bytes)
+        check_files(path, manifest.files, names[ranks.rank :: ranks.world_size])
+    except Damaged as damage:
+        manifest, reason = None, str(damage)
+    reason = next(filter(None, ranks.everyones(reason)), "")
+    return (None if reason else manifest), reason
+
+
+def decoded_states(manifest: Manifest, parts: dict[str, Any]) -> dict[str, Any]:
+    """The plain states of a checkpoint. Raises PlanError if one of ``parts`` is to be loaded and has none."""
+    for name, part in parts.items():
+        if part is not None and name not in manifest.values:
+            raise lacks(name)
+    return {name: decode(value) for name, value in manifest.values.items()}
+
+
+def lacks(what: str) -> PlanError:
+    """The error for a part that a checkpoint has no state of."""
+    return PlanError(
+        f"the checkpoint has no {what}",
+        expected=f"one that was saved with {what}={what}",
+        got=f"load(..., {what}={what}) of one without",
+        hint=f"leave {what} out, to begin with a new one",
+    )
+
+
+def read(path: Path, manifest: Manifest, ranks: Ranks, tensors: dict[str, Any]) -> None:
+    """Reads this rank's pieces of ``tensors`` in place. Collective."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    reader = Reader(path, manifest)
+    try:
+        ranks.run(lambda **group: dcp.load(tensors, storage_reader=reader, planner=planner, **group))
+    except WriteFailure as failure:  # of reading
+        raise InputError(
+            "the checkpoint could not be read", got=str(failure), where=str(path), hint="start again"
+        ) from None

@@ -1,0 +1,172 @@
+"""The manifest of a checkpoint: what is in it, with sizes and checksums, and where each piece of a tensor is.
+
+A checkpoint is a folder ``000007-step-300``: the seventh that was written, after step 300. It holds one file
+of safetensors per rank, the plan, and ``manifest.json``. It is written as ``.unfinished-...`` beside and
+renamed when all of it is on the disk, so that a folder with its own name was whole once; ``check_files`` says
+whether it still is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+MANIFEST, PLAN = "manifest.json", "run.plan"
+UNFINISHED, REMOVED = ".unfinished-", ".removed-"
+NAME = re.compile(r"(\d{6,})-step-(\d+)")
+BLOCK_BYTES = 4 * 2**20
+DIGEST_BYTES = 16
+
+
+class Damaged(Exception):
+    """A checkpoint that is not as it was written; its text says in which way."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """A file as it was written."""
+
+    size_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor: where it begins in the whole and its sizes, and the file with its bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    first_byte: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A whole tensor: its dtype as in program text, its shape, and the pieces that it is made of."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is said of a checkpoint. ``values`` are states encoded by ``values.encode``, by whose
+    they are; ``optimizer`` its groups and the plain values of its state by parameter; ``random`` the states
+    of random numbers by rank, of those that differ from the first one's."""
+
+    step: int
+    world_size: int
+    versions: str
+    cluster_fingerprint: str = ""
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] | None = None
+    random: dict[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The file's text: the content, and the digest of its one canonical form."""
+        content = _canonical({"format": FORMAT, **asdict(self)})
+        return f'{{"content": {content}, "digest": "{digest_of(content.encode())}"}}\n'
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """The manifest of the checkpoint in ``folder``. Raises Damaged if it is not as it was written."""
+        try:
+            told = json.loads((folder / MANIFEST).read_bytes())
+        except FileNotFoundError:
+            raise Damaged(f"it has no {MANIFEST}") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise Damaged(f"{MANIFEST} cannot be read: {str(error)[:100]}") from None
+        content = told.get("content") if isinstance(told, dict) else None
+        if not isinstance(content, dict):
+            raise Damaged(f"{MANIFEST} is not a manifest")
+        if content.get("format") != FORMAT:
+            got = str(content.get("format"))[:20]
+            raise Damaged(f"it is of format {got}, and this version of mixmesh reads format {FORMAT}")
+        if told.get("digest") != digest_of(_canonical(content).encode()):
+            raise Damaged(f"{MANIFEST} has another checksum than was written")
+        try:
+            return cls._of(content)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"{MANIFEST} lacks something: {type(error).__name__} {str(error)[:100]}") from None
+
+    @classmethod
+    def _of(cls, content: dict[str, Any]) -> Manifest:
+        content = {k: v for k, v in content.items() if k != "format"}
+        files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
+        if any(os.path.basename(name) != name for name in files):
+            raise ValueError("a file that is not in the folder")
+        tensors = {}
+        for name, entry in content.pop("tensors").items():
+            pieces = tuple(
+                Piece(tuple(p["offsets"]), tuple(p["sizes"]), p["file"], p["first_byte"])
+                for p in entry["pieces"]
+            )
+            if unknown := {p.file for p in pieces} - set(files):
+                raise ValueError(f"no checksum of {min(unknown)}")
+            tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
+        return cls(files=files, tensors=tensors, **content)
+
+
+def _canonical(content: dict[str, Any]) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def digest_of(data: bytes) -> str:
+    """The checksum of a whole text."""
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def check_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str]) -> None:
+    """Reads these ``names`` of ``files``. Raises Damaged for the first one that is not as it was written."""
+    for name in names:
+        entry = files[name]
+        made, size_bytes = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+        try:
+            with (folder / name).open("rb") as file:
+                while block := file.read(BLOCK_BYTES):
+                    made.update(block)
+                    size_bytes += len(block)
+        except OSError as error:
+            raise Damaged(f"{name} cannot be read: {error.strerror}") from None
+        if size_bytes != entry.size_bytes:
+            raise Damaged(f"{name} has {size_bytes} bytes, and {entry.size_bytes} were written")
+        if made.hexdigest() != entry.digest:
+            raise Damaged(f"{name} has another checksum than was written")
+
+
+# --- folders ---------------------------------------------------------------------------------------------
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """The checkpoints of a folder, the newest first; none where there is no folder."""
+    try:
+        found = [(name, path) for path in folder.iterdir() if (name := NAME.fullmatch(path.name))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]), reverse=True)]
+
+
+def next_name(folder: Path, step: int) -> str:
+    """The name of the next checkpoint, after all that are there."""
+    newest = checkpoints_in(folder)[:1]
+    serial = 1 + (int(NAME.fullmatch(newest[0].name)[1]) if newest else 0)
+    return f"{serial:06d}-step-{step}"
+
+
+def sync(path: Path) -> None:
+    """Has the entries of a folder written to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""The ranks that save and load a checkpoint together, and how a failure of one is known to all."""
+
+from __future__ import annotations
+
+import errno
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import InputError, MixmeshError
+from ..preparation.saving import parallel_models
+from ..runtime.comm import Comm
+from ..runtime.first_rank import everyones, from_first_rank
+from ..trace.compiled import uncompiled
+
+T = TypeVar("T")
+PURPOSE = "checkpoint"
+# errors that say that the folder was never one to write to
+WRONG_FOLDER = (
+    errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS, errno.EEXIST, errno.EISDIR, errno.ENAMETOOLONG,
+)  # fmt: skip
+
+
+class WriteFailure(Exception):
+    """A checkpoint that could not be written, as of a disk that is full: the same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All ranks of a model; ``comm`` is None for a model of one device."""
+
+    rank: int
+    world_size: int
+    comm: Comm | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Ranks:
+        """The ranks of a model. Raises InputError for a model that is not parallel among several ranks, or
+        that holds parallel ones."""
+        if hasattr(model, "_runtime"):
+            comm = model.comm
+            return cls(comm.rank, comm.world_size, comm)
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if parallel_models(model) or world_size > 1:
+            raise InputError(
+                "a checkpoint is of one parallel model, or of a model on one device",
+                expected="the model that mixmesh.prepare or parallelize returned",
+                got=f"a {type(model).__name__} on {world_size} ranks",
+                hint="one folder of checkpoints for each parallel model",
+            )
+        return cls(0, 1, None)
+
+    @property
+    def is_alone(self) -> bool:
+        return self.world_size == 1
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """A group of its own, of which the watch knows; None for one rank. Collective at first."""
+        if self.is_alone:
+            return None
+        self.comm.add([(PURPOSE, self.comm.everyone)], backend="gloo")
+        return self.comm.groups[PURPOSE, self.comm.everyone]
+
+    def meeting(self, what: str) -> AbstractContextManager:
+        """A call in which all ranks meet, as the watch knows it: one that fails, or is elsewhere, is named to
+        all others."""
+        return nullcontext() if self.is_alone else self.comm.call(what)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[dist.ProcessGroup | None]:
+        """The group, while this rank waits for others in it. Raises CollectiveError if one is lost."""
+        group = self.group
+        if group is None:
+            yield None
+            return
+        watch, what = self.comm.watch, "a checkpoint"
+        if watch is not None:
+            watch.waiting = (what, time.monotonic())
+        try:
+            yield group
+        except (RuntimeError, dist.DistError) as error:
+            raise self.comm.channel(self.comm.everyone, what, PURPOSE).failed(error) from error
+        finally:
+            if watch is not None:
+                watch.waiting = None
+
+    def run(self, call: Callable[..., T]) -> T:
+        """``call`` with the group, of a function of ``torch.distributed.checkpoint``. Raises WriteFailure if
+        ranks could not write, and any other error of a rank, on all ranks."""
+        try:
+            with warnings.catch_warnings(), self._waiting() as group:
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                return call(process_group=group, no_dist=self.is_alone)
+        except CheckpointException as failure:  # which is no Exception
+            raise _error_of({rank: error for rank, (error, _) in failure.failures.items()}) from None
+
+    def everyones(self, value: T) -> tuple[T, ...]:
+        """The ``value`` of every rank. Collective."""
+        with self._waiting() as group:
+            return (value,) if group is None else everyones(value, group)
+
+    def from_first(self, make: Callable[[], T]) -> T:
+        """The first rank's ``make()``, or its error, on every rank. Collective."""
+        with self._waiting() as group:
+            return make() if group is None else from_first_rank(make, group)
+
+
+def _error_of(errors: dict[int, BaseException]) -> BaseException:
+    rank, first = min(errors.items())
+    if all(isinstance(error, OSError) and error.errno not in WRONG_FOLDER for error in errors.values()):
+        return WriteFailure("; ".join(f"rank {r}: {text_of(error)}" for r, error in sorted(errors.items())))
+    wrong = next((e for e in errors.values() if isinstance(e, OSError) and e.errno in WRONG_FOLDER), None)
+    if wrong is not None:
+        return InputError(
+            "checkpoints cannot be written there",
+            expected="a folder that every rank may write to",
+            got=text_of(wrong),
+            where=str(wrong.filename or ""),
+        )
+    if isinstance(first, MixmeshError) or not isinstance(first, Exception):
+        return first
+    return MixmeshError(f"rank {rank} failed: {type(first).__name__}: {first}")
+
+
+def text_of(error: BaseException) -> str:
+    """An error in one line."""
+    told: Any = getattr(error, "strerror", None) or error
+    return " ".join(str(told).split())[:200]
+
+
+def whole_model(model: nn.Module) -> nn.Module:
+    """The model that is saved: the one within ``torch.compile``."""
+    return uncompiled(model)

@@ -1,0 +1,161 @@
+"""Checkpoints of ``mixmesh run``: when they are written, and where a start goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import InputError
+from ..plan_file import Plan
+from ..preparation.loading import own_loader
+from ..preparation.own_loader import OwnIterator, OwnLoader
+from ..runtime.parallel import ParallelModel
+from ..runtime.train import own_batches, owned
+from .loading import load
+from .manifest import checkpoints_in
+from .ranks import Ranks
+from .saving import save
+from .signals import OF_SIGNAL, Signals
+from .vote import Vote
+
+EVERY = re.compile(r"(\d+)(s?)")
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often: every so many steps, or every so many seconds; the other one is 0."""
+
+    steps: int = 0
+    time_s: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Every:
+        """``50`` are steps, ``600s`` seconds. Raises InputError for anything else."""
+        found = EVERY.fullmatch(text)
+        if found is None or not int(found[1]):
+            raise InputError(
+                "how often checkpoints are written cannot be read",
+                expected="steps, as --every 50, or seconds, as --every 600s",
+                got=f"--every {text}",
+            )
+        count = int(found[1])
+        return cls(time_s=count) if found[2] else cls(steps=count)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where and how often checkpoints are written, how many stay, and whether to begin anew."""
+
+    folder: Path
+    every: Every
+    keep: int
+    is_fresh: bool = False
+
+    def check_folder(self) -> None:
+        """Raises InputError if the folder is none to write to: before the training, not in it."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                "checkpoints cannot be written there", got=str(error.strerror), where=str(self.folder)
+            ) from None
+        if not os.access(self.folder, os.W_OK | os.X_OK):
+            raise InputError("checkpoints cannot be written there", got="no right", where=str(self.folder))
+
+
+class RunCheckpoints:
+    """The checkpoints of one run: ``begin`` before its first step, ``after_step`` after each, ``end`` after
+    the last one. All three are collective."""
+
+    def __init__(
+        self, settings: Settings, plan: Plan, epochs: int | None, say: Callable[[str], None]
+    ) -> None:
+        self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
+        self._open = ExitStack()
+        self._saved_step = -1
+        self.first_step = 0  # how many were made before this start
+        self.stopped_by = 0  # the number of the signal that ended the run
+
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Iterator, int]:
+        """This rank's batches that remain, and the number of steps that were made before this start. Raises
+        InputError for data that cannot be gone on with."""
+        self._model, self._optimizer = model, optimizer
+        self._loader = None if job.data is None else own_loader(job.data, self._plan)
+        if isinstance(self._loader, OwnIterator):
+            self._loader.state_dict()  # raises
+        if not self._settings.is_fresh:
+            self._go_on()
+        self._signals = self._open.enter_context(Signals())
+        self._vote = Vote(Ranks.of(model))
+        self._saved_at = time.monotonic()
+        return self._batches(job), self.first_step
+
+    def _go_on(self) -> None:
+        found = load(self._settings.folder, **self._parts())
+        if found is not None:
+            self.first_step = self._saved_step = found.step
+            self._say(f"going on after step {found.step}, from {found.path}")
+
+    def _parts(self) -> dict[str, Any]:
+        return {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
+
+    def _batches(self, job: Any) -> Iterator:
+        if self._loader is not None:
+            return map(owned, chain.from_iterable(_epochs(self._loader, self._epochs)))
+        # one batch over and over: an epoch is a step
+        left = None if self._epochs is None else max(self._epochs - self.first_step, 0)
+        return own_batches(job, self._plan, self._model.comm.rank, left)
+
+    def after_step(self, num_steps: int) -> bool:
+        """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
+        every = self._settings.every
+        is_due = every.time_s and time.monotonic() - self._saved_at >= every.time_s
+        # the first rank's clock counts
+        is_due, self.stopped_by = self._vote.cast(
+            int(bool(is_due) and not self._model.comm.rank), self._signals.number
+        )
+        if is_due or self.stopped_by or (every.steps and num_steps % every.steps == 0):
+            self._save(num_steps)
+        return bool(self.stopped_by)
+
+    def _save(self, num_steps: int) -> None:
+        path = save(self._settings.folder, step=num_steps, keep=self._settings.keep, **self._parts())
+        self._saved_at = time.monotonic()
+        if path is not None:
+            self._saved_step = num_steps
+
+    def end(self, num_steps: int) -> None:
+        """Saves what was trained since the last checkpoint, and lets go of signals."""
+        self._vote.finish()
+        if num_steps != self._saved_step:
+            self._save(num_steps)
+
+    def close(self) -> int:
+        """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
+        that has stopped the run, or 0."""
+        self._open.close()
+        return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
+
+    def summary(self) -> str:
+        """In one line, how the run has ended and where its state is."""
+        newest = next(iter(checkpoints_in(self._settings.folder)), None)
+        where = "no checkpoint was written" if newest is None else f"checkpoint {newest}"
+        if not self.stopped_by:
+            return where
+        name = signal.Signals(self.stopped_by).name
+        return f"stopped by {name}; the same command goes on from there: {where}"
+
+
+def _epochs(loader: OwnLoader, epochs: int | None) -> Iterator[Iterable]:
+    while epochs is None or loader.state_dict()["epoch"] < epochs:
+        yield loader

@@ -1,0 +1,152 @@
+"""``mixmesh.checkpoint.save``: all that a training needs to go on, written by all ranks together."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn, optim
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from ..errors import InputError
+from ..preparation.saving import check_has_state
+from ..runtime.versions import versions_text
+from .manifest import REMOVED, Manifest, checkpoints_in
+from .random_state import random_state
+from .ranks import Ranks, WriteFailure, text_of, whole_model
+from .state import NamedOptimizer, own_model_tensors
+from .storage import RankPart, Writer
+from .values import encode
+
+
+@dataclass(frozen=True)
+class Content:
+    """What one rank puts into a checkpoint: its tensors by name, the manifest's part that all ranks share,
+    this rank's own, and the plan."""
+
+    tensors: dict[str, Tensor]
+    manifest: Manifest
+    part: RankPart
+    plan: str
+
+
+def save(
+    folder: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> Path | None:
+    """Writes a checkpoint into ``folder``, which all ranks share: the folder of the checkpoint. Collective.
+
+    ``model`` is a parallel one or that of a single device, between two steps. Random numbers are always kept,
+    and of ``scheduler``, ``loader`` and ``scaler`` what their ``state_dict`` says. ``extra`` holds plain
+    values of your own, the first rank's. ``keep``: how many checkpoints stay, older ones are removed (None:
+    all).
+
+    Each rank writes its own pieces, one tensor at a time. The checkpoint has its name when all of it is on
+    the disk. What cannot be written, as where the disk is full, is a warning of the first rank, None on all
+    ranks, and changes nothing that was there. Raises InputError on all ranks for a folder that is none to
+    write to, or a value that cannot be kept (``values.encode``).
+    """
+    folder = Path(folder)
+    check_numbers(step, keep)
+    model = whole_model(model)
+    ranks = Ranks.of(model)
+    with ranks.meeting("checkpoint.save"):
+        content = content_of(
+            ranks, step, model, optimizer, {"scheduler": scheduler, "loader": loader, "scaler": scaler}, extra
+        )
+        return write(folder, ranks, content, keep)
+
+
+def check_numbers(step: int, keep: int | None) -> None:
+    """Raises InputError for a step or number of checkpoints that is none."""
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InputError("a checkpoint is of a step", expected="a whole number, 0 or more", got=repr(step))
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise InputError(
+            "so many checkpoints cannot be kept", expected="1 or more, None for all", got=repr(keep)
+        )
+
+
+def content_of(
+    ranks: Ranks,
+    step: int,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None,
+    parts: Mapping[str, Any],
+    extra: Mapping[str, Any] | None,
+) -> Content:
+    """All that this rank has to write. Its tensors are the model's own, not copies."""
+    tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
+    if optimizer is not None:
+        named = NamedOptimizer.of(model, optimizer, ranks.rank)
+        state, optimizer_values = named.state()
+        tensors |= state
+        described = named.description()
+    values = {}
+    for name, part in parts.items():
+        if part is not None:
+            check_has_state(name, part)
+            values[name] = encode(part.state_dict(), name)
+    if extra is not None:
+        values["extra"] = encode(dict(extra), "extra")
+    plan = model._runtime.forms.plan if hasattr(model, "_runtime") else None
+    manifest = Manifest(
+        step=step,
+        world_size=ranks.world_size,
+        versions=versions_text(),
+        cluster_fingerprint=plan.cluster_fingerprint if plan is not None else "",
+        values=values,
+        optimizer=described,
+    )
+    part = RankPart(ranks.rank, None, random_state(model), optimizer_values)
+    return Content(tensors, manifest, part, str(plan) if plan is not None and not ranks.rank else "")
+
+
+def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Path | None:
+    """Writes ``content`` and removes what is older than the newest ``keep``. Collective."""
+    writer = Writer(folder, content.manifest, content.part, content.plan)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        ranks.run(lambda **group: dcp.save(content.tensors, storage_writer=writer, planner=planner, **group))
+    except WriteFailure as failure:
+        if not ranks.rank:
+            stays = next((path.name for path in checkpoints_in(folder)), "none was written before")
+            warn(f"the checkpoint of step {content.manifest.step} could not be written ({failure}); {stays}")
+        return None
+    finally:
+        if writer.unfinished is not None:  # renamed by now, or of no use
+            shutil.rmtree(writer.unfinished, ignore_errors=True)
+    if keep is not None and not ranks.rank:
+        remove_old(folder, keep)
+    return folder / writer.name
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Removes all checkpoints but the newest ``keep``. Each loses its name first, so that none is there in
+    part."""
+    for path in checkpoints_in(folder)[keep:]:
+        removed = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
+        try:
+            path.rename(removed)
+            shutil.rmtree(removed)
+        except OSError as error:
+            warn(f"the old checkpoint {path.name} could not be removed: {text_of(error)}")
+
+
+def warn(text: str) -> None:
+    """A warning for who looks at a training, on the standard error."""
+    print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,60 @@
+"""The signals that ask a training to stop at the end of a step: those of schedulers, and Ctrl-C.
+
+The first one is noted. A second one ends the process at once, also where its main thread waits in a
+collective and runs no Python: PyTorch's collectives do not return for a signal, so a thread of its own reads
+them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from types import TracebackType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SAME_S = 2.0  # a launcher passes a signal on that its processes have got too: together they are one
+OF_SIGNAL = 128  # added to a signal's number by what a process returns that it has ended
+
+
+class Signals:
+    """Within it, ``number`` is that of the first signal that came; 0 before. Raises ValueError outside of the
+    main thread, which alone has signals."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._came_at = 0.0
+        self._thread = threading.Thread(target=self._read, name="mixmesh signals", daemon=True)
+
+    def __enter__(self) -> Signals:
+        self._from, self._to = os.pipe()
+        os.set_blocking(self._to, False)
+        self._handlers = {number: signal.signal(number, _ignore) for number in SIGNALS}
+        self._wakeup = signal.set_wakeup_fd(self._to, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._wakeup)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        os.close(self._to)  # the thread reads the end
+        self._thread.join()
+        os.close(self._from)
+
+    def _read(self) -> None:
+        while got := os.read(self._from, 1):
+            number = got[0]
+            if number not in SIGNALS:
+                continue
+            if self.number and time.monotonic() - self._came_at > SAME_S:
+                os._exit(OF_SIGNAL + number)
+            if not self.number:
+                self.number, self._came_at = number, time.monotonic()
+
+
+def _ignore(_number: int, _frame: object) -> None:
+    """A handler in Python, so that the wakeup pipe is written to."""

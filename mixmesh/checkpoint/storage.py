@@ -1,0 +1,317 @@
+"""How ``torch.distributed.checkpoint`` writes the tensors of a checkpoint, and reads them.
+
+Its planners decide which rank writes which piece, and which pieces a rank needs of others; it also tells all
+ranks of a failure on one of them. Files are safetensors and JSON: its own storage keeps its metadata and
+plain values as pickles, which run code when they are read. A rank writes and reads one tensor at a time, so
+that it never holds more than one beside its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from ..errors import InputError
+from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from .manifest import (
+    BLOCK_BYTES,
+    DIGEST_BYTES,
+    MANIFEST,
+    PLAN,
+    REMOVED,
+    UNFINISHED,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    digest_of,
+    next_name,
+    sync,
+)
+
+# the names of safetensors
+SAFETENSORS = {name: name.upper() for name in DTYPE_NAME.values() if name != "c128"}
+SAFETENSORS |= {"f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
+ALIGNED_BYTES = 8  # to which safetensors fills up its header
+OF_RANK = MetadataIndex("of this rank")
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """The part of a manifest that one rank knows: its file, the state of its random numbers, and the plain
+    values of the optimizer's state by parameter, all encoded."""
+
+    rank: int
+    file: tuple[str, FileEntry] | None
+    random: Any
+    optimizer_state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint is written: the folder until it is whole, its name afterwards, and this rank."""
+
+    unfinished: str
+    name: str
+    rank: int
+
+
+@dataclass
+class Writer(StorageWriter):
+    """Writes a checkpoint into ``folder``. ``part`` is this rank's, ``manifest`` all that is the same on all
+    ranks, ``plan`` the text of the plan. ``name`` is known once the checkpoint has begun."""
+
+    folder: Path
+    manifest: Manifest
+    part: RankPart
+    plan: str = ""
+    name: str = ""
+    unfinished: Path | None = field(default=None, init=False)  # on the first rank
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self.unfinished, self.name = None, ""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        for item in plan.items:
+            _check_dtype(item)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(self.folder)
+        name = next_name(self.folder, self.manifest.step)
+        self.unfinished = self.folder / f"{UNFINISHED}{name}-{secrets.token_hex(4)}"
+        self.unfinished.mkdir()
+        return [
+            replace(plan, storage_data=Place(self.unfinished.name, name, rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        place: Place = plan.storage_data
+        self.name = place.name
+        results, entry = [], None
+        if plan.items:
+            file_name = f"rank-{place.rank:05d}.safetensors"
+            pieces, written = write_file(self.folder / place.unfinished / file_name, plan.items, planner)
+            entry = file_name, written
+            results = [
+                WriteResult(item.index, item.tensor_storage_size() or 0, piece)
+                for item, piece in zip(plan.items, pieces)
+            ]
+        part = replace(self.part, rank=place.rank, file=entry)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(OF_RANK, 0, part), *results])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        parts = [result.storage_data for rank in results for result in rank if result.index == OF_RANK]
+        pieces: dict[str, list[Piece]] = {}
+        for result in (result for rank in results for result in rank if result.index != OF_RANK):
+            pieces.setdefault(result.index.fqn, []).append(result.storage_data)
+        files = dict(part.file for part in parts if part.file is not None)
+        for name, entry in files.items():
+            self._check_is_here(name, entry)
+        if self.plan:
+            text = self.plan.encode()
+            write_whole(self.unfinished / PLAN, text)
+            files[PLAN] = FileEntry(len(text), digest_of(text))
+        tensors = {
+            name: TensorEntry(DTYPE_NAME[of.properties.dtype], tuple(of.size), tuple(pieces[name]))
+            for name, of in metadata.state_dict_metadata.items()
+        }
+        write_whole(self.unfinished / MANIFEST, _joined(self.manifest, parts, files, tensors).text().encode())
+        sync(self.unfinished)
+        self.unfinished.rename(self.folder / self.name)
+        sync(self.folder)
+
+    def _check_is_here(self, name: str, entry: FileEntry) -> None:
+        path = self.unfinished / name
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            raise InputError(
+                "a rank's part of the checkpoint is not where the first rank looks for it",
+                expected=f"{name} of {entry.size_bytes} bytes in {self.unfinished}",
+                got=f"{path.stat().st_size} bytes" if path.is_file() else "no such file",
+                hint="a folder that all machines share",
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def _joined(
+    manifest: Manifest,
+    parts: list[RankPart],
+    files: dict[str, FileEntry],
+    tensors: dict[str, TensorEntry],
+) -> Manifest:
+    """The manifest of all ranks."""
+    optimizer = manifest.optimizer
+    if optimizer is not None:
+        state: dict[str, Any] = {}
+        for part in reversed(parts):
+            for name, values in part.optimizer_state.items():
+                state[name] = {**state.get(name, {}), **values}
+        optimizer = {**optimizer, "state": state}
+    first = parts[0].random
+    random = {str(part.rank): part.random for part in parts if part.rank == 0 or part.random != first}
+    return replace(manifest, files=files, tensors=tensors, optimizer=optimizer, random=random)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what writes and removals that were cut off have left."""
+    for path in folder.iterdir():
+        if path.name.startswith((UNFINISHED, REMOVED)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_dtype(item: WriteItem) -> None:
+    dtype = item.tensor_data.properties.dtype
+    if DTYPE_NAME.get(dtype) not in SAFETENSORS:
+        raise InputError(
+            f"{item.index.fqn} cannot be kept in a checkpoint",
+            expected=", ".join(SAFETENSORS),
+            got=str(dtype),
+        )
+
+
+def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[list[Piece], FileEntry]:
+    """Writes the tensors of ``items`` one by one, as safetensors: where each is, and the file's entry."""
+    header: dict[str, Any] = {}
+    pieces, end = [], 0
+    for item in items:
+        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+        begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
+        key = f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
+        kind = SAFETENSORS[DTYPE_NAME[dtype]]
+        header[key] = {"dtype": kind, "shape": list(chunk.sizes), "data_offsets": [begin, end]}
+        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), path.name, begin))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNED_BYTES)
+    head = len(text).to_bytes(8, "little") + text
+    made, size_bytes = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    with path.open("wb") as file:
+        for block in _blocks(head, items, planner):
+            file.write(block)
+            made.update(block)
+            size_bytes += len(block)
+        file.flush()
+        os.fsync(file.fileno())
+    moved = [replace(piece, first_byte=len(head) + piece.first_byte) for piece in pieces]
+    return moved, FileEntry(size_bytes, made.hexdigest())
+
+
+def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for item in items:
+        data = bytes_of(planner.resolve_data(item))
+        for begin in range(0, len(data), BLOCK_BYTES):
+            yield data[begin : begin + BLOCK_BYTES]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a plain tensor in their order, as bytes in host memory."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
+
+
+@dataclass
+class Reader(StorageReader):
+    """Reads the checkpoint in ``folder``, whose manifest was checked against its files."""
+
+    folder: Path
+    manifest: Manifest
+    _places: dict[MetadataIndex, Piece] = field(default_factory=dict, init=False)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        self._places = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        found = {}
+        for name, entry in self.manifest.tensors.items():
+            chunks = []
+            for piece in entry.pieces:
+                offsets = torch.Size(piece.offsets)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
+                self._places[MetadataIndex(name, offsets)] = piece
+            properties = TensorProperties(dtype=TORCH_DTYPE[entry.dtype])
+            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(found)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            piece = self._places[item.storage_index]
+            dtype = TORCH_DTYPE[self.manifest.tensors[item.storage_index.fqn].dtype]
+            with torch.no_grad():
+                values = read_box(self.folder, piece, dtype, item.storage_offsets, item.lengths)
+                planner.resolve_tensor(item).copy_(values)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def read_box(folder: Path, piece: Piece, dtype: torch.dtype, offsets: Any, lengths: Any) -> Tensor:
+    """The box of a piece that begins at ``offsets`` and has the sizes ``lengths``. Only rows (of dim 0) that
+    are in it are read."""
+    if 0 in piece.sizes:
+        return torch.empty(tuple(lengths), dtype=dtype)
+    first, count = (offsets[0], lengths[0]) if piece.sizes else (0, 1)
+    rest = piece.sizes[1:]
+    row_bytes = math.prod(rest) * dtype.itemsize
+    data = bytearray(count * row_bytes)
+    with (folder / piece.file).open("rb") as file:
+        file.seek(piece.first_byte + first * row_bytes)
+        if file.readinto(data) != len(data):
+            raise OSError(f"{piece.file} ends early")
+    box = torch.frombuffer(data, dtype=dtype).reshape((count, *rest) if piece.sizes else ())
+    for dim in range(1, len(piece.sizes)):
+        box = box.narrow(dim, offsets[dim], lengths[dim])
+    return box

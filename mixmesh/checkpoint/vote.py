@@ -1,0 +1,37 @@
+"""What one rank has noticed and all must act on in the same step: a signal, or that it is time to save."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from .ranks import PURPOSE, Ranks
+
+
+class Vote:
+    """At the end of every step each rank says two numbers; all learn the largest of each one step later, so
+    that no step waits for the message."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._group = ranks, ranks.group
+        self._pending: tuple[dist.Work, torch.Tensor] | None = None
+
+    def cast(self, first: int, second: int) -> tuple[int, int]:
+        """The largest numbers that any rank said in the call before; 0 and 0 in the first one. Of a single
+        rank, those that it says now. Collective."""
+        if self._group is None:
+            return first, second
+        decided = self.finish()
+        told = torch.tensor([first, second])
+        self._pending = dist.all_reduce(told, dist.ReduceOp.MAX, self._group, async_op=True), told
+        return decided
+
+    def finish(self) -> tuple[int, int]:
+        """Waits for the last message; the largest numbers of it. Collective."""
+        if self._pending is None:
+            return 0, 0
+        (work, told), self._pending = self._pending, None
+        comm = self._ranks.comm
+        comm.channel(comm.everyone, "whether to save and to stop", PURPOSE).finish(work)
+        first, second = told.tolist()
+        return first, second

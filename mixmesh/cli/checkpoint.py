@@ -1,0 +1,78 @@
+"""The options of ``mixmesh run`` for checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InputError
+from ..plan_file import Plan
+from .launch import meet
+
+if TYPE_CHECKING:
+    from ..checkpoint.run import RunCheckpoints, Settings
+
+DEFAULT_EVERY = "600s"
+CheckpointFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--checkpoint",
+        metavar="DIR",
+        help="Write checkpoints there, and go on from the newest good one that is there, up to --steps.",
+    ),
+]
+CheckpointEvery = Annotated[
+    str | None,
+    typer.Option(
+        "--every",
+        metavar="N",
+        help=f"How often: 50 is every 50 steps, 600s every 600 seconds; {DEFAULT_EVERY} without it.",
+    ),
+]
+CheckpointKeep = Annotated[
+    int, typer.Option("--keep", min=1, metavar="K", help="How many checkpoints stay; older ones are removed.")
+]
+CheckpointFresh = Annotated[
+    bool, typer.Option("--fresh", help="Begin anew, whatever checkpoints there are; they count as older.")
+]
+
+
+def checkpoint_settings(
+    folder: Path | None, every: str | None, keep: int, is_fresh: bool, timeout_s: float
+) -> Settings | None:
+    """Where and how often to save; None without a folder. Collective with one. Raises InputError on all ranks
+    if the first one cannot write there."""
+    if folder is None:
+        if every is not None or is_fresh:
+            raise InputError(
+                "where checkpoints are is not said",
+                expected="--checkpoint DIR",
+                got="--every or --fresh without it",
+            )
+        return None
+    from ..checkpoint.run import Every, Settings
+    from ..runtime.first_rank import from_first_rank
+
+    settings = Settings(folder, Every.parse(every or DEFAULT_EVERY), keep, is_fresh)
+    if meet(timeout_s):
+        from_first_rank(settings.check_folder)
+    else:
+        settings.check_folder()
+    return settings
+
+
+def keeper_of(
+    settings: Settings | None, plan: Plan, epochs: int | None, *, is_quiet: bool
+) -> RunCheckpoints | None:
+    """What keeps the state of a run; None without checkpoints."""
+    if settings is None:
+        return None
+    from ..checkpoint.run import RunCheckpoints
+
+    def say(text: str) -> None:
+        if not is_quiet:
+            print(text, flush=True)
+
+    return RunCheckpoints(settings, plan, epochs, say)

@@ -1,0 +1,233 @@
+"""Checkpoints saved under one plan and gone on with under the same, another, or on one device."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed, run_world
+from idioms.plans import PLANS, named, same_weights
+from test_gloo import Mlp, adamw, batch, build, close
+
+from mixmesh import checkpoint
+from mixmesh.errors import InputError, PlanError
+from mixmesh.runtime.comm import initialise
+from mixmesh.runtime.parallel import load_full_optimizer_state_dict
+from mixmesh.runtime.shard_tensor import plain
+
+WORLD = 3
+
+
+def shared_folder() -> Path:
+    """One folder that all ranks know."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+def scheduler_of(optimizer):
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 2, 2], gamma=0.5)
+
+
+def train(model, optimizer, scheduler, steps) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def make_sgd(params):
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9)
+
+
+def pieces(model, optimizer) -> dict[str, torch.Tensor]:
+    """All values that this rank holds, and computes with."""
+    held = {n: p for n, p in model.named_parameters() if plain(p).numel()}
+    state = {f"{key} of {n}": v for n, p in held.items() for key, v in optimizer.state.get(p, {}).items()}
+    return {name: plain(t).clone() for name, t in (model.state_dict() | state).items()}
+
+
+def expect_equal(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == its.keys()
+    for name, value in mine.items():
+        assert torch.equal(value, its[name]), (name, value, its[name])
+
+
+def check_the_same_plan_goes_on_to_the_last_digit(_) -> None:
+    for name in PLANS:
+        folder = shared_folder()
+        _, _, model, optimizer = build(name)
+        scheduler = scheduler_of(optimizer)
+        train(model, optimizer, scheduler, range(2))
+        checkpoint.save(folder, step=2, model=model, optimizer=optimizer, scheduler=scheduler)
+        expected = train(model, optimizer, scheduler, range(2, 5))
+        _, _, other, resumed = build(name)
+        again = scheduler_of(resumed)
+        found = checkpoint.load(folder, model=other, optimizer=resumed, scheduler=again)
+        assert found.step == 2
+        assert train(other, resumed, again, range(2, 5)) == expected, name
+        expect_equal(pieces(model, optimizer), pieces(other, resumed))
+
+
+def check_another_plan_goes_on_alike(_) -> None:
+    for saves, loads in zip(PLANS, PLANS[1:] + PLANS[:1]):
+        for make in ({}, {"make": make_sgd}):
+            folder = shared_folder()
+            single, own, model, optimizer = build(saves, **make)
+            schedulers = scheduler_of(own), scheduler_of(optimizer)
+            train(single, own, schedulers[0], range(2))
+            train(model, optimizer, schedulers[1], range(2))
+            checkpoint.save(folder, step=2, model=model, optimizer=optimizer, scheduler=schedulers[1])
+            _, _, other, resumed = build(loads, **make)
+            train(other, resumed, scheduler_of(resumed), range(7, 8))  # what it has is replaced
+            again = scheduler_of(resumed)
+            checkpoint.load(folder, model=other, optimizer=resumed, scheduler=again)
+            expected = train(single, own, schedulers[0], range(2, 5))
+            got = train(other, resumed, again, range(2, 5))
+            for one, two in zip(expected, got):
+                assert abs(one - two) < 1e-9, (saves, loads)
+            same_weights(single, other)
+
+
+def check_a_whole_state_of_momentum_goes_on_under_every_plan(_) -> None:
+    """Also where a rank holds some parameters and nothing of others."""
+    for name in PLANS:
+        single, own, model, optimizer = build(name, make=make_sgd)
+        train(single, own, scheduler_of(own), range(2))
+        model.load_full_state_dict(single.state_dict())
+        load_full_optimizer_state_dict(model, optimizer, own.state_dict())
+        losses = [train(m, o, scheduler_of(o), range(2, 4)) for m, o in ((single, own), (model, optimizer))]
+        assert all(abs(one - two) < 1e-9 for one, two in zip(*losses)), name
+        same_weights(single, model)
+
+
+def check_what_one_device_saved_goes_on(_) -> None:
+    """And is saved again for ``test_one_device_goes_on``."""
+    single, own, model, optimizer = build("fsdp")
+    checkpoint.load(Path(os.environ["OF_ONE_DEVICE"]), model=model, optimizer=optimizer)
+    train(single, own, scheduler_of(own), range(2))
+    for key, value in model.full_state_dict().items():
+        assert torch.equal(value, single.state_dict()[key]), key
+    got = train(model, optimizer, scheduler_of(optimizer), range(2, 3))
+    expected = train(single, own, scheduler_of(own), range(2, 3))
+    assert abs(got[0] - expected[0]) < 1e-9
+    checkpoint.save(os.environ["OF_ALL"], step=3, model=model, optimizer=optimizer)
+    with pytest.raises(InputError, match="of one parallel model"):
+        checkpoint.load(os.environ["OF_ALL"], model=single, optimizer=own)
+
+
+def check_what_is_of_another_job_is_refused_and_changes_nothing(_) -> None:
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    train(model, optimizer, scheduler_of(optimizer), range(1))
+    checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    _, _, other, resumed = build("tensor_parallel", make=make_sgd)
+    before = pieces(other, resumed)
+    with pytest.raises(PlanError, match="another optimizer"):
+        checkpoint.load(folder, model=other, optimizer=resumed)
+    with pytest.raises(PlanError, match="no scheduler"):
+        checkpoint.load(folder, model=other, scheduler=scheduler_of(resumed))
+    expect_equal(before, pieces(other, resumed))
+    checkpoint.load(folder, model=other)
+    close(other.full_state_dict()["fc1.weight"], model.full_state_dict()["fc1.weight"])
+
+
+def check_a_rank_that_cannot_write_stops_nobody(_) -> None:
+    """The file of one rank grows beyond what its process may write; then it may again."""
+    import resource
+
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    train(model, optimizer, scheduler_of(optimizer), range(1))
+    first = checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        assert checkpoint.save(folder, step=2, model=model, optimizer=optimizer) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == [first.name]
+    train(model, optimizer, scheduler_of(optimizer), range(1, 2))
+    third = checkpoint.save(folder, step=3, model=model, optimizer=optimizer, keep=1)
+    dist.barrier()
+    assert sorted(os.listdir(folder)) == [third.name]
+    assert checkpoint.latest(folder) == third
+    dist.barrier()
+
+
+def check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(_) -> None:
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
+    second = checkpoint.save(folder, step=2, model=model, optimizer=optimizer)
+    if dist.get_rank() == 0:
+        path = second / "rank-00001.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(bytes(data))
+    dist.barrier()
+    assert checkpoint.load(folder, model=model, optimizer=optimizer).step == 1
+    if dist.get_rank() == 0:
+        (folder / "000001-step-1" / "manifest.json").unlink()
+    dist.barrier()
+    with pytest.raises(InputError, match="no checkpoint can be gone on with"):
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+    assert checkpoint.load(folder / "none", model=model) is None
+
+
+CHECKS = named(
+    check_the_same_plan_goes_on_to_the_last_digit,
+    check_another_plan_goes_on_alike,
+    check_a_whole_state_of_momentum_goes_on_under_every_plan,
+    check_what_one_device_saved_goes_on,
+    check_what_is_of_another_job_is_refused_and_changes_nothing,
+    check_a_rank_that_cannot_write_stops_nobody,
+    check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all,
+)
+
+
+def join() -> None:
+    initialise(WORLD, torch.device("cpu"), 60)
+
+
+@pytest.fixture(scope="module")
+def of_all(tmp_path_factory):
+    """A folder into which a world saves that goes on with what this process has saved."""
+    folders = {name: tmp_path_factory.mktemp(name.lower()) for name in ("OF_ONE_DEVICE", "OF_ALL")}
+    os.environ.update({name: str(folder) for name, folder in folders.items()})
+    model = Mlp(0)
+    optimizer = adamw(model.parameters())
+    train(model, optimizer, scheduler_of(optimizer), range(2))
+    assert checkpoint.save(folders["OF_ONE_DEVICE"], step=2, model=model, optimizer=optimizer)
+    return folders["OF_ALL"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(of_all):
+    return run_world(WORLD, CHECKS, join)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_plans(outcomes, name):
+    assert_passed(outcomes[name])
+
+
+def test_one_device_goes_on(outcomes, of_all):
+    model, expected = Mlp(3), Mlp(0)
+    resumed, own = adamw(model.parameters()), adamw(expected.parameters())
+    train(expected, own, scheduler_of(own), range(2))
+    train(expected, own, scheduler_of(own), range(2, 3))
+    assert checkpoint.load(of_all, model=model, optimizer=resumed).step == 3
+    losses = [train(m, o, scheduler_of(o), range(3, 5)) for m, o in ((model, resumed), (expected, own))]
+    assert all(abs(one - two) < 1e-9 for one, two in zip(*losses))
