@@ -90,6 +90,13 @@ def assert_trains_alike(
             torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
+def shared_folder() -> Path:
+    """A new folder that all ranks know. Collective."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
 def assert_passed(failures: list[str | None]) -> None:
     text = "\n".join(f"rank {rank}:\n{f}" for rank, f in enumerate(failures) if f)
     assert not text, text

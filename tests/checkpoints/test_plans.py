@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_world import assert_passed, run_world
+from gloo_world import assert_passed, run_world, shared_folder
 from idioms.plans import PLANS, named, same_weights
 from test_gloo import Mlp, adamw, batch, build, close
 
@@ -20,13 +19,6 @@ from mixmesh.runtime.parallel import load_full_optimizer_state_dict
 from mixmesh.runtime.shard_tensor import plain
 
 WORLD = 3
-
-
-def shared_folder() -> Path:
-    """One folder that all ranks know."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return Path(names[0])
 
 
 def scheduler_of(optimizer):

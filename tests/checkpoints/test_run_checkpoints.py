@@ -8,18 +8,26 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from gloo_world import free_port
-from idioms.plans import THREE
+import torch.distributed as dist
+from gloo_world import assert_passed, free_port, run_world, shared_folder
+from idioms.plans import THREE, named
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import mixmesh
 from mixmesh import checkpoint
-from mixmesh.checkpoint.run import Every
+from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
+from mixmesh.checkpoint.signals import SAME_S
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
+from mixmesh.runtime.comm import initialise
+from mixmesh.runtime.train import train
 
 JOB = """
 import os, time, torch, mixmesh
@@ -34,7 +42,7 @@ class Model(nn.Module):
     def forward(self, x, y):
         if self.training:
             time.sleep(float(os.environ.get("STEP_S", "0")))
-        return (self.two(nn.functional.dropout(self.one(x), float(os.environ.get("DROPOUT", "0.3")))) - y).square().mean()
+        return (self.two(nn.functional.dropout(self.one(x), 0.3)) - y).square().mean()
 
 def rows(count):
     g = torch.Generator().manual_seed(1)
@@ -44,35 +52,32 @@ def job():
     torch.manual_seed(5)  # by which the data is shuffled
     loader = DataLoader(TensorDataset(*rows(40)), batch_size=8, shuffle=True)
     return mixmesh.Job(Model(), rows(8), data=loader, optimizer=lambda p: torch.optim.AdamW(p, lr=0.01))
-"""  # noqa: E501
+"""
 TWO = THREE.replace(", count = 2", "")
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Path:
-    """A folder with the job and two plans for it."""
+    """A folder with the job and a plan for it."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "job.py").write_text(JOB)
     names: dict = {}
     exec(compile(JOB, str(folder / "job.py"), "exec"), names)
-    for planner in ("ddp-proportional", "fsdp-even"):
-        plan = mixmesh.plan(names["Model"](), names["rows"](8), Cluster.parse(TWO), planner=planner)
-        plan.save(folder / f"{planner}.plan")
+    plan = mixmesh.plan(names["Model"](), names["rows"](8), Cluster.parse(TWO), planner="fsdp-even")
+    plan.save(folder / "x.plan")
     return folder
 
 
 class Run:
     """Two ranks that train; ``end`` waits for them."""
 
-    def __init__(
-        self, job: Path, folder: Path, arguments: str, planner: str = "fsdp-even", **environment: str
-    ):
+    def __init__(self, job: Path, folder: Path, arguments: str, **environment: str):
         common = {
             **os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2",
             "MASTER_PORT": str(free_port()), "PYTHONUNBUFFERED": "1", **environment,
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "mixmesh", "run", str(job / "job.py"), "--plan", str(job / f"{plan}.plan"),
+            sys.executable, "-m", "mixmesh", "run", str(job / "job.py"), "--plan", str(job / "x.plan"),
             "--checkpoint", str(folder), "--json", *arguments.split(),
         ]  # fmt: skip
         self.ranks = [
@@ -93,6 +98,11 @@ class Run:
         assert [rank.returncode for rank in self.ranks] == [status] * 2, outputs
         return json.loads(outputs[0][0].splitlines()[-1]) | {"stderr": outputs[0][1]}
 
+    def kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            rank.communicate()
+
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.rpartition("-")[2]) for path in folder.glob("0*"))
@@ -105,65 +115,145 @@ def wait_for(folder: Path, count: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_run_in_parts_is_one_run(job, tmp_path):
-    """In the middle of an epoch too, with dropout and data in random order; and under another plan."""
-    whole = Run(job, tmp_path / "whole", "--steps 9 --every 100")
-    part = Run(job, tmp_path / "parts", "--steps 3 --every 2 --keep 2").end()
-    assert steps_in(tmp_path / "parts") == [2, 3]
-    rest = Run(job, tmp_path / "parts", "--steps 9 --every 2 --keep 2").end()
-    expected = whole.end()["losses"]
-    assert part["losses"] + rest["losses"] == expected and len(expected) == 9
-    assert rest["first_step"] == 4 and steps_in(tmp_path / "parts") == [8, 9]
-    ended = Run(job, tmp_path / "parts", "--steps 9").end()
-    assert ended["losses"] == [] and steps_in(tmp_path / "parts") == [8, 9]
-    fresh = Run(job, tmp_path / "parts", "--steps 2 --fresh").end()
-    assert fresh["losses"] == expected[:2] and steps_in(tmp_path / "parts") == [2, 8, 9]
-    assert checkpoint.latest(tmp_path / "parts").name.endswith("-step-2")  # the one that was written last
+def test_a_run_that_is_killed_goes_on_to_the_last_digit(job, tmp_path):
+    """In the middle of an epoch, with dropout and data in random order."""
+    whole = Run(job, tmp_path / "whole", "--steps 30 --every 100")
+    killed = Run(job, tmp_path / "killed", "--steps 2000 --every 1 --keep 2", STEP_S="0.02")
+    wait_for(tmp_path / "killed", 2)
+    killed.kill()
+    step = int(checkpoint.latest(tmp_path / "killed").name.rpartition("-")[2])
+    rest = Run(job, tmp_path / "killed", "--steps 30 --every 100 --keep 2").end()
+    losses = whole.end()["losses"]
+    assert 2 <= step < 29 and rest["first_step"] == step + 1 and rest["losses"] == losses[step:]
+    assert steps_in(tmp_path / "killed")[-1] == 30 and len(steps_in(tmp_path / "killed")) == 2
 
 
-def test_another_plan_goes_on(job, tmp_path):
-    whole = Run(job, tmp_path / "whole", "--steps 8", DROPOUT="0")
-    part = Run(job, tmp_path / "parts", "--steps 4", DROPOUT="0").end()
-    rest = Run(job, tmp_path / "parts", "--steps 8", plan="ddp-proportional", DROPOUT="0").end()
-    got, expected = part["losses"] + rest["losses"], whole.end()["losses"]
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(job, tmp_path, number):
-    run = Run(job, tmp_path, "--epochs 1000 --every 3", STEP_S="0.02")
+def test_a_signal_to_one_rank_stops_all_with_a_checkpoint(job, tmp_path):
+    run = Run(job, tmp_path, "--epochs 1000 --every 3 --save w.pt", STEP_S="0.02")
     wait_for(tmp_path, 1)
-    run.ranks[1].send_signal(number)
-    report = run.end(128 + number)
-    assert steps_in(tmp_path)[-1] == len(report["losses"]) < 5000
-    rest = Run(job, tmp_path, f"--steps {len(report['losses']) + 2}").end()
-    assert len(rest["losses"]) == 2
+    run.ranks[1].send_signal(signal.SIGTERM)
+    losses = run.end(128 + signal.SIGTERM)["losses"]
+    assert steps_in(tmp_path)[-1] == len(losses) < 5000
+    assert checkpoint.latest(tmp_path) is not None and not Path("w.pt").exists()
 
 
 def test_a_second_signal_ends_at_once(job, tmp_path):
     run = Run(job, tmp_path, "--epochs 1000 --every 1", STEP_S="0.02")
     wait_for(tmp_path, 1)
     run.ranks[0].send_signal(signal.SIGSTOP)  # so that rank 1 waits in a collective
-    run.ranks[1].send_signal(signal.SIGUSR1)
-    time.sleep(2.5)
+    run.ranks[1].send_signal(signal.SIGINT)
+    time.sleep(SAME_S + 0.5)
     assert run.ranks[1].poll() is None
-    run.ranks[1].send_signal(signal.SIGUSR1)
-    assert run.ranks[1].wait(5) == 128 + signal.SIGUSR1
-    run.ranks[0].kill()
-    run.ranks[0].communicate()
+    run.ranks[1].send_signal(signal.SIGINT)
+    assert run.ranks[1].wait(20) == 128 + signal.SIGINT
+    run.kill()
     assert checkpoint.latest(tmp_path) is not None
 
 
-def test_a_run_that_is_killed_goes_on(job, tmp_path):
-    run = Run(job, tmp_path / "killed", "--steps 2000 --every 1 --keep 2", STEP_S="0.005")
-    wait_for(tmp_path / "killed", 2)
-    for rank in run.ranks:
-        rank.kill()
-        rank.communicate()
-    step = int(checkpoint.latest(tmp_path / "killed").name.rpartition("-")[2])
-    rest = Run(job, tmp_path / "killed", f"--steps {step + 3}").end()
-    whole = Run(job, tmp_path / "whole", f"--steps {step + 3}").end()
-    assert rest["losses"] == whole["losses"][step:]
+# --- in processes that live on -------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 8).double(), nn.Linear(8, 4).double()
+
+    def forward(self, x, y):
+        return (self.two(self.one(x).relu()) - y).square().mean()
+
+
+def rows(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 4, generator=generator).double(), torch.randn(
+        count, 4, generator=generator
+    ).double()
+
+
+def losses_of(folder: Path, planner: str = "fsdp-even", data: Any = "shuffled", **settings) -> list[float]:
+    """The losses of one start of ``mixmesh run``."""
+    torch.manual_seed(5)
+    if data == "shuffled":
+        data = DataLoader(TensorDataset(*rows(40)), batch_size=8, shuffle=True)
+    model = Model()
+    job = mixmesh.Job(model, rows(8), data=data)
+    plan = mixmesh.plan(model, rows(8), Cluster.parse(TWO), planner=planner)
+    limits = {name: settings.pop(name, None) for name in ("steps", "epochs")}
+    keeper = RunCheckpoints(
+        Settings(folder, **{"every": Every(steps=2), "keep": 2, **settings}),
+        plan,
+        limits["epochs"],
+        lambda text: None,
+    )
+    try:
+        return list(train(job, plan, device="cpu", timeout_s=30, keeper=keeper, **limits).losses)
+    finally:
+        assert keeper.close() == 0
+        dist.barrier()
+
+
+def check_parts(_) -> None:
+    for data in ("shuffled", [rows(8), rows(8)], None):
+        whole = losses_of(shared_folder(), data=data, steps=9)
+        folder = shared_folder()
+        parts = [losses_of(folder, data=data, steps=steps) for steps in (3, 9)]
+        assert parts[0] + parts[1] == whole and len(whole) == 9
+        assert steps_in(folder) == [8, 9]
+
+
+def check_another_plan(_) -> None:
+    whole, folder = losses_of(shared_folder(), steps=8), shared_folder()
+    got = losses_of(folder, steps=4) + losses_of(folder, "ddp-proportional", steps=8)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(whole), rtol=1e-9, atol=1e-9)
+
+
+def check_steps_that_were_made_and_a_fresh_start(_) -> None:
+    folder = shared_folder()
+    losses = losses_of(folder, steps=4)
+    assert losses_of(folder, steps=4) == [] and steps_in(folder) == [2, 4]
+    assert losses_of(folder, steps=2, is_fresh=True) == losses[:2]
+    assert checkpoint.latest(folder).name.endswith("-step-2")  # the one that was written last counts
+    dist.barrier()
+    assert losses_of(folder, steps=4) == losses[2:]
+
+
+def check_epochs(_) -> None:
+    for data, length in (("shuffled", 5), ([rows(8)] * 3, 3), (None, 1)):
+        folder = shared_folder()
+        assert len(losses_of(folder, data=data, steps=1)) == 1
+        assert len(losses_of(folder, data=data, epochs=2)) == 2 * length - 1
+        assert losses_of(folder, data=data, epochs=2) == []
+
+
+def check_a_clock(_) -> None:
+    folder = shared_folder()
+    losses_of(folder, steps=400, every=Every(time_s=1), data=None, keep=100)
+    assert steps_in(folder)[-1] == 400  # and whether any was before is up to the machine
+
+
+def check_an_iterator_is_refused(_) -> None:
+    with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
+        losses_of(shared_folder(), data=iter([rows(8)] * 9), steps=2)
+
+
+CHECKS = named(
+    check_parts,
+    check_another_plan,
+    check_steps_that_were_made_and_a_fresh_start,
+    check_epochs,
+    check_a_clock,
+    check_an_iterator_is_refused,
+)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run_world(2, CHECKS, partial(initialise, 2, torch.device("cpu"), 60))
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_start(outcomes, name):
+    assert_passed(outcomes[name])
 
 
 def test_how_often():

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import os
-import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from gloo_world import assert_passed
+from gloo_world import assert_passed, shared_folder
 from plans import CUT, PLANS, Mlp, batch, build, close, named, same_weights
 
 from mixmesh.errors import InputError, PlanError
@@ -25,13 +24,6 @@ def trained(name: str):
     optimizer.step()
     sharded.step()
     return single, optimizer, model, sharded
-
-
-def shared_folder() -> str:
-    """One folder that all ranks know."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return names[0]
 
 
 def check_sizes_and_printing_are_the_wholes(_) -> None:
