@@ -11,6 +11,7 @@ pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 from __future__ import annotations
 
 from .loading import Loaded, latest, load
+from .preemption import Preemption
 from .saving import save
 
-__all__ = ["Loaded", "latest", "load", "save"]
+__all__ = ["Loaded", "Preemption", "latest", "load", "save"]

@@ -97,11 +97,13 @@ class Manifest:
         try:
             return cls._of(content)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"{MANIFEST} lacks something: {type(error).__name__} {str(error)[:100]}") from None
+            raise Damaged(f"{MANIFEST} is not one of format {FORMAT}: {str(error)[:100]}") from None
 
     @classmethod
     def _of(cls, content: dict[str, Any]) -> Manifest:
         content = {k: v for k, v in content.items() if k != "format"}
+        if content.keys() != cls.__dataclass_fields__.keys():
+            raise ValueError(f"other parts than {', '.join(cls.__dataclass_fields__)}")
         files = {name: FileEntry(**entry) for name, entry in content.pop("files").items()}
         if any(os.path.basename(name) != name for name in files):
             raise ValueError("a file that is not in the folder")

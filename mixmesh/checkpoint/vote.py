@@ -21,10 +21,11 @@ class Vote:
         rank, those that it says now. Collective."""
         if self._group is None:
             return first, second
-        decided = self.finish()
-        told = torch.tensor([first, second])
-        self._pending = dist.all_reduce(told, dist.ReduceOp.MAX, self._group, async_op=True), told
-        return decided
+        with self._ranks.meeting("the end of a step"):
+            decided = self.finish()
+            told = torch.tensor([first, second])
+            self._pending = dist.all_reduce(told, dist.ReduceOp.MAX, self._group, async_op=True), told
+            return decided
 
     def finish(self) -> tuple[int, int]:
         """Waits for the last message; the largest numbers of it. Collective."""

@@ -192,6 +192,18 @@ def losses_of(folder: Path, planner: str = "fsdp-even", data: Any = "shuffled", 
         dist.barrier()
 
 
+class SlowData:
+    """Batches that take so long each."""
+
+    def __init__(self, batches: list, time_s: float) -> None:
+        self.batches, self.time_s = batches, time_s
+
+    def __iter__(self):
+        for batch in self.batches:
+            time.sleep(self.time_s)
+            yield batch
+
+
 def check_parts(_) -> None:
     for data in ("shuffled", [rows(8), rows(8)], None):
         whole = losses_of(shared_folder(), data=data, steps=9)
@@ -227,8 +239,29 @@ def check_epochs(_) -> None:
 
 def check_a_clock(_) -> None:
     folder = shared_folder()
-    losses_of(folder, steps=400, every=Every(time_s=1), data=None, keep=100)
-    assert steps_in(folder)[-1] == 400  # and whether any was before is up to the machine
+    slow = [rows(8)] * 3
+    losses_of(folder, steps=9, every=Every(time_s=1), data=SlowData(slow, 0.3), keep=100)
+    steps = steps_in(folder)
+    assert steps[-1] == 9 and 1 < len(steps) < 6, steps
+
+
+def check_a_signal_stops_a_loop_of_ones_own_on_all_ranks(_) -> None:
+    model = Model()
+    plan = mixmesh.plan(model, rows(8), Cluster.parse(TWO), planner="fsdp-even")
+    model, _ = mixmesh.parallelize(model, None, plan, device="cpu", timeout_s=30)
+    before = signal.getsignal(signal.SIGUSR1)
+    with checkpoint.Preemption(model) as preemption:
+        for step in range(9):
+            model(*rows(8))
+            if step == 4 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.2)  # for the thread that reads it
+            if preemption.is_requested():
+                break
+    assert step == 5 and preemption.status == 128 + signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) is before
+    with checkpoint.Preemption(model) as preemption:
+        assert not preemption.is_requested() and preemption.status == 0
 
 
 def check_an_iterator_is_refused(_) -> None:
@@ -242,6 +275,7 @@ CHECKS = named(
     check_steps_that_were_made_and_a_fresh_start,
     check_epochs,
     check_a_clock,
+    check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
     check_an_iterator_is_refused,
 )
 

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from .report import Report
 
-KINDS = ("models", "programs", "files")  # one module each, with run_cases and replay
+KINDS = ("models", "programs", "files", "damage")  # one module each, with run_cases and replay
 FOLDER = Path("out/fuzz")
 
 

@@ -1,0 +1,46 @@
+"""``mixmesh.checkpoint.Preemption``: a loop that is asked to stop, on whichever rank, stops on all."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from torch import nn
+
+from .ranks import Ranks, whole_model
+from .signals import OF_SIGNAL, Signals
+from .vote import Vote
+
+
+class Preemption:
+    """Within it SIGTERM, SIGUSR1 and Ctrl-C no longer end the process: ``is_requested`` says that one came,
+    and a second one, more than two seconds later, ends the process at once. For the main thread; every rank
+    of ``model`` enters it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ranks = Ranks.of(whole_model(model))
+        self._signals = Signals()
+        self._number = 0
+
+    def __enter__(self) -> Preemption:
+        with self._ranks.meeting("checkpoint.Preemption"):
+            self._vote = Vote(self._ranks)
+        self._signals.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._signals.__exit__(kind, error, trace)
+        if kind is None:
+            self._vote.finish()
+
+    def is_requested(self) -> bool:
+        """True if a signal has come on any rank, the same on all: one step later, as nobody waits for the
+        message of this step. Collective; to be called once after every step."""
+        self._number = self._number or self._vote.cast(0, self._signals.number)[1]
+        return bool(self._number)
+
+    @property
+    def status(self) -> int:
+        """The status to exit with: 128 and the number of the signal, or 0 where none came."""
+        return OF_SIGNAL + self._number if self._number else 0

@@ -1,0 +1,155 @@
+"""Checkpoints that are not as they were written: never loaded wrongly, never in the way of an older one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from fuzz import damage
+from torch import nn
+
+from mixmesh import checkpoint
+from mixmesh.checkpoint import manifest, storage
+from mixmesh.checkpoint.values import decode, encode
+from mixmesh.errors import InputError, PlanError
+
+
+def test_damaged_folders():
+    """``python -m tests.fuzz --kind damage --minutes 1`` tries thousands."""
+    report = damage.Report(damage.KIND)
+    for case_seed in range(120):
+        damage.try_case(case_seed, report)
+    assert not report.failures, "\n".join(f.what for f in report.failures)
+    assert {"an older one", "refused", "the newest one"} <= set(report.outcomes), report.outcomes
+
+
+@pytest.mark.parametrize("check", ["check_files", "digest_of"])
+def test_the_generator_notices_a_check_that_is_off(monkeypatch, check):
+    """Without checksums of files, or of the manifest, something is loaded wrongly."""
+    damage.made()
+    if check == "check_files":
+        monkeypatch.setattr("mixmesh.checkpoint.loading.check_files", lambda *_: None)
+    else:
+        reading = manifest.Manifest.read.__globals__
+        monkeypatch.setitem(reading, "digest_of", lambda _: Anything())
+    report = damage.Report(damage.KIND)
+    for case_seed in range(120):
+        damage.try_case(case_seed, report)
+    assert report.failures
+
+
+class Anything(str):
+    def __eq__(self, _other: object) -> bool:
+        return True
+
+    def __ne__(self, _other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def training():
+    model = nn.Linear(300, 300)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 300)).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_process_that_is_killed_leaves_whole_checkpoints(tmp_path):
+    """At any time while it writes one after the other; what is cut off is removed by the next one."""
+    rng = random.Random(0)
+    torch.set_num_threads(1)  # no threads, which a fork has not
+    model, optimizer = training()
+    step_of(model, optimizer)
+    checkpoint.save(tmp_path, step=0, model=model, optimizer=optimizer)
+    newest = cut_off = 0
+    for _ in range(15):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                for step in range(newest + 1, newest + 1000):
+                    checkpoint.save(tmp_path, step=step, model=model, optimizer=optimizer, keep=2)
+            finally:
+                os._exit(1)
+        time.sleep(rng.uniform(0.005, 0.08))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        found = checkpoint.load(tmp_path, model=model, optimizer=optimizer)
+        assert found.step >= newest
+        cut_off += any(path.name.startswith(".") for path in tmp_path.iterdir())
+        newest = found.step
+    assert newest and cut_off
+    checkpoint.save(tmp_path, step=newest, model=model, optimizer=optimizer, keep=2)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_crash_before_the_rename_leaves_the_previous_one(tmp_path, monkeypatch):
+    model, optimizer = training()
+    first = checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    for function in ("sync", "write_file", "write_whole"):
+        with monkeypatch.context() as patch:
+            patch.setattr(storage, function, crash)
+            with pytest.raises(InputError, match="a crash"):
+                checkpoint.save(tmp_path, step=2, model=model, optimizer=optimizer, keep=1)
+        assert checkpoint.latest(tmp_path) == first, function
+
+
+def crash(*_):
+    raise InputError("a crash")
+
+
+def test_a_folder_that_is_none(tmp_path):
+    model, optimizer = training()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InputError, match="cannot be written there"):
+        checkpoint.save(tmp_path / "file", step=1, model=model)
+    assert checkpoint.latest(tmp_path / "file") is None and checkpoint.latest(tmp_path / "none") is None
+    for wrong in ({"step": -1}, {"step": True}, {"step": 1, "keep": 0}):
+        with pytest.raises(InputError):
+            checkpoint.save(tmp_path, model=model, **wrong)
+
+
+def test_other_models_and_optimizers_are_refused_before_anything_is_changed(tmp_path):
+    model, optimizer = training()
+    checkpoint.save(tmp_path, step=1, model=model, optimizer=optimizer)
+    others = {
+        "another name": nn.Sequential(nn.Linear(300, 300)),
+        "another shape": nn.Linear(300, 299),
+        "another dtype": nn.Linear(300, 300).double(),
+        "fewer": nn.Linear(300, 300, bias=False),
+    }
+    for name, other in others.items():
+        before = [p.clone() for p in other.parameters()]
+        with pytest.raises(PlanError, match="another model"):
+            checkpoint.load(tmp_path, model=other)
+        assert all(torch.equal(a, b) for a, b in zip(before, other.parameters())), name
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 1.0}]
+    for other in (torch.optim.SGD(model.parameters(), 0.1), torch.optim.AdamW(groups, 0.1)):
+        with pytest.raises(PlanError, match="another optimizer"):
+            checkpoint.load(tmp_path, model=model, optimizer=other)
+    with pytest.raises(InputError, match="not the model's"):
+        checkpoint.save(tmp_path, step=2, model=nn.Linear(2, 2), optimizer=optimizer)
+
+
+def test_values_come_back_as_they_were():
+    random_state = random.Random(0).getstate()
+    value = {
+        1: [None, True, -3, 0.1, float("inf"), "ü", b"\x00\xff"],
+        "a": (1, (2,), {"b": torch.tensor([[1.5, float("nan")]], dtype=torch.bfloat16)}),
+        ("c", 2): random_state,
+        "empty": [torch.empty(0, 3), {}, (), []],
+    }
+    again = decode(encode(value, "value"))
+    assert repr(again) == repr(value) and again[("c", 2)] == random_state
+    for refused in (object(), {1, 2}, torch.nn.Parameter(torch.ones(1)), len):
+        with pytest.raises(InputError, match="cannot be kept in a checkpoint"):
+            encode({"x": [refused]}, "state")
