@@ -100,6 +100,9 @@ def content_of(
     for name, part in parts.items():
         if part is not None:
             check_has_state(name, part)
+            if not hasattr(part, "state_dict"):
+                got = f"a {type(part).__name__}"
+                raise InputError(f"{name} has no state", expected="an object with state_dict", got=got)
             values[name] = encode(part.state_dict(), name)
     if extra is not None:
         values["extra"] = encode(dict(extra), "extra")

@@ -136,6 +136,10 @@ def test_other_models_and_optimizers_are_refused_before_anything_is_changed(tmp_
     for other in (torch.optim.SGD(model.parameters(), 0.1), torch.optim.AdamW(groups, 0.1)):
         with pytest.raises(PlanError, match="another optimizer"):
             checkpoint.load(tmp_path, model=model, optimizer=other)
+    with pytest.raises(InputError, match="loader does not know how far"):
+        checkpoint.save(tmp_path, step=2, model=model, loader=torch.utils.data.DataLoader([1]))
+    with pytest.raises(InputError, match="scheduler has no state"):
+        checkpoint.save(tmp_path, step=2, model=model, scheduler=3)
     with pytest.raises(InputError, match="not the model's"):
         checkpoint.save(tmp_path, step=2, model=nn.Linear(2, 2), optimizer=optimizer)
 
