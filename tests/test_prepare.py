@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,14 +16,16 @@ from types import MethodType
 import numpy as np
 import pytest
 import torch
+from pipelines import THREE_STAGES, batch, chain, model_of, pipelined
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 import mixmesh
 from mixmesh.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
+from mixmesh.preparation.refusals import check_gives_all, check_last_batch
 from mixmesh.preparation.script import made_inputs, maker_like
 from mixmesh.preparation.untouched import untouched
 
@@ -229,6 +232,53 @@ def test_values_that_are_no_loaders_are_saved(tmp_path):
     kept = torch.load(tmp_path / "file")
     assert list(kept) == list(values) and kept["loader_names"] == values["loader_names"]
     assert torch.equal(kept["loader_numbers"], values["loader_numbers"])
+
+
+class Around:
+    """An optimizer around another one, as people write them."""
+
+    def __init__(self, base):
+        self.base, self.param_groups, self.defaults = base, base.param_groups, base.defaults
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sampler", "message", "hint"),
+    [
+        (Around, None, "Around is not made as an optimizer", "optimizer = Around(base)"),
+        (lambda base: torch.optim.LBFGS([nn.Parameter(torch.ones(2))]), None, "LBFGS", "AdamW"),
+        (
+            None,
+            {"num_replicas": 2},
+            "which prepare would deal out again",
+            "DistributedSampler(..., num_replicas=1",
+        ),
+    ],
+)
+def test_what_cannot_be_right_is_refused_before_anything_else(monkeypatch, optimizer, sampler, message, hint):
+    monkeypatch.setenv("RANK", "0")
+    model, data = nn.Linear(3, 2), TensorDataset(torch.ones(8, 3), torch.ones(8, 2))
+    base = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(data, 4, sampler=sampler and DistributedSampler(data, rank=0, **sampler))
+    with pytest.raises(mixmesh.InputError, match=message) as error:
+        mixmesh.prepare(model, optimizer(base) if optimizer else base, loader, loss=F.mse_loss)
+    assert hint in str(error.value)
+
+
+def test_a_sampler_for_one_rank_is_taken():
+    data = torch.ones(8, 3)
+    check_gives_all(DataLoader(data, 4, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+    check_gives_all([data])
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(24, True), (18, True), (16, False), (17, False)])
+def test_a_last_batch_that_a_pipeline_cannot_cut_is_refused_at_once(rows, fits):
+    """Of 12 samples two devices of a stage have 8 and 4, each in two micro-batches."""
+    plan = pipelined(chain(model_of(), batch(), THREE_STAGES), 2)
+    assert plan.order is not None
+    data = torch.ones(rows, 3)
+    check_last_batch(DataLoader(data, 12, drop_last=True), plan)
+    with contextlib.nullcontext() if fits else pytest.raises(mixmesh.InputError, match="2 micro-batches"):
+        check_last_batch(DataLoader(data, 12), plan)
 
 
 def test_the_guides_lines_for_going_on_run_on_one_device(tmp_path, monkeypatch):

@@ -16,7 +16,8 @@ from ..detection import Cache
 from ..detection.cache import default_folder
 from ..errors import TraceError
 from ..explain.headline import headline
-from ..job import Job, check_supported
+from ..job import Job, check_supported, is_elementwise
+from ..runtime.optimizer_check import check_can_be_prepared
 from ..runtime.parallel import check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
@@ -24,6 +25,7 @@ from ..trace.capture import CALL_ONCE
 from ..trace.compiled import is_compiled, uncompiled
 from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
 from .outside_loss import with_loss
+from .refusals import check_gives_all, check_last_batch
 from .start import Options, prepare_job
 
 
@@ -72,6 +74,8 @@ def prepare(
     model = uncompiled(model)
     check_not_parallel(model, "prepare")
     check_supported(optimizer)
+    check_can_be_prepared(optimizer)
+    check_gives_all(loader)
     model = model if loss is None else with_loss(model, loss, outputs)
     batch, loader = from_first_batch(loader)
     with same_random_numbers():
@@ -87,6 +91,7 @@ def prepare(
             timeout_s=timeout_s,
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
+            whole_parameters=optimizer is not None and not is_elementwise(optimizer),
         )
         try:
             prepared = prepare_job(
@@ -100,6 +105,7 @@ def prepare(
             if inputs is None and CALL_ONCE in error.hint:
                 error.hint = (*error.hint, *another_call(batch))
             raise
+        check_last_batch(loader, prepared.plan)
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
         parallel, optimizer = parallelize(

@@ -43,6 +43,7 @@ class Options:
     timeout_s: float = 300.0
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
+    whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def prepare_job(
     else:
         cluster = detected_cluster(where, phases, device, versions)
     traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
-    optimizer = optimizer_states(job.optimizer), needs_whole_parameters(job.optimizer)
+    whole_parameters = needs_whole_parameters(job.optimizer) or options.whole_parameters
+    optimizer = optimizer_states(job.optimizer), whole_parameters
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:

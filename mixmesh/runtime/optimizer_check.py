@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, optim
@@ -45,6 +46,22 @@ def check_optimizer(
         dims = {len(s.shape) for s in spread}
         if _fails_on_shards(optimizer, dims):
             raise _refusal(kind, "held by some ranks alone", [s.name for s in spread])
+
+
+def check_can_be_prepared(optimizer: Any) -> None:
+    """Raises InputError for what is not made as PyTorch's optimizers are, such as an object around one."""
+    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # of Optimizer.__init__
+        return
+    kind = type(optimizer).__name__
+    raise InputError(
+        f"{kind} is not made as an optimizer of PyTorch is",
+        expected="a torch.optim.Optimizer whose __init__ calls that of Optimizer",
+        got=f"{kind}, without what Optimizer.__init__ makes",
+        hint=(
+            f"prepare the optimizer within it, and then make {kind} of the one that is returned: "
+            f"model, base, loader = mixmesh.prepare(model, base, loader), optimizer = {kind}(base)",
+        ),
+    )
 
 
 def common_holders(stored: Iterable[Stored]) -> tuple[int, ...] | None:

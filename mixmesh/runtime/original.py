@@ -51,6 +51,7 @@ class TakenOver(torch.Tensor):
             got=f"{attribute or name} of a parameter or buffer of the original",
             hint=(
                 "model, optimizer = mixmesh.parallelize(model, optimizer, plan)",
+                "make further optimizers after that, of parameters of the model that is returned",
                 "with model.whole() as m: ...  # the original with whole weights, within the block",
                 "original.load_state_dict(model.full_state_dict()) makes the original whole again",
             ),
