@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pipelines import COSTS, THREE_STAGES, Language, batch, cut_into, pipelined
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -16,7 +17,7 @@ from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import PeakMemory
-from mixmesh.errors import ParseError, TraceError, VerificationError
+from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
 from mixmesh.ir import Returned, outputs_of, parse_program
 from mixmesh.plan_file import MicroBatch, Plan
 from mixmesh.trace import trace
@@ -134,6 +135,28 @@ def test_every_planner_keeps_outputs_and_verify_compares_them(planner):
     assert verify(model, BATCH, made).ok
     read = Plan.parse(str(made))
     assert (read.program, read.returned) == (made.program, made.returned)
+
+
+class Shown(Language):
+    """Returns logits beside the loss."""
+
+    def forward(self, ids, labels):
+        h = self.table(ids)
+        for block in self.blocks:
+            h = block(h)
+        logits = self.head(h)
+        return {"loss": cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def test_a_pipeline_is_not_planned_with_outputs():
+    """No rank has the rows of all micro-batches. Without outputs the same stages are a plan."""
+    chains = {
+        outputs: cut_into(trace(Shown(), batch(), outputs=outputs).graph, THREE_STAGES, COSTS)
+        for outputs in ((), ("logits",))
+    }
+    assert pipelined(chains[()], 2).order is not None
+    with pytest.raises(PlanError, match="micro-steps cannot run this program"):
+        pipelined(chains["logits",], 2)
 
 
 def programs(outputs: tuple[str, ...] = ("logits",)):

@@ -759,6 +759,25 @@ def test_writes_to_what_has_no_gradient_or_is_a_copy_are_traced():
     check(Head(loss, held=torch.ones(5)).double(), (rows(),))
 
 
+class Named(nn.Linear):
+    def __init__(self, read):
+        super().__init__(6, 5)
+        self.read = read
+
+    def forward(self, input, names):
+        return super().forward(input).square().mean() * self.read(names)
+
+
+def test_lists_of_words_are_given_to_models_that_do_not_read_them():
+    batch = {"input": torch.randn(8, 6), "names": ["a"] * 8}
+    traced = trace(Named(lambda names: 2.0 if names is not None else 1.0), batch)
+    assert traced.arguments == (("input", "tensor"), ("names", "words"))
+    for read in (len, lambda names: len(names[0]), lambda names: len("".join(names)), lambda n: n.index("a")):
+        with pytest.raises(TraceError, match="reads words of the batch") as caught:
+            trace(Named(read), batch)
+        assert "names" in caught.value.got and "test_trace.py" in caught.value.where
+
+
 def test_other_refusals():
     assert (
         "changes what it was given"

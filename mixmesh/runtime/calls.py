@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from ..errors import InputError
 from ..ir import Program
 from ..trace.capture import TENSOR, describe_argument, key_text
+from ..trace.words import WORDS, is_words
 from .batches import program_inputs
 
 Parameter = inspect.Parameter
@@ -127,8 +128,8 @@ class Calls:
             if text != known:
                 raise self._other(name, text, known)
         for name, known in self.known.items():
-            if known == TENSOR or name in leaves:
-                continue  # a tensor that is missing is said where it is needed
+            if known in (TENSOR, WORDS) or name in leaves:
+                continue  # a tensor that is missing is said where it is needed, and words are not read
             default = self.signature.names.get(name, Parameter.empty)
             text = "nothing" if default is Parameter.empty else describe_argument(default)
             if text != known:
@@ -175,7 +176,7 @@ def missing(name: str, given: str = "None") -> InputError:
 
 def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
     """The leaves of arguments by path: ``past.0.key``."""
-    pairs, _ = pytree.tree_flatten_with_path(dict(tree))
+    pairs, _ = pytree.tree_flatten_with_path(dict(tree), is_leaf=is_words)
     return {".".join(map(key_text, path)): leaf for path, leaf in pairs}
 
 

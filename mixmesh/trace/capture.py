@@ -38,6 +38,7 @@ from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
 from .stopped_writes import check_stopped_writes
 from .synced_norms import synced_norms_as_plain
+from .words import WORDS, Unread, is_words
 
 TENSOR = "tensor"
 WRAPPED = "model."  # before the model's names in what is exported
@@ -76,7 +77,8 @@ class Batch:
                 got=type(batch).__name__,
             )
         by_keyword = isinstance(batch, Mapping)
-        pairs, spec = pytree.tree_flatten_with_path(dict(batch) if by_keyword else tuple(batch))
+        given = dict(batch) if by_keyword else tuple(batch)
+        pairs, spec = pytree.tree_flatten_with_path(given, is_leaf=is_words)
         names = tuple(".".join(map(key_text, path)) for path, _ in pairs)
         return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
 
@@ -95,7 +97,10 @@ class Batch:
 
     def call(self, model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
         rest = iter(tensors)
-        leaves = [next(rest) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        leaves = [
+            next(rest) if isinstance(x, torch.Tensor) else Unread(name) if is_words(x) else x
+            for name, x in zip(self.names, self.leaves)
+        ]
         arguments = pytree.tree_unflatten(leaves, self.spec)
         return model(**arguments) if self.by_keyword else model(*arguments)
 
@@ -104,6 +109,8 @@ def describe_argument(value: Any) -> str:
     """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
     if isinstance(value, torch.Tensor):
         return TENSOR
+    if is_words(value):
+        return WORDS
     if value is None or isinstance(value, bool | int | float | str):
         return repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -68,6 +68,10 @@ BATCHES = {
         [((), {**BY_NAME, "num_items": torch.tensor(3)}), ((A, B), {"num_items": torch.tensor(7)})],
     ),
     "a number in **options": ({**BY_NAME, "num_items": 7}, [((A, B), {"num_items": 7})]),
+    "lists of words, which are not read": (
+        {**BY_NAME, "names": ["a", "b"]},
+        [((), {**BY_NAME, "names": ["c"]}), ((A, B), {}), ((A, B), {"names": ("d", "e", "f")})],
+    ),
     "more positions": ((A, B, 1.0, W), [((A, B, 1.0, W * 2), {})]),
 }
 
@@ -108,9 +112,9 @@ REFUSED = {
     "another number": ({**BY_NAME, "num_items": 7}, (A, B), {"num_items": 8}, "num_items is a constant"),
     "a number that is missing": ({**BY_NAME, "num_items": 7}, (A, B), {}, "num_items is a constant"),
     "other words": (
-        {**BY_NAME, "words": ["a"]},
+        {**BY_NAME, "words": "a"},
         (A, B),
-        {"words": ["b"]},
+        {"words": "b"},
         "leave words out of the call",
     ),
     "a default that was another": ({**BY_NAME, "scale": 2.0}, (A, B), {}, "scale is a constant"),
