@@ -5,7 +5,7 @@ One answer for the runtime, which sums them, and for the simulator, which says h
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..ir import (
@@ -165,15 +165,11 @@ def gradient_sums(
 
     def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
         cells = tuple([s.cell for s in members]) if program.copies else ()
-        s = GradientSum(
-            tuple([params[s.place] for s in members]),
-            *kind[1:],
-            rooted(kind.owned),
-            cells if any(cells) else (),
-            late,
-        )
-        parts = parts_of(program, s.size_bytes, s.ranks, s.owned)
-        return replace(s, parts=parts) if parts else s
+        gradients = tuple([params[s.place] for s in members])
+        fields = (gradients, *kind[1:], rooted(kind.owned), cells if any(cells) else (), late)
+        flat = GradientSum(*fields)
+        parts = parts_of(program, flat.size_bytes, flat.ranks, flat.owned)
+        return GradientSum(*fields, parts) if parts else flat
 
     ordered = sorted(groups.items(), key=ready)
     return tuple(made(kind, late, members) for (_, kind, late), members in ordered)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ..ir import Instruction, Program, Replicate, Shard, region_of
+from ..ir import Instruction, Program, Replicate, Shard, region_of, with_attrs
 
 
 def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
@@ -43,8 +41,8 @@ def with_factors(program: Program, weights: frozenset[str]) -> Program:
     out = []
     for i in program.instructions:
         if id(i) in chosen:
-            i = replace(i, attrs=(*i.attrs, ("sfb", True)))
+            i = with_attrs(i, (*i.attrs, ("sfb", True)))
         elif i.op == "param" and i.result in parameters:
-            i = replace(i, attrs=tuple((k, v) for k, v in i.attrs if k != "bucket"))
+            i = with_attrs(i, tuple((k, v) for k, v in i.attrs if k != "bucket"))
         out.append(i)
-    return replace(program, instructions=tuple(out))
+    return program.changed(instructions=tuple(out))

@@ -42,6 +42,7 @@ def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
     """The weights whose factors a minimum cut would gather. Factors that several products need travel
     once."""
     products, gather_s = [], {}
+    known_s: dict[tuple, float] = {}  # of products that are alike, as those of repeated layers are
     for name, (i,) in factorable(program).items():
         ranks = program.participants(i.type)
         gather = costs.collective("all_gather", ranks)
@@ -49,7 +50,11 @@ def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
         for tensor, t in zip(needed, (program.types[i.inputs[0]], i.type)):
             gather_s[tensor] = gather.seconds(t.value.size_bytes)
         summed = costs.collective("all_reduce", ranks).seconds(program.types[name].value.size_bytes)
-        products.append(Product(name, summed - repeated_s(program, i, costs), needed))
+        operands = [(program.types[operand], operand in program.requires_grad) for operand in i.inputs]
+        kind = (i.plain, i.types, *operands)
+        if kind not in known_s:
+            known_s[kind] = repeated_s(program, i, costs)
+        products.append(Product(name, summed - known_s[kind], needed))
     return cheapest_cut(products, gather_s)
 
 

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import Any
 
 from ..cost.placed import Sheet, synchronised
 from ..ir import Program
@@ -60,11 +62,11 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
     free: dict[Group, float] = defaultdict(float)
     waiting = [t for t in tasks if not missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
-    in_turn = iter(tasks)
+    as_given = iter(tasks)
     order, end_s = [], 0.0
     while waiting:
         if priority is None:
-            t = next(in_turn)
+            t = next(as_given)
         elif len(waiting) == 1:
             t = waiting[0]
         else:
@@ -87,6 +89,29 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
                 waiting.append(s)
                 ready_s[s] = max(arrival[s])
     return Played(tuple(order), ready_s, end_s)
+
+
+def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
+    """``tasks`` by ``place`` as far as predecessors among them stand first: of those that may follow, the one
+    of the least place does."""
+    inside = set(tasks)
+    missing: dict[int, int] = dict.fromkeys(tasks, 0)
+    for t in tasks:
+        for s in graph.tasks[t].successors:
+            if s in inside:
+                missing[s] += 1
+    waiting = [(place(t), t) for t in tasks if not missing[t]]
+    heapify(waiting)
+    order = []
+    while waiting:
+        _, t = heappop(waiting)
+        order.append(t)
+        for s in graph.tasks[t].successors:
+            if s in inside:
+                missing[s] -= 1
+                if not missing[s]:
+                    heappush(waiting, (place(s), s))
+    return order
 
 
 class Orders:
@@ -128,7 +153,7 @@ class Orders:
         earliest = float(len(back))
         for n in reversed(self.main):
             earliest = min(earliest, place.setdefault(n, earliest - 0.5))
-        return self.complete(play(self.graph, self.main, lambda t, *_: (place[t], t)).order)
+        return self.complete(in_turn(self.graph, self.main, place.__getitem__))
 
     def _back(self, order: Sequence[int]) -> list[int]:
         """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
@@ -144,7 +169,7 @@ class Orders:
         """As ``forward_pass``."""
         back = {t: k for k, t in enumerate(self._back([n for n in order if n in self.placed]))}
         tasks = self.graph.tasks
-        return play(self.graph, list(back), lambda t, *_: (tasks[t].group is None, back[t]))
+        return play(self.graph, in_turn(self.graph, [*back], lambda t: (tasks[t].group is None, back[t])))
 
     def estimate_s(self, order: Sequence[int]) -> float:
         return self.forward_pass(order).end_s + self.backward_pass(order).end_s
