@@ -170,6 +170,23 @@ def launch(arguments: list[str], world_size: int, cache: Path) -> subprocess.Com
     )  # fmt: skip
 
 
+def small_job(folder: Path, loss: str) -> str:
+    """A file with a job of one layer, ``self.w``, whose ``loss`` is of its inputs ``x``."""
+    file = folder / "small.py"
+    file.write_text(
+        "import torch, mixmesh\n"
+        "class M(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = torch.nn.Linear(4, 4)\n"
+        "    def forward(self, x):\n"
+        f"        return {loss}\n"
+        "def job():\n"
+        "    return mixmesh.Job(M(), {'x': torch.ones(8, 4)})\n"
+    )
+    return str(file)
+
+
 def test_the_cluster_file_of_this_machine_is_written(tmp_path):
     file = tmp_path / "c.toml"
     done = launch(["detect", "--out", str(file), "--json"], 2, tmp_path)
@@ -191,31 +208,20 @@ def test_a_job_trains_without_any_other_file_and_starts_from_what_was_kept(tmp_p
 
 
 def test_an_error_of_the_first_rank_is_every_ranks(tmp_path):
-    job = tmp_path / "bad.py"
-    job.write_text(
-        "import torch, mixmesh\n"
-        "class M(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.w = torch.nn.Linear(4, 4)\n"
-        "    def forward(self, x):\n"
-        "        return self.w(x).sum() if x.sum() > 0 else x.sum()\n"
-        "def job():\n"
-        "    return mixmesh.Job(M(), {'x': torch.ones(8, 4)})\n"
-    )
-    done = launch(["run", str(job), "--steps", "1"], 2, tmp_path)
+    job = small_job(tmp_path, "self.w(x).sum() if x.sum() > 0 else x.sum()")
+    done = launch(["run", job, "--steps", "1"], 2, tmp_path)
     assert done.returncode != 0
-    assert done.stderr.count("TraceError") >= 2 and "bad.py:7" in done.stderr
+    assert done.stderr.count("TraceError") >= 2 and "small.py:7" in done.stderr
 
 
 def test_a_cluster_file_takes_the_place_of_what_would_be_detected(tmp_path):
     file, cut = cluster_file(tmp_path), tmp_path / "cut.toml"
     cut.write_text(file.read_text().replace('  { name = "slow"', "# "))
-    options = ["--steps", "2", "--profile-seconds", "0", "--cluster"]
-    done = launch(["run", "examples/gpt.py", *options, str(file)], 2, tmp_path)
+    command = ["run", small_job(tmp_path, "self.w(x).sum()"), "--steps", "2", "--profile-seconds", "0"]
+    done = launch([*command, "--cluster", str(file)], 2, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 devices in 1 machine" in done.stderr and "devices and links" not in done.stderr
     assert not (tmp_path / "clusters").exists()
-    refused = launch(["run", "examples/gpt.py", *options, str(cut)], 2, tmp_path)
+    refused = launch([*command, "--cluster", str(cut)], 2, tmp_path)
     assert refused.returncode != 0
     assert refused.stderr.count("describes another number of devices") >= 2 and str(cut) in refused.stderr
