@@ -77,30 +77,35 @@ def interpret(
     last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
     for n, i in enumerate(program.instructions):
         if i.op == "update":
-            values = [None if v is None else v.detach() for v in env[i.inputs[0]]]
+            values = detached(env[i.inputs[0]])
             before = updates.get(i.args[0], [None] * len(values))  # by another set of ranks
             updates[i.args[0]] = [old if v is None else v for v, old in zip(values, before)]
         elif i.op == "output":
-            shown[i.args[0]] = [None if v is None else v.detach() for v in env[i.inputs[0]]]
+            shown[i.args[0]] = detached(env[i.inputs[0]])
         elif i.is_leaf and i.args[0] in given:
             env[i.result] = given[i.args[0]]
         elif i.is_leaf:
-            whole = leaf_value(i, tensors, batch, device)
-            env[i.result] = cut(whole, i.type, program)
-            if windows is not None and i.op == "input" and i.result in windows[0].samples.values:
-                env[i.result] = cut_by_windows(whole, i.type, program, windows)
+            env[i.result] = cut_leaf(program, i, leaf_value(i, tensors, batch, device), windows)
         elif i.is_redistribution:
-            moved = None if windows is None else move_in_windows(program, i, env[i.inputs[0]], windows)
-            source = program.types[i.inputs[0]]
-            env[i.result] = moved or redistribute(env[i.inputs[0]], source, i.type, program)
+            env[i.result] = redistribute_in(program, i, env[i.inputs[0]], windows)
         else:
             run_everywhere(programs, n, env, device, random, again, windows)
         for name in i.inputs:
             if last_use[name] == n and name != program.loss:
                 env.pop(name, None)
-    held = [v for v in env[program.loss] if v is not None]
-    partial = isinstance(program.types[program.loss].placement, Partial)
-    return Outcome(sum(held[1:], held[0]) if partial else held[0], updates, shown)
+    return Outcome(whole_loss(program, env[program.loss]), updates, shown)
+
+
+def detached(values: Values) -> Values:
+    """The values without their graphs."""
+    return [None if v is None else v.detach() for v in values]
+
+
+def whole_loss(program: Program, values: Values) -> Tensor:
+    """The loss of all ranks, from what each holds of it."""
+    held = [v for v in values if v is not None]
+    is_partial = isinstance(program.types[program.loss].placement, Partial)
+    return sum(held[1:], held[0]) if is_partial else held[0]
 
 
 def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
@@ -108,6 +113,21 @@ def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
         t = i.type.value
         return torch.tensor(i.args[0], dtype=TORCH_DTYPE[t.dtype], device=device).reshape(t.shape)
     return (batch if i.op == "input" else tensors)[i.args[0]]
+
+
+def cut_leaf(program: Program, i: Instruction, whole: Tensor, windows: Sequence[Window] | None) -> Values:
+    """What every rank holds of an input, parameter or buffer; in a micro-step of an input its samples."""
+    if windows is not None and i.op == "input" and i.result in windows[0].samples.values:
+        return cut_by_windows(whole, i.type, program, windows)
+    return cut(whole, i.type, program)
+
+
+def redistribute_in(
+    program: Program, i: Instruction, values: Values, windows: Sequence[Window] | None
+) -> Values:
+    """What every rank holds after a redistribution; in a micro-step if there are ``windows``."""
+    moved = None if windows is None else move_in_windows(program, i, values, windows)
+    return moved or redistribute(values, program.types[i.inputs[0]], i.type, program)
 
 
 def cut_by_windows(whole: Tensor, t: TensorType, program: Program, windows: Sequence[Window]) -> Values:
