@@ -3,14 +3,23 @@ iterators that begin anew."""
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world
+from launches import cluster_file
 from test_resuming import BATCH, FOLDER, LOADERS, Rows, Stream, plan_of_world, rows_of
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+import mixmesh
 from mixmesh import InputError
+from mixmesh.errors import Infeasible
 from mixmesh.preparation.loading import from_first_batch, own_loader
 
 MANY = 70  # batches, more than one message has
@@ -165,6 +174,43 @@ def check_no_numbers_are_drawn_by_a_look_at_a_loader(plan) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def prepared_on_two(optimizer, loader: DataLoader, planner: str, model: nn.Module | None = None):
+    """What ``prepare`` makes for two unequal devices."""
+    folder = Path(os.environ[FOLDER])
+    model = model or nn.Linear(3, 3)
+    return mixmesh.prepare(
+        model, optimizer(model.parameters()), loader, loss=F.mse_loss, profile_s=0, planner=planner,
+        cluster=cluster_file(folder), cache=folder / "cache of two",
+    )  # fmt: skip
+
+
+class AroundClass(torch.optim.Optimizer):
+    """As SAM is written: it cannot be made of parameters alone, and asks for a norm of them all."""
+
+    def __init__(self, parameters, base_class) -> None:
+        super().__init__(parameters, {})
+        self.base = base_class(self.param_groups, lr=0.1)
+
+
+def check_an_optimizer_that_is_not_made_again_keeps_parameters_whole(_) -> None:
+    """A plan that cuts them is not chosen, where it would be refused when the optimizer is handed over."""
+    data = DataLoader(TensorDataset(torch.ones(8, 3), torch.ones(8, 3)), 4)
+    with pytest.raises(Infeasible, match="the job's optimizer steps whole ones only"):
+        prepared_on_two(lambda p: AroundClass(p, torch.optim.SGD), data, "fsdp-even")
+
+
+def check_a_last_batch_that_a_pipeline_cannot_cut(_) -> None:
+    """It is refused before training."""
+    for rows, fits in ((23, False), (22, True)):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
+        data = DataLoader(TensorDataset(torch.ones(rows, 16), torch.ones(rows, 16)), 8)
+        with nullcontext() if fits else pytest.raises(InputError, match="which the last batch cannot be cut"):
+            model, _, loader = prepared_on_two(torch.optim.SGD, data, "pipeline", model)
+            for x, y in loader:
+                model(x, y).backward()
+
+
 WORLD = (
     check_other_workers_on_other_ranks,
     check_other_workers_for_a_stream_are_refused,
@@ -173,6 +219,8 @@ WORLD = (
     check_a_class_that_begins_anew,
     check_a_generator_goes_on,
     check_no_numbers_are_drawn_by_a_look_at_a_loader,
+    check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,
+    check_a_last_batch_that_a_pipeline_cannot_cut,
 )
 
 
