@@ -1,7 +1,8 @@
 """Checkpoints: all that a training needs to go on, on the same devices or on others.
 
-Reading order: ``saving`` and ``loading`` (the functions), ``state`` (tensors by name), ``storage`` (files),
-``manifest`` (sizes and checksums, names of folders), ``ranks`` (failures that all ranks know of).
+Reading order: ``saving`` and ``loading`` (the functions), ``background`` (saving while the training goes on),
+``state`` (tensors by name), ``storage`` (files), ``manifest`` (sizes and checksums, names of folders),
+``ranks`` (failures that all ranks know of).
 
 No pickle is read: tensors are raw bytes, all else is JSON (``values``). PyTorch's
 ``torch.distributed.checkpoint`` plans who writes and reads what; its own files, whose ``.metadata`` is a
@@ -10,8 +11,9 @@ pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 
 from __future__ import annotations
 
+from .background import Saving
 from .loading import Loaded, latest, load
 from .preemption import Preemption
-from .saving import save
+from .saving import save, save_async
 
-__all__ = ["Loaded", "Preemption", "latest", "load", "save"]
+__all__ = ["Loaded", "Preemption", "Saving", "latest", "load", "save", "save_async"]

@@ -11,6 +11,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from ..errors import InputError, PlanError
+from .background import finish
 from .manifest import Damaged, Manifest, check_files, checkpoints_in
 from .random_state import restore_random_state
 from .ranks import Ranks, WriteFailure, whole_model
@@ -63,6 +64,7 @@ def load(
     """
     model = whole_model(model)
     ranks = Ranks.of(model)
+    finish(model)
     with ranks.meeting("checkpoint.load"):
         found = newest_good(Path(folder), ranks)
         if found is None:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from ..runtime.comm import Comm
 from ..runtime.first_rank import everyones, from_first_rank
 from ..trace.compiled import uncompiled
 
+# of a single rank, which is as it should be; a thread cannot say so for itself
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 PURPOSE = "checkpoint"
 # errors that say that the folder was never one to write to
@@ -61,23 +63,27 @@ class Ranks:
     def is_alone(self) -> bool:
         return self.world_size == 1
 
-    @property
-    def group(self) -> dist.ProcessGroup | None:
+    def group(self, purpose: str = PURPOSE) -> dist.ProcessGroup | None:
         """A group of its own, of which the watch knows; None for one rank. Collective at first."""
         if self.is_alone:
             return None
-        self.comm.add([(PURPOSE, self.comm.everyone)], backend="gloo")
-        return self.comm.groups[PURPOSE, self.comm.everyone]
+        self.comm.add([(purpose, self.comm.everyone)], backend="gloo")
+        return self.comm.groups[purpose, self.comm.everyone]
 
     def meeting(self, what: str) -> AbstractContextManager:
         """A call in which all ranks meet, as the watch knows it: one that fails, or is elsewhere, is named to
         all others."""
         return nullcontext() if self.is_alone else self.comm.call(what)
 
+    @property
+    def unwatched(self) -> Ranks:
+        """The same ranks, for another thread than the one that the watch looks at."""
+        return self if self.is_alone else replace(self, comm=replace(self.comm, watch=None))
+
     @contextmanager
-    def _waiting(self) -> Iterator[dist.ProcessGroup | None]:
+    def waiting(self) -> Iterator[dist.ProcessGroup | None]:
         """The group, while this rank waits for others in it. Raises CollectiveError if one is lost."""
-        group = self.group
+        group = self.group()
         if group is None:
             yield None
             return
@@ -96,20 +102,19 @@ class Ranks:
         """``call`` with the group, of a function of ``torch.distributed.checkpoint``. Raises WriteFailure if
         ranks could not write, and any other error of a rank, on all ranks."""
         try:
-            with warnings.catch_warnings(), self._waiting() as group:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            with self.waiting() as group:
                 return call(process_group=group, no_dist=self.is_alone)
         except CheckpointException as failure:  # which is no Exception
             raise _error_of({rank: error for rank, (error, _) in failure.failures.items()}) from None
 
     def everyones(self, value: T) -> tuple[T, ...]:
         """The ``value`` of every rank. Collective."""
-        with self._waiting() as group:
+        with self.waiting() as group:
             return (value,) if group is None else everyones(value, group)
 
     def from_first(self, make: Callable[[], T]) -> T:
         """The first rank's ``make()``, or its error, on every rank. Collective."""
-        with self._waiting() as group:
+        with self.waiting() as group:
             return make() if group is None else from_first_rank(make, group)
 
 

@@ -21,11 +21,13 @@ from ..preparation.loading import own_loader
 from ..preparation.own_loader import OwnIterator, OwnLoader
 from ..runtime.parallel import ParallelModel
 from ..runtime.train import own_batches, owned
+from .background import Saving
 from .loading import load
 from .manifest import checkpoints_in
 from .ranks import Ranks
-from .saving import save
+from .saving import save, save_async
 from .signals import OF_SIGNAL, Signals
+from .state import state_bytes
 from .vote import Vote
 
 EVERY = re.compile(r"(\d+)(s?)")
@@ -83,6 +85,9 @@ class RunCheckpoints:
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
         self._open = ExitStack()
         self._saved_step = -1
+        self._saving: tuple[int, Saving] | None = None  # that is under way, and its step
+        self._has_room: bool | None = None  # in memory for copies, on all ranks
+        self.held_s = 0.0  # that checkpoints have held up the training
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
@@ -118,6 +123,7 @@ class RunCheckpoints:
 
     def after_step(self, num_steps: int) -> bool:
         """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
+        started = time.monotonic()
         every = self._settings.every
         is_due = every.time_s and time.monotonic() - self._saved_at >= every.time_s
         # the first rank's clock counts
@@ -125,20 +131,53 @@ class RunCheckpoints:
             int(bool(is_due) and not self._model.comm.rank), self._signals.number
         )
         if is_due or self.stopped_by or (every.steps and num_steps % every.steps == 0):
-            self._save(num_steps)
+            self._begin(num_steps)
+        self.held_s += time.monotonic() - started
         return bool(self.stopped_by)
 
-    def _save(self, num_steps: int) -> None:
-        path = save(self._settings.folder, step=num_steps, keep=self._settings.keep, **self._parts())
+    def _begin(self, num_steps: int) -> None:
+        """Saves while the training goes on, or at once where memory has no room for copies."""
+        self._finish()
         self._saved_at = time.monotonic()
-        if path is not None:
+        if not self._check_room():
+            self._save(num_steps)
+            return
+        kept = {"step": num_steps, "keep": self._settings.keep}
+        self._saving = num_steps, save_async(self._settings.folder, **kept, **self._parts())
+
+    def _check_room(self) -> bool:
+        """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and
+        elsewhere where the plan's own memory leaves as much."""
+        if self._has_room is None:
+            rank, plan = self._model.comm.rank, self._plan
+            known = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
+            has_room = True
+            if self._model.comm.device.type == "cpu" and known:
+                left = plan.usable_bytes[rank] - plan.predicted_peak_memory_bytes[rank]
+                has_room = state_bytes(self._model, self._optimizer) <= left
+            self._has_room = all(Ranks.of(self._model).everyones(has_room))
+        return self._has_room
+
+    def _finish(self) -> None:
+        """Waits for the checkpoint that is under way."""
+        if self._saving is not None:
+            (num_steps, saving), self._saving = self._saving, None
+            if saving.result() is not None:
+                self._saved_step = num_steps
+
+    def _save(self, num_steps: int) -> None:
+        kept = {"step": num_steps, "keep": self._settings.keep}
+        if save(self._settings.folder, **kept, **self._parts()) is not None:
             self._saved_step = num_steps
 
     def end(self, num_steps: int) -> None:
-        """Saves what was trained since the last checkpoint, and lets go of signals."""
+        """Waits for what is being written, and saves what was trained since."""
+        started = time.monotonic()
         self._vote.finish()
+        self._finish()
         if num_steps != self._saved_step:
             self._save(num_steps)
+        self.held_s += time.monotonic() - started
 
     def close(self) -> int:
         """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
@@ -146,14 +185,19 @@ class RunCheckpoints:
         self._open.close()
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
+    def figures(self) -> dict[str, float]:
+        """The number of the first step of this start, and seconds that checkpoints held up the training."""
+        return {"first_step": self.first_step + 1, "checkpoint_s": self.held_s}
+
     def summary(self) -> str:
         """In one line, how the run has ended and where its state is."""
         newest = next(iter(checkpoints_in(self._settings.folder)), None)
         where = "no checkpoint was written" if newest is None else f"checkpoint {newest}"
+        where += f"; checkpoints have held up the training for {self.held_s:.3g} s"
         if not self.stopped_by:
             return where
         name = signal.Signals(self.stopped_by).name
-        return f"stopped by {name}; the same command goes on from there: {where}"
+        return f"stopped by {name}, and the same command goes on: {where}"
 
 
 def _epochs(loader: OwnLoader, epochs: int | None) -> Iterator[Iterable]:

@@ -6,7 +6,8 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from ..errors import InputError
 from ..preparation.saving import check_has_state
 from ..runtime.versions import versions_text
+from . import background
 from .manifest import REMOVED, Manifest, checkpoints_in
 from .random_state import random_state
 from .ranks import Ranks, WriteFailure, text_of, whole_model
@@ -60,15 +62,44 @@ def save(
     ranks, and changes nothing that was there. Raises InputError on all ranks for a folder that is none to
     write to, or a value that cannot be kept (``values.encode``).
     """
-    folder = Path(folder)
-    check_numbers(step, keep)
     model = whole_model(model)
     ranks = Ranks.of(model)
+    background.finish(model)
     with ranks.meeting("checkpoint.save"):
-        content = content_of(
-            ranks, step, model, optimizer, {"scheduler": scheduler, "loader": loader, "scaler": scaler}, extra
-        )
-        return write(folder, ranks, content, keep)
+        parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        content = content_of(ranks, step, model, optimizer, parts, extra, keep)
+        return write(Path(folder), ranks, content, keep)
+
+
+def save_async(
+    folder: str | Path,
+    *,
+    step: int,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None = None,
+    scheduler: Any = None,
+    loader: Any = None,
+    scaler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> background.Saving:
+    """Does what ``save`` does in a thread of its own while the training goes on. This call takes as long as a
+    copy of this rank's tensors into host memory, which must have room for them. Collective.
+
+    The ``result()`` of what is returned is what ``save`` returns, or raises. One is written at a time: the
+    next call, and ``load``, wait for the one before. Wait for the last one before process groups are
+    destroyed.
+    """
+    model = whole_model(model)
+    ranks = Ranks.of(model)
+    buffers = background.finish(model)
+    with ranks.meeting("checkpoint.save_async"):
+        parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+        content = content_of(ranks, step, model, optimizer, parts, extra, keep)
+        content = replace(content, tensors=background.staged(content.tensors, buffers))
+        ranks.group()  # is made by the thread that trains
+    write_it = partial(write, Path(folder), ranks.unwatched, content, keep)
+    return background.begin(model, ranks, content.tensors, write_it)
 
 
 def check_numbers(step: int, keep: int | None) -> None:
@@ -88,8 +119,11 @@ def content_of(
     optimizer: optim.Optimizer | None,
     parts: Mapping[str, Any],
     extra: Mapping[str, Any] | None,
+    keep: int | None,
 ) -> Content:
-    """All that this rank has to write. Its tensors are the model's own, not copies."""
+    """All that this rank has to write. Its tensors are the model's own, not copies. Raises InputError for
+    what cannot be kept."""
+    check_numbers(step, keep)
     tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
     if optimizer is not None:
         named = NamedOptimizer.of(model, optimizer, ranks.rank)

@@ -234,3 +234,9 @@ def _other_optimizer(expected: str, got: str) -> PlanError:
             "another folder",
         ),
     )
+
+
+def state_bytes(model: nn.Module, optimizer: optim.Optimizer) -> int:
+    """The size of all that this rank holds of a model and its optimizer."""
+    states = [v for entries in optimizer.state.values() for v in entries.values() if isinstance(v, Tensor)]
+    return sum(plain(t).nbytes for t in (*model.state_dict().values(), *states))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from .ranks import PURPOSE, Ranks
+from .ranks import Ranks
+
+PURPOSE = "vote"  # a group of its own: a checkpoint may be under way in another thread
 
 
 class Vote:
@@ -13,7 +15,7 @@ class Vote:
     that no step waits for the message."""
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._group = ranks, ranks.group
+        self._ranks, self._group = ranks, ranks.group(PURPOSE)
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, first: int, second: int) -> tuple[int, int]:

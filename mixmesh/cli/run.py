@@ -169,7 +169,7 @@ def run(
                 "step_s": list(report.step_s),
                 "world_size": loaded_plan.program.world_size,
                 "emulation": os.environ.get("MIXMESH_EMULATION"),
-                **({} if keeper is None else {"first_step": keeper.first_step + 1}),
+                **({} if keeper is None else keeper.figures()),
                 **({} if compared is None else {"comparison": asdict(compared)}),
             }
         )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -52,6 +56,17 @@ def expect_equal(mine: dict[str, torch.Tensor], its: dict[str, torch.Tensor]) ->
     assert mine.keys() == its.keys()
     for name, value in mine.items():
         assert torch.equal(value, its[name]), (name, value, its[name])
+
+
+@contextmanager
+def file_limit(size_bytes: int | None) -> Iterator[None]:
+    """Within it this process may write no file beyond ``size_bytes``."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def check_the_same_plan_goes_on_to_the_last_digit(_) -> None:
@@ -135,19 +150,12 @@ def check_what_is_of_another_job_is_refused_and_changes_nothing(_) -> None:
 
 def check_a_rank_that_cannot_write_stops_nobody(_) -> None:
     """The file of one rank grows beyond what its process may write; then it may again."""
-    import resource
-
     folder = shared_folder()
     _, _, model, optimizer = build("fsdp")
     train(model, optimizer, scheduler_of(optimizer), range(1))
     first = checkpoint.save(folder, step=1, model=model, optimizer=optimizer)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-    try:
+    with file_limit(1000 if dist.get_rank() == 1 else None):
         assert checkpoint.save(folder, step=2, model=model, optimizer=optimizer) is None
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()
     assert sorted(os.listdir(folder)) == [first.name]
     train(model, optimizer, scheduler_of(optimizer), range(1, 2))
@@ -156,6 +164,46 @@ def check_a_rank_that_cannot_write_stops_nobody(_) -> None:
     assert sorted(os.listdir(folder)) == [third.name]
     assert checkpoint.latest(folder) == third
     dist.barrier()
+
+
+def check_saving_while_the_training_goes_on(_) -> None:
+    """What is written is what was trained when it was begun."""
+    for name, other in zip(PLANS, PLANS[1:] + PLANS[:1]):
+        folder = shared_folder()
+        single, own, model, optimizer = build(name)
+        schedulers = scheduler_of(own), scheduler_of(optimizer)
+        train(single, own, schedulers[0], range(2))
+        train(model, optimizer, schedulers[1], range(2))
+        first = checkpoint.save_async(folder, step=2, model=model, optimizer=optimizer)
+        train(model, optimizer, schedulers[1], range(2, 4))
+        second = checkpoint.save_async(folder, step=4, model=model, optimizer=optimizer)
+        train(model, optimizer, schedulers[1], range(4, 5))
+        assert (first.result().name, second.result().name) == ("000001-step-2", "000002-step-4")
+        _, _, model, optimizer = build(other)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / "000002-step-4")
+        dist.barrier()
+        checkpoint.load(folder, model=model, optimizer=optimizer)
+        same_weights(single, model)
+        got = train(model, optimizer, scheduler_of(optimizer), range(2, 3))
+        expected = train(single, own, scheduler_of(own), range(2, 3))
+        assert abs(got[0] - expected[0]) < 1e-9
+
+
+def check_a_failure_of_one_rank_in_the_background(_) -> None:
+    """As of ``save``; and the next call waits for the one before."""
+    folder = shared_folder()
+    _, _, model, optimizer = build("fsdp")
+    first = checkpoint.save_async(folder, step=1, model=model, optimizer=optimizer)
+    assert checkpoint.load(folder, model=model, optimizer=optimizer).step == 1
+    with file_limit(100 if dist.get_rank() == 1 else None):
+        failing = checkpoint.save_async(folder, step=2, model=model, optimizer=optimizer)
+        model(**batch(0)).backward()
+        assert failing.result() is None
+    third = checkpoint.save_async(folder, step=3, model=model, optimizer=optimizer)
+    fourth = checkpoint.save(folder, step=4, model=model, optimizer=optimizer)
+    dist.barrier()
+    assert {p.name for p in folder.iterdir()} == {p.name for p in (first.result(), third.result(), fourth)}
 
 
 def check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all(_) -> None:
@@ -185,6 +233,8 @@ CHECKS = named(
     check_what_one_device_saved_goes_on,
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,
+    check_saving_while_the_training_goes_on,
+    check_a_failure_of_one_rank_in_the_background,
     check_a_file_that_is_damaged_for_one_rank_is_passed_over_by_all,
 )
 

@@ -1,0 +1,79 @@
+"""Checkpoints that are written while the training goes on: it waits for copies of its tensors alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.shard_tensor import ShardTensor, plain, shard
+from .ranks import Ranks
+
+
+class Saving:
+    """A checkpoint that is being written. ``buffers`` are the copies that it is written from."""
+
+    def __init__(self, ranks: Ranks, buffers: Mapping[str, Tensor], write: Callable[[], Path | None]) -> None:
+        self.buffers = buffers
+        self._ranks, self._write = ranks, write
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        # no daemon: an interpreter that ends waits for what was begun
+        self._thread = threading.Thread(target=self._run, name="mixmesh checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._path = self._write()
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Path | None:
+        """Waits until it is written: its folder, or None where it could not be. Raises, on all ranks, what
+        ``save`` raises. Collective."""
+        with self._ranks.meeting("waiting for a checkpoint"), self._ranks.waiting():
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._path
+
+
+_last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # of each model
+
+
+def begin(
+    model: nn.Module, ranks: Ranks, buffers: Mapping[str, Tensor], write: Callable[[], Path | None]
+) -> Saving:
+    """Begins to ``write``, in a thread of its own."""
+    _last[model] = saving = Saving(ranks, buffers, write)
+    return saving
+
+
+def finish(model: nn.Module) -> Mapping[str, Tensor]:
+    """Waits for the checkpoint of ``model`` that is being written, and gives its buffers, which are of no
+    further use to it. Collective. Raises what that one has raised."""
+    last = _last.pop(model, None)
+    if last is None:
+        return {}
+    last.result()
+    return last.buffers
+
+
+@torch.no_grad()
+def staged(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of ``tensors`` in host memory, in the memory of ``buffers`` where they are alike."""
+    copies = {}
+    for name, tensor in tensors.items():
+        piece, buffer = plain(tensor), buffers.get(name)
+        room = None if buffer is None else plain(buffer)
+        if room is None or room.shape != piece.shape or room.dtype != piece.dtype:
+            room = torch.empty(piece.shape, dtype=piece.dtype)
+        room.copy_(piece)
+        is_shard = isinstance(tensor, ShardTensor)
+        copies[name] = shard(room, replace(tensor.whole, written=None)) if is_shard else room
+    return copies
