@@ -40,18 +40,23 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def batches(text: bytes):
-    """Endless random windows of a text; the same on every rank."""
-    data = torch.tensor(list(text))
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        starts = torch.randint(len(data) - CONTEXT - 1, (SAMPLES,), generator=generator)
-        windows = torch.stack([data[s : s + CONTEXT + 1] for s in starts])
-        yield {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
+class Windows:
+    """Endless random windows of a text; the same on every rank, and in every start."""
+
+    def __init__(self, text: bytes) -> None:
+        self.text = torch.tensor(list(text))
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        while True:
+            starts = torch.randint(len(self.text) - CONTEXT - 1, (SAMPLES,), generator=generator)
+            windows = torch.stack([self.text[s : s + CONTEXT + 1] for s in starts])
+            yield {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}
 
 
 def job() -> mixmesh.Job:
     torch.manual_seed(0)
     with open(__file__, "rb") as file:  # it learns its own source
-        data = batches(file.read())
-    return mixmesh.Job(GPT(), next(data), optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), data=data)
+        data = Windows(file.read())
+    batch = next(iter(data))
+    return mixmesh.Job(GPT(), batch, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3), data=data)
