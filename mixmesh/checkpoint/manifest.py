@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,13 @@ class Manifest:
 
     def text(self) -> str:
         """The file's text: the content, and the digest of its one canonical form."""
-        content = _canonical({"format": FORMAT, **asdict(self)})
+        # not asdict, which copies all of it
+        files = {name: vars(entry) for name, entry in self.files.items()}
+        tensors = {
+            name: {**vars(entry), "pieces": [vars(piece) for piece in entry.pieces]}
+            for name, entry in self.tensors.items()
+        }
+        content = _canonical({"format": FORMAT, **vars(self), "files": files, "tensors": tensors})
         return f'{{"content": {content}, "digest": "{digest_of(content.encode())}"}}\n'
 
     @classmethod
