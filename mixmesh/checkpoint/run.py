@@ -17,6 +17,7 @@ import torch
 
 from ..errors import InputError
 from ..plan_file import Plan
+from ..preparation.alike import HINTS, check_digests
 from ..preparation.loading import own_loader
 from ..preparation.own_loader import OwnIterator, OwnLoader
 from ..runtime.parallel import ParallelModel
@@ -95,7 +96,8 @@ class RunCheckpoints:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
         self._model, self._optimizer = model, optimizer
-        self._loader = None if job.data is None else own_loader(job.data, self._plan)
+        # compared before each checkpoint, and not at every batch, which takes a message
+        self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
             self._loader.state_dict()  # raises
         if not self._settings.is_fresh:
@@ -135,9 +137,17 @@ class RunCheckpoints:
         self.held_s += time.monotonic() - started
         return bool(self.stopped_by)
 
+    def _check_data(self) -> None:
+        """Raises InputError on all ranks if they have not read the same batches since the epoch began."""
+        if self._loader is not None:
+            read = self._loader.state_dict()
+            own = f"{read['epoch']} {read['num_yielded']} {read['digest']}"
+            check_digests(Ranks.of(self._model).everyones(own), *HINTS)
+
     def _begin(self, num_steps: int) -> None:
         """Saves while the training goes on, or at once where memory has no room for copies."""
         self._finish()
+        self._check_data()
         self._saved_at = time.monotonic()
         if not self._check_room():
             self._save(num_steps)
@@ -176,6 +186,7 @@ class RunCheckpoints:
         self._vote.finish()
         self._finish()
         if num_steps != self._saved_step:
+            self._check_data()
             self._save(num_steps)
         self.held_s += time.monotonic() - started
 

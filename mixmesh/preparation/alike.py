@@ -56,9 +56,17 @@ def same_on_all(
 ) -> Iterator[Any]:
     """``batches``, each compared with those of the other ranks, and so is their end. ``on_digest`` is called
     with each one's digest before it is given. Collective."""
-    for batch in batches:
-        own = digest(batch)
+
+    def check(own: str) -> None:
         check_digests(everyones(own), *HINTS)
         on_digest(own)
-        yield batch
+
+    yield from digested(batches, check)
     check_same(END, *HINTS)
+
+
+def digested(batches: Iterable[Any], on_digest: Callable[[str], object]) -> Iterator[Any]:
+    """``batches``; ``on_digest`` is called with each one's digest before it is given."""
+    for batch in batches:
+        on_digest(digest(batch))
+        yield batch

@@ -127,17 +127,17 @@ def whole_batch(num_samples: int) -> tuple[int, int]:
     return 0, num_samples
 
 
-def own_loader(loader: Iterable, plan: Plan) -> OwnLoader:
+def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> OwnLoader:
     """The loader of this rank's rows. Where every input of the program is cut by samples alike, and no row of
     a batch depends on the others, a rank loads no others; else it loads whole batches and cuts them. A loader
     without indices (an iterable data set) must give the same batches on every rank, which is checked at every
-    batch. Collective."""
+    batch, unless the caller does it (``is_compared=False``). Collective."""
     program, rank = plan.program, dist.get_rank()
     if is_iterator(loader):
         return OwnIterator(loader, plan)
     if not has_indices(loader):
         check_same_workers(loader)
-        return OwnLoader(loader, loader, plan, is_whole=True)
+        return OwnLoader(loader, loader, plan, is_whole=True, is_compared=is_compared)
     _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
     depends = from_first_rank(lambda: depends_on_others(loader))
     # also of a rank without samples, whose empty tensors are cut out of a whole batch

@@ -15,7 +15,7 @@ from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import shard_batches
 from ..runtime.first_rank import everyones, from_first_rank
-from .alike import digest, same_on_all
+from .alike import digest, digested, same_on_all
 from .own_batches import OwnBatches
 from .resuming import (
     Numbers,
@@ -61,8 +61,11 @@ class OwnLoader:
     iteration give the batches that remain, on any number of ranks. Several iterations may go on beside each
     other; the state is that of the one that gave the last batch."""
 
-    def __init__(self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool) -> None:
+    def __init__(
+        self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool, is_compared: bool = True
+    ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
+        self._is_compared = is_compared  # batches without indices, each with those of the other ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
             sampler if isinstance(sampler, OwnBatches) else None
@@ -154,7 +157,8 @@ class OwnLoader:
             progress.end(Numbers.of(self._loader, with_process=False))
             self._show(progress)
 
-        return Counted(same_on_all(batches, digests.append), count, end)
+        give = same_on_all if self._is_compared else digested
+        return Counted(give(batches, digests.append), count, end)
 
     def __len__(self) -> int:
         return len(self._loader)

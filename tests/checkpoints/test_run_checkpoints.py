@@ -185,7 +185,7 @@ def losses_of(folder: Path, planner: str = "fsdp-even", data: Any = "shuffled", 
         return list(train(job, plan, device="cpu", timeout_s=30, keeper=keeper, **limits).losses)
     finally:
         assert keeper.close() == 0
-        dist.barrier()
+        dist.barrier()  # nobody looks at the folder while it is written to
 
 
 class SlowData:
@@ -258,6 +258,16 @@ def check_a_signal_stops_a_loop_of_ones_own_on_all_ranks(_) -> None:
         assert not preemption.is_requested() and preemption.status == 0
 
 
+def check_other_data_on_one_rank_is_never_kept(_) -> None:
+    """From the fourth batch on, which are the ones that nothing else compares."""
+    x, y = rows(8)
+    data = [(x, y)] * 3 + [(x + dist.get_rank(), y)] * 3
+    folder = shared_folder()
+    with pytest.raises(InputError, match="the ranks did not make the same batch"):
+        losses_of(folder, data=data, steps=6, every=Every(steps=3))
+    assert steps_in(folder) == [3]
+
+
 def check_an_iterator_is_refused(_) -> None:
     with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
         losses_of(shared_folder(), data=iter([rows(8)] * 9), steps=2)
@@ -270,6 +280,7 @@ CHECKS = named(
     check_epochs,
     check_a_clock,
     check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
+    check_other_data_on_one_rank_is_never_kept,
     check_an_iterator_is_refused,
 )
 
