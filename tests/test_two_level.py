@@ -22,6 +22,7 @@ from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
+from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
 from mixmesh.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
@@ -50,11 +51,28 @@ link_latency_us = 1
 devices = [{DEVICE.format(5e-6)}, {DEVICE.format(3e-6)}, {DEVICE.format(3e-6)}]
 """
 WORLD, BATCH = 5, 9
+# the first machine has nothing to do
+PARTIAL = f"""\
+name = "one, two and two"
+[network]
+bandwidth_gbit_per_s = 1
+latency_us = 1
+[[machine]]
+devices = [{DEVICE.format(3e-6)}]
+[[machine]]
+link_latency_us = 1
+devices = [{DEVICE.format(6e-6)}, {DEVICE.format(3e-6)}]
+[[machine]]
+link_latency_us = 1
+devices = [{DEVICE.format(5e-6)}, {DEVICE.format(3e-6)}]
+"""
+BUSY = (1, 2, 3, 4)
 
 
-def cut_within_machines(graph, cluster: Cluster):
-    """The plan that cuts as many parameters within machines as can be."""
+def cut_within_machines(graph, cluster: Cluster, ranks: tuple[int, ...] = ()):
+    """The plan that cuts as many parameters within machines as can be, on all ranks or some."""
     task = Task(graph, CostModel(cluster), ADAM, lambda _: None)
+    task = task.on(ranks) if ranks else task
     planner = TwoLevel(task)
     speeds = [float(len(ranks)) for ranks in planner.machines]
     return next(planner.dealt(TENSOR_PARALLEL.gradient_sync, speeds))
@@ -72,6 +90,22 @@ def test_equals_single_device(name, devices):
     assert parse_program(str(program)) == program
     assert program.copies, "nothing is cut within a machine"
     report = verify(model, batch, program, traced=graph)
+    assert report.max_loss_error_f64 <= TOLERANCE_F64, report
+    assert report.max_gradient_error_f64 <= TOLERANCE_F64, report
+
+
+def test_a_machine_without_work_holds_nothing():
+    """Its links would carry all gradients once more."""
+    graph = trace(model_of(), batch(0))
+    made = program(is_partial=True)
+    check_program(made)
+    assert parse_program(str(made)) == made and made.copies
+    assert made.working_ranks == BUSY
+    sums = gradient_sums(made)
+    assert sums and all({*s.ranks} <= {*BUSY} for s in sums)
+    sets, values = split(made)
+    assert [s.ranks for s in sets] == [(1, 2), (3, 4)] and join(made.name, sets, values) == made
+    report = verify(model_of(), batch(0), made, traced=graph)
     assert report.max_loss_error_f64 <= TOLERANCE_F64, report
     assert report.max_gradient_error_f64 <= TOLERANCE_F64, report
 
@@ -197,20 +231,31 @@ def model_of() -> Model:
     return Model()
 
 
-def program() -> Program:
-    return cut_within_machines(trace(model_of(), batch(0)).graph, Cluster.parse(CLUSTER))
+def program(*, is_partial: bool = False) -> Program:
+    graph = trace(model_of(), batch(0)).graph
+    if is_partial:
+        return cut_within_machines(graph, Cluster.parse(PARTIAL), BUSY)
+    return cut_within_machines(graph, Cluster.parse(CLUSTER))
 
 
 class Training:
     """A class, since closures do not pickle."""
 
-    def __init__(self, accumulate: int = 1, max_norm: float = 0.0, again: bool = False) -> None:
+    def __init__(
+        self,
+        accumulate: int = 1,
+        max_norm: float = 0.0,
+        again: bool = False,
+        is_partial: bool = False,
+    ) -> None:
         self.accumulate, self.max_norm, self.again = accumulate, max_norm, again
+        self.is_partial = is_partial
 
     def __call__(self, _) -> None:
         single, mine = model_of(), model_of()
         adam = [torch.optim.Adam(m.parameters(), lr=0.05) for m in (single, mine)]
-        made = two_level.recomputed_within(program()) if self.again else program()
+        made = program(is_partial=self.is_partial)
+        made = two_level.recomputed_within(made) if self.again else made
         model, mine_adam = parallelize(mine, adam[1], made, device="cpu", timeout_s=60)
         assert ("region(keep)" in model.source) == self.again
         for step in range(3):
@@ -238,6 +283,7 @@ CHECKS = {
     "accumulated": Training(accumulate=3),
     "clipped": Training(max_norm=0.01),
     "computed again": Training(again=True),
+    "a machine without work": Training(is_partial=True),
 }
 
 

@@ -29,6 +29,7 @@ from ..ir import (
 from .lower import even_over
 from .part import NotDivisible, Part, output_key
 
+SHARED = "m"  # the ratio of what all sets hold, where some ranks are of none
 GATHERED, PADDED = ".gathered", ".padded"  # behind the name of an output's value, on its way to everyone
 
 
@@ -57,7 +58,11 @@ class _Joining:
         self.name, self.sets, self.values = name, sets, values
         self.world_size = sets[0].program.world_size
         self.ratios: list[tuple[str, Ratio]] = []
-        self.everyone: set[str] = set()  # leaves that all ranks hold
+        members = tuple(sorted(r for s in sets for r in s.ranks))
+        self.shared = None if len(members) == self.world_size else SHARED
+        if self.shared is not None:
+            self.ratios.append((SHARED, even_over(members, self.world_size)))
+        self.everyone: set[str] = set()  # leaves that all sets hold
         self.out: list[Instruction] = []
         self.loaded = [{i.args[0]: i for i in s.program.params} for s in sets]
 
@@ -146,7 +151,7 @@ class _Joining:
         value = self.values.get(i.result, i.type.value)
         if i.result not in self.everyone:
             self.everyone.add(i.result)
-            whole = TensorType(value, (REPLICATE,))
+            whole = TensorType(value, (REPLICATE,), self.shared)
             self.out.append(replace(i, types=(whole,), attrs=()))
         cut = self.sets[m].part.cuts.get(i.result) if i.op == "input" else None
         sharded = not isinstance(i.type.placement, Replicate)
@@ -175,7 +180,7 @@ class _Joining:
             sources.append((m, source))
         total = self.total(sources, f"{name}.addends")
         value = self.sets[0].program.types[name].value
-        self.add(f"{name}.total", "all_reduce", (Ref(total),), TensorType(value, (REPLICATE,)))
+        self.add(f"{name}.total", "all_reduce", (Ref(total),), TensorType(value, (REPLICATE,), self.shared))
         for m, s in enumerate(self.sets):
             t = self.type(m, s.program.types[name])
             held = TensorType(value, (REPLICATE,), f"m{m}")
@@ -187,13 +192,13 @@ class _Joining:
             self.add(f"{name}.m{m}", op, (Ref(first),), t)
 
     def total(self, sources: list[tuple[int, str]], name: str) -> str:
-        """Addends of a sum over all sets, held by everyone: a rank has zero for those of other sets."""
+        """Addends of a sum over all sets, which all of them hold: a rank has zero for those of other sets."""
         value = self.sets[0].program.types[sources[0][1]].value
-        return self.sum([f"{v}.m{m}" for m, v in sources], name, value)
+        return self.sum([f"{v}.m{m}" for m, v in sources], name, value, self.shared)
 
-    def sum(self, pieces: list[str], name: str, value: ValueType) -> str:
-        """The addends ``pieces``, one of each set, as one that everyone holds."""
-        everyone = TensorType(value, (PARTIAL,))
+    def sum(self, pieces: list[str], name: str, value: ValueType, ratio: str | None = None) -> str:
+        """The addends ``pieces``, one of each set, as one that the ranks of a ratio hold, or everyone."""
+        everyone = TensorType(value, (PARTIAL,), ratio)
         totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
         result = totals[0]
         for n, other in enumerate(totals[1:], 1):

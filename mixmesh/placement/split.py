@@ -15,7 +15,7 @@ from ..ir import (
     ValueType,
     map_refs,
 )
-from .join import GATHERED, PADDED, Set
+from .join import GATHERED, PADDED, SHARED, Set
 from .part import Cut, Part, output_key
 
 OF_SET = re.compile(r"m(\d+)(?:\.(.+))?")  # a ratio of a set; without a name that of what it holds whole
@@ -45,7 +45,8 @@ class _Splitting:
         numbers = {int(found[1]) for name, _ in program.ratios if (found := OF_SET.fullmatch(name))}
         self.sources: dict[str, dict[int, str]] = {}  # by sum over all sets, what each adds
         for i in program.instructions:
-            if i.op == "move" and i.type.ratio is None and isinstance(i.type.placement, Partial):
+            is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
+            if is_shared and isinstance(i.type.placement, Partial):
                 name, _, number = i.result.rpartition(".m")
                 self.sources.setdefault(name, {})[int(number)] = own(i.inputs[0])
         self.out: dict[int, list[Instruction]] = {m: [] for m in sorted(numbers)}

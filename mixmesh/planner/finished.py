@@ -19,6 +19,9 @@ ALIKE = 1e-4  # relative difference of the times of programs of which one is fin
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
 # of all small programs together but the first that there is time to finish
 QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
+# of those left out for want of time so many are finished that would be the fastest if they gained as much as
+# the one that gained most, and this much more
+LIKELY_FEW, LIKELY_GAIN = 2, 0.95
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0
 SUMMED_AT_ONCE = (
@@ -39,13 +42,22 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
     made, left = [finished(task, first, quick=quick)], FEW - 1
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
     others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
+    left_out, gain = [], made[0].timeline.step_s / first.timeline.step_s
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
         step_s = min(p.timeline.step_s for p in made)
         needed = 0 if proposal.micro_batches is not None else len(proposal.program.instructions)
         reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
         is_time = not needed or (left > 0 and needed <= instructions)
-        if is_time and reordered_s < step_s * (1 - GAIN):
-            left, instructions = left - (needed > 0), instructions - needed
+        if reordered_s >= step_s * (1 - GAIN):
+            continue
+        if not is_time:
+            left_out.append(proposal)
+            continue
+        left, instructions = left - (needed > 0), instructions - needed
+        made.append(finished(task, proposal, quick=quick))
+        gain = min(gain, made[-1].timeline.step_s / proposal.timeline.step_s)
+    for proposal in sorted(left_out, key=lambda p: p.key)[:LIKELY_FEW]:
+        if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in made):
             made.append(finished(task, proposal, quick=quick))
     return made
 

@@ -64,6 +64,7 @@ QUICK = {"two-level": promising, "pipeline": hopeful}
 # what it asks for sets of machines too: the least that a step on a set may take, None if it is not worth
 # asking; and the nodes of graphs, one for each machine of each set, that there is time for
 ON_MACHINE_SETS = {"two-level": (least_two_level_s, 400), "pipeline": (least_pipeline_s, 250)}
+LEADING = 4  # times as much time for sets of machines has a planner whose plan for all of them is the fastest
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
 # as long as they may. None of their placements has micro-steps, so pipelines are looked at after them
 SEARCHING = ("placed", "heterog", "tag")
@@ -270,7 +271,8 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
         on_sets = planner == "auto" and name in ON_MACHINE_SETS
         proposals = list(propose(task))
         if on_sets:
-            proposals += on_machine_sets(task, name)
+            leads = any(p.feasible and p.timeline.step_s <= task.best_s for p in proposals)
+            proposals += on_machine_sets(task, name, leads=leads)
         every += proposals
         if proposals:
             best[name] = min(proposals, key=lambda p: p.key)
@@ -284,13 +286,21 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
     return every
 
 
-def on_machine_sets(task: Task, name: str) -> Iterator[Proposal]:
+def on_machine_sets(task: Task, name: str, *, leads: bool) -> Iterator[Proposal]:
     """Proposals that a planner makes in little time for sets of machines that may be faster than all
-    of them, first those with the least to do at least: as many as there is time for."""
+    of them, first those with the least to do at least: as many as there is time for. ``leads``: its plan for
+    all machines is the fastest so far. Of sets with equally much to do, those whose machines have the fastest
+    links inside come first."""
     least, nodes = ON_MACHINE_SETS[name]
+    nodes *= LEADING if leads else 1
     views = [task.on(ranks) for ranks in machine_sets(task) if ranks != task.ranks]
     worth = {view.ranks: least_s for view in views if (least_s := least(view)) is not None}
-    for ranks in sorted(worth, key=worth.__getitem__):
+    cluster = task.costs.cluster
+
+    def slowest_link(ranks: tuple[int, ...]) -> float:
+        return min(cluster.machines[m].link_bytes_per_s for m in {*map(cluster.machine_index_of, ranks)})
+
+    for ranks in sorted(worth, key=lambda ranks: (worth[ranks], -slowest_link(ranks))):
         view = task.on(ranks)
         needed = len(task.graph.nodes) * len(machines_of(view))
         if worth[ranks] < task.best_s and needed <= nodes:
