@@ -151,7 +151,7 @@ def test_an_unknown_cluster_lists_the_presets():
     with pytest.raises(ClusterError) as error:
         mm.Cluster.load("hap-33")
     assert all(name in str(error.value) for name in presets())
-    assert "--cluster hap-32" in error.value.hint
+    assert 'cluster="hap-32"' in error.value.hint
 
 
 def test_a_workload_is_planned_on_a_preset(tmp_path, capsys):
