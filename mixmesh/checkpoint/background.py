@@ -43,7 +43,7 @@ class Saving:
         return self._path
 
 
-_last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # of each model
+_last: WeakKeyDictionary[nn.Module, Saving] = WeakKeyDictionary()  # by model
 
 
 def begin(

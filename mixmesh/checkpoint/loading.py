@@ -11,10 +11,11 @@ from torch import nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from ..errors import InputError, PlanError
+from ..trace.compiled import uncompiled
 from .background import finish
 from .manifest import Damaged, Manifest, check_files, checkpoints_in
 from .random_state import restore_random_state
-from .ranks import Ranks, WriteFailure, whole_model
+from .ranks import Ranks, WriteFailure
 from .saving import warn
 from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors
 from .storage import Reader
@@ -62,7 +63,7 @@ def load(
     Raises InputError if all checkpoints are damaged, PlanError, before anything is changed, if the newest one
     is of another model or optimizer or has no state of what is to be loaded.
     """
-    model = whole_model(model)
+    model = uncompiled(model)
     ranks = Ranks.of(model)
     finish(model)
     with ranks.meeting("checkpoint.load"):
@@ -152,7 +153,7 @@ def read(path: Path, manifest: Manifest, ranks: Ranks, tensors: dict[str, Any]) 
     reader = Reader(path, manifest)
     try:
         ranks.run(lambda **group: dcp.load(tensors, storage_reader=reader, planner=planner, **group))
-    except WriteFailure as failure:  # of reading
+    except WriteFailure as failure:  # in reading
         raise InputError(
             "the checkpoint could not be read", got=str(failure), where=str(path), hint="start again"
         ) from None

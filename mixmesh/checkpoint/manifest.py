@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: what is in it, with sizes and checksums, and where each piece of a tensor is.
 
-A checkpoint is a folder ``000007-step-300``: the seventh that was written, after step 300. It holds one file
-of safetensors per rank, the plan, and ``manifest.json``. It is written as ``.unfinished-...`` beside and
+A checkpoint is a folder ``000007-step-300``: the seventh that was written, after step 300. It holds one
+safetensors file per rank, the plan, and ``manifest.json``. It is written as ``.unfinished-...`` beside and
 renamed when all of it is on the disk, so that a folder with its own name was whole once; ``check_files`` says
 whether it still is.
 """

@@ -6,7 +6,8 @@ from types import TracebackType
 
 from torch import nn
 
-from .ranks import Ranks, whole_model
+from ..trace.compiled import uncompiled
+from .ranks import Ranks
 from .signals import OF_SIGNAL, Signals
 from .vote import Vote
 
@@ -17,7 +18,7 @@ class Preemption:
     of ``model`` enters it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._ranks = Ranks.of(whole_model(model))
+        self._ranks = Ranks.of(uncompiled(model))
         self._signals = Signals()
         self._number = 0
 

@@ -18,9 +18,8 @@ from ..errors import InputError, MixmeshError
 from ..preparation.saving import parallel_models
 from ..runtime.comm import Comm
 from ..runtime.first_rank import everyones, from_first_rank
-from ..trace.compiled import uncompiled
 
-# of a single rank, which is as it should be; a thread cannot say so for itself
+# where a rank is alone that is as it should be; a thread cannot say so for itself
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 T = TypeVar("T")
 PURPOSE = "checkpoint"
@@ -139,8 +138,3 @@ def text_of(error: BaseException) -> str:
     """An error in one line."""
     told: Any = getattr(error, "strerror", None) or error
     return " ".join(str(told).split())[:200]
-
-
-def whole_model(model: nn.Module) -> nn.Module:
-    """The model that is saved: the one within ``torch.compile``."""
-    return uncompiled(model)

@@ -18,10 +18,11 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from ..errors import InputError
 from ..preparation.saving import check_has_state
 from ..runtime.versions import versions_text
+from ..trace.compiled import uncompiled
 from . import background
 from .manifest import REMOVED, Manifest, checkpoints_in
 from .random_state import random_state
-from .ranks import Ranks, WriteFailure, text_of, whole_model
+from .ranks import Ranks, WriteFailure, text_of
 from .state import NamedOptimizer, own_model_tensors
 from .storage import RankPart, Writer
 from .values import encode
@@ -29,8 +30,8 @@ from .values import encode
 
 @dataclass(frozen=True)
 class Content:
-    """What one rank puts into a checkpoint: its tensors by name, the manifest's part that all ranks share,
-    this rank's own, and the plan."""
+    """The part of a checkpoint that one rank puts into it: its tensors by name, the manifest's part that all
+    ranks share, this rank's own, and the plan."""
 
     tensors: dict[str, Tensor]
     manifest: Manifest
@@ -62,7 +63,7 @@ def save(
     ranks, and changes nothing that was there. Raises InputError on all ranks for a folder that is none to
     write to, or a value that cannot be kept (``values.encode``).
     """
-    model = whole_model(model)
+    model = uncompiled(model)
     ranks = Ranks.of(model)
     background.finish(model)
     with ranks.meeting("checkpoint.save"):
@@ -90,7 +91,7 @@ def save_async(
     next call, and ``load``, wait for the one before. Wait for the last one before process groups are
     destroyed.
     """
-    model = whole_model(model)
+    model = uncompiled(model)
     ranks = Ranks.of(model)
     buffers = background.finish(model)
     with ranks.meeting("checkpoint.save_async"):

@@ -1,4 +1,5 @@
-"""What one rank has noticed and all must act on in the same step: a signal, or that it is time to save."""
+"""Votes on what one rank has noticed and all must act on in the same step: a signal, or that it is time to
+save."""
 
 from __future__ import annotations
 

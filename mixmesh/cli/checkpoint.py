@@ -66,7 +66,7 @@ def checkpoint_settings(
 def keeper_of(
     settings: Settings | None, plan: Plan, epochs: int | None, *, is_quiet: bool
 ) -> RunCheckpoints | None:
-    """What keeps the state of a run; None without checkpoints."""
+    """The keeper of a run's state; None without checkpoints."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints

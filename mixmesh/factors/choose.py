@@ -42,7 +42,7 @@ def cut_factors(program: Program, costs: CostModel) -> frozenset[str]:
     """The weights whose factors a minimum cut would gather. Factors that several products need travel
     once."""
     products, gather_s = [], {}
-    known_s: dict[tuple, float] = {}  # of products that are alike, as those of repeated layers are
+    known_s: dict[tuple, float] = {}  # by kind of product: repeated layers have the same few
     for name, (i,) in factorable(program).items():
         ranks = program.participants(i.type)
         gather = costs.collective("all_gather", ranks)

@@ -45,16 +45,22 @@ class Played:
 Priority = Callable[[int, float, float], tuple]
 
 
-def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
-    """Begins ``tasks`` one by one, of those whose predecessors among them have begun the one of the least
-    ``priority``; without one as they stand, predecessors first. Every rank computes one at a time, every
-    process group carries one at a time."""
+def among(graph: StepGraph, tasks: Sequence[int]) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The successors of ``tasks`` that are among them, and how many predecessors of each are."""
     inside = set(tasks)
     successors = {t: [s for s in graph.tasks[t].successors if s in inside] for t in tasks}
     missing: dict[int, int] = dict.fromkeys(tasks, 0)
     for found in successors.values():
         for s in found:
             missing[s] += 1
+    return successors, missing
+
+
+def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
+    """Begins ``tasks`` one by one, of those whose predecessors among them have begun the one of the least
+    ``priority``; without one as they stand, predecessors first. Every rank computes one at a time, every
+    process group carries one at a time."""
+    successors, missing = among(graph, tasks)
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
     at_once = clock
@@ -94,23 +100,17 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
 def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
     """``tasks`` by ``place`` as far as predecessors among them stand first: of those that may follow, the one
     of the least place does."""
-    inside = set(tasks)
-    missing: dict[int, int] = dict.fromkeys(tasks, 0)
-    for t in tasks:
-        for s in graph.tasks[t].successors:
-            if s in inside:
-                missing[s] += 1
+    successors, missing = among(graph, tasks)
     waiting = [(place(t), t) for t in tasks if not missing[t]]
     heapify(waiting)
     order = []
     while waiting:
         _, t = heappop(waiting)
         order.append(t)
-        for s in graph.tasks[t].successors:
-            if s in inside:
-                missing[s] -= 1
-                if not missing[s]:
-                    heappush(waiting, (place(s), s))
+        for s in successors[t]:
+            missing[s] -= 1
+            if not missing[s]:
+                heappush(waiting, (place(s), s))
     return order
 
 

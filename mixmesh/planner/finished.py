@@ -19,8 +19,8 @@ ALIKE = 1e-4  # relative difference of the times of programs of which one is fin
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
 # of all small programs together but the first that there is time to finish
 QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
-# of those left out for want of time so many are finished that would be the fastest if they gained as much as
-# the one that gained most, and this much more
+# so many are finished beyond that, if they would be the fastest by gaining as much as the one that gained
+# most, and this much more
 LIKELY_FEW, LIKELY_GAIN = 2, 0.95
 # times the step of the fastest so far: programs of several machines that were joined line by line gain more
 JOINED_HOPEFUL = 2.0

@@ -71,7 +71,7 @@ class OwnLoader:
             sampler if isinstance(sampler, OwnBatches) else None
         )  # there is one for data with indices
         self._progress, self._is_resumed = Progress(), False
-        self._resume: Resume | None = None  # of the iteration that was begun last
+        self._resume: Resume | None = None  # where the iteration that was begun last went on
 
     def __iter__(self) -> Iterator[Any]:
         self._resume = from_first_rank(self._next_resume)

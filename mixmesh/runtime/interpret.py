@@ -116,7 +116,7 @@ def leaf_value(i: Instruction, tensors, batch, device) -> Tensor:
 
 
 def cut_leaf(program: Program, i: Instruction, whole: Tensor, windows: Sequence[Window] | None) -> Values:
-    """What every rank holds of an input, parameter or buffer; in a micro-step of an input its samples."""
+    """The part of every rank of an input, parameter or buffer; in a micro-step of an input its samples."""
     if windows is not None and i.op == "input" and i.result in windows[0].samples.values:
         return cut_by_windows(whole, i.type, program, windows)
     return cut(whole, i.type, program)
@@ -125,7 +125,7 @@ def cut_leaf(program: Program, i: Instruction, whole: Tensor, windows: Sequence[
 def redistribute_in(
     program: Program, i: Instruction, values: Values, windows: Sequence[Window] | None
 ) -> Values:
-    """What every rank holds after a redistribution; in a micro-step if there are ``windows``."""
+    """The part of every rank after a redistribution; in a micro-step if there are ``windows``."""
     moved = None if windows is None else move_in_windows(program, i, values, windows)
     return moved or redistribute(values, program.types[i.inputs[0]], i.type, program)
 
