@@ -27,7 +27,8 @@ SLURM, KUBERNETES = FOLDER / "slurm.sbatch", FOLDER / "kubernetes.yaml"
 SHIMS = {
     "scontrol": 'test "$*" = "show hostnames two" && printf "127.0.0.1\\nother\\n"',
     "srun": 'test "$1" = --kill-on-bad-exit=1; shift; "$@" & first=$!; "$@"; wait $first',
-    "torchrun": f'printf "%s " torchrun "$@" >> "$LAUNCHES"; echo >> "$LAUNCHES"; '
+    # a file of its own for each start: both machines' tasks begin at once
+    "torchrun": f'printf "torchrun %s" "$*" > "$LAUNCHES.$$"; '
     f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
 }
 
@@ -136,7 +137,7 @@ def test_the_batch_script_runs_as_two_agents(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 pair of machines, both ways" in done.stdout and "all is well" in done.stdout
     assert "3 steps, loss" in done.stdout and (tmp_path / "model.safetensors").is_file()
-    launches = [parsed(shlex.split(line)) for line in (tmp_path / "launches").read_text().splitlines()]
-    assert [name for _, name, _ in launches] == ["doctor", "doctor", "run", "run"]
+    launches = [parsed(shlex.split(file.read_text())) for file in tmp_path.glob("launches.*")]
+    assert sorted(name for _, name, _ in launches) == ["doctor", "doctor", "run", "run"]
     assert {launch["nnodes"] for launch, _, _ in launches} == {"2"}
     assert len({launch["rdzv_id"] for launch, _, _ in launches}) == 2
