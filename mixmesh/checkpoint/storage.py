@@ -8,7 +8,6 @@ that it never holds more than one beside its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -36,7 +35,6 @@ from ..errors import InputError
 from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import (
     BLOCK_BYTES,
-    DIGEST_BYTES,
     MANIFEST,
     PLAN,
     REMOVED,
@@ -46,6 +44,7 @@ from .manifest import (
     Piece,
     TensorEntry,
     digest_of,
+    new_digest,
     next_name,
     sync,
 )
@@ -222,7 +221,7 @@ def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tupl
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNED_BYTES)
     head = len(text).to_bytes(8, "little") + text
-    made, size_bytes = hashlib.blake2b(digest_size=DIGEST_BYTES), 0
+    made, size_bytes = new_digest(), 0
     with path.open("wb") as file:
         for block in _blocks(head, items, planner):
             file.write(block)
