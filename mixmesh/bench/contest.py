@@ -17,6 +17,7 @@ from ..simulator import MicroBatches, simulate
 from ..trace import trace
 from . import jobs
 from .measure import call
+from .revision import revision
 from .training import WORKER, Progress, loss_error, single_losses
 from .training_cases import Effort
 from .training_results import LOSS_TOLERANCE, Speedup, Timing
@@ -162,6 +163,7 @@ def report(bench: str, results: Sequence[ContestResult], command: str) -> dict:
     targets = [met for r in results for met in r.targets.values()]
     return {
         "bench": bench,
+        "revision": revision(),
         "command": command,
         "emulation": sorted({r.emulation for r in results}),
         "targets_met": sum(targets),

@@ -2,6 +2,7 @@
 
 from . import (
     accuracy,
+    checkpoints,
     collectives,
     coverage,
     order,
@@ -21,6 +22,7 @@ from .common import app
 __all__ = [
     "accuracy",
     "app",
+    "checkpoints",
     "collectives",
     "coverage",
     "order",
