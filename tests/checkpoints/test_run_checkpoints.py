@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,8 @@ from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
 from mixmesh.checkpoint.signals import SAME_S
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
+from mixmesh.job import load_job
+from mixmesh.preparation.alike import digest
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.train import train
 
@@ -268,6 +272,31 @@ def check_other_data_on_one_rank_is_never_kept(_) -> None:
     assert steps_in(folder) == [3]
 
 
+class SeesSaving:
+    """Called after every step: whether a checkpoint is being written beside the training."""
+
+    def __init__(self) -> None:
+        self.keeper, self.is_beside = None, []
+
+    def __call__(self, *_) -> None:
+        self.is_beside.append(self.keeper._saving is not None)
+
+
+def check_the_training_waits_for_a_checkpoint_where_one_rank_has_no_room(_) -> None:
+    """A copy of the state needs some 2 KB, and the plan's own memory leaves so much on each rank."""
+    for left_bytes, is_beside in (((2**20, 2**20), True), ((2**20, 9), False)):
+        used = planned("fsdp-even").predicted_peak_memory_bytes
+        usable = tuple(own + left for own, left in zip(used, left_bytes))
+        plan = replace(planned("fsdp-even"), usable_bytes=usable)
+        folder, seen = shared_folder(), SeesSaving()
+        seen.keeper = RunCheckpoints(Settings(folder, Every(steps=1), 9), plan, None, lambda text: None)
+        train(mixmesh.Job(Model(), rows(8)), plan, steps=3, device="cpu", keeper=seen.keeper, on_step=seen)
+        assert seen.keeper.close() == 0
+        dist.barrier()
+        assert seen.is_beside == [False, is_beside, is_beside], left_bytes
+        assert steps_in(folder) == [1, 2, 3]
+
+
 def check_an_iterator_is_refused(_) -> None:
     with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
         losses_of(shared_folder(), data=iter([rows(8)] * 9), steps=2)
@@ -281,6 +310,7 @@ CHECKS = named(
     check_a_clock,
     check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
     check_other_data_on_one_rank_is_never_kept,
+    check_the_training_waits_for_a_checkpoint_where_one_rank_has_no_room,
     check_an_iterator_is_refused,
 )
 
@@ -293,6 +323,15 @@ def outcomes():
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_start(outcomes, name):
     assert_passed(outcomes[name])
+
+
+@pytest.mark.parametrize("path", ("examples/gpt.py", "mixmesh/demo/job.py"))
+def test_the_data_of_jobs_that_are_shown_can_be_gone_on_with(path):
+    """Each start makes the same batches; an iterator ``mixmesh run --checkpoint`` would refuse."""
+    data = load_job(str(Path(__file__).parents[2] / path)).data
+    starts = [list(islice(data, 2)) for _ in range(2)]
+    assert [digest(batch) for batch in starts[0]] == [digest(batch) for batch in starts[1]]
+    assert iter(data) is not data
 
 
 def test_how_often():
