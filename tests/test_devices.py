@@ -157,7 +157,7 @@ def test_plans_hold_their_devices_and_old_ones_load():
 
 def refusal(found):
     """What a rank raises that was given the same as the other and has this device; None if nothing."""
-    watch = watch_of_process(300.0)  # a busy machine
+    watch = watch_of_process(300.0, 300.0)  # a busy machine
     try:
         with watch.call("parallelize"):
             compare_start(watch, {"plan": "one"}, Planned(PLANNED[1:3], ()), found, 300.0)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from ..errors import CollectiveError
 from ..runtime.shard_tensor import ShardTensor, plain, shard
 from ..testbed import leave_device
 from .ranks import Ranks
@@ -40,6 +41,8 @@ class Saving:
         ``save`` raises. Collective."""
         with self._ranks.meeting("waiting for a checkpoint"), self._ranks.waiting():
             self._thread.join()
+            if isinstance(self._error, CollectiveError):  # the watch knows which rank was lost
+                raise RuntimeError(self._error.got) from self._error
         if self._error is not None:
             raise self._error
         return self._path

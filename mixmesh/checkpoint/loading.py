@@ -91,6 +91,7 @@ def load(
             if part is not None:
                 part.load_state_dict(states[name])
         restore_random_state(model, manifest, ranks.rank, ranks.world_size)
+        ranks.set_step(manifest.step)
         return Loaded(path, manifest.step, states.get("extra", {}))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,6 +17,7 @@ from ..errors import InputError, MixmeshError
 from ..preparation.saving import parallel_models
 from ..runtime.comm import Comm
 from ..runtime.first_rank import everyones, from_first_rank
+from ..runtime.lost import Waiting
 
 # where a rank is alone that is as it should be; a thread cannot say so for itself
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -74,6 +74,11 @@ class Ranks:
         all others."""
         return nullcontext() if self.is_alone else self.comm.call(what)
 
+    def set_step(self, num_steps: int) -> None:
+        """Has errors name the step by the ``num_steps`` that have been made in all."""
+        if self.comm is not None and self.comm.watch is not None:
+            self.comm.watch.set_step(num_steps)
+
     @property
     def unwatched(self) -> Ranks:
         """The same ranks, for another thread than the one that the watch looks at."""
@@ -88,7 +93,7 @@ class Ranks:
             return
         watch, what = self.comm.watch, "a checkpoint"
         if watch is not None:
-            watch.waiting = (what, time.monotonic())
+            watch.waiting = Waiting.now(what)
         try:
             yield group
         except (RuntimeError, dist.DistError) as error:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Instruction, Program, print_instruction
 from .agreement import Facts, batch_disagreement
+from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
+from .lost import Waiting
 from .processes import open_sockets
 from .watch import Watch
 from .works import begin_threads
@@ -182,7 +184,7 @@ class Channel:
             return
         watch = self.comm.watch
         if watch is not None:
-            watch.waiting = (self.what, time.monotonic())
+            watch.waiting = Waiting.now(self.what, self.where)
         try:
             work.wait()
         except RuntimeError as error:
@@ -192,9 +194,11 @@ class Channel:
                 watch.waiting = None
 
     def failed(self, error: RuntimeError) -> CollectiveError:
-        known = None if self.comm.watch is None else self.comm.watch.explain()
-        if known is not None:
-            return known
+        watch = self.comm.watch
+        if watch is not None:
+            watch.waiting = watch.waiting or Waiting.now(self.what, self.where)
+            if (known := watch.explain()) is not None:
+                return known
         text = str(error)
         ranks = ", ".join(map(str, self.ranks))
         if "imed out" in text or "imeout" in text:
@@ -249,7 +253,9 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
             hint=f"torchrun --nproc-per-node {world_size} {os.path.basename(sys.argv[0])}",
         )
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        store = connect_store(timeout.total_seconds()) if is_of_launcher() else None
+        place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": world_size}
+        dist.init_process_group(backend, store=store, timeout=timeout, **place)
         atexit.register(release_last_tensors)
 
 

@@ -105,7 +105,10 @@ def parallelize(
     agree((t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, TakenOver)), comm)
     random = RandomPolicy(seed, exact=random_exact)
     options = dict(check_model=check_model, kept_shapes=kept_shapes)
-    return _take(model, optimizer, plan, comm, stored, random, **options), optimizer
+    parallel = _take(model, optimizer, plan, comm, stored, random, **options)
+    if watch is not None and optimizer is not None:
+        watch.count_steps(optimizer)
+    return parallel, optimizer
 
 
 def check_not_parallel(model: nn.Module, function: str) -> None:

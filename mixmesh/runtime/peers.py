@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from .processes import is_gone, is_stopped, process_place
+from .processes import is_gone, is_stopped, process_place, process_state
+
+LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # of processes of torchrun
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class Seen:
     calls: dict[str, str] = field(default_factory=dict)
     failed: str = ""
     ended: str = ""
-    verdict: dict[str, str] | None = None
+    verdict: dict[str, Any] | None = None
 
 
 class Peers:
@@ -71,6 +77,15 @@ class Peers:
             return
         for rank, seen in states.items():
             self._seen.setdefault(rank, (seen, time.monotonic()))
+
+    def end_stopped(self, rank: int) -> None:
+        """Kills the process of a rank on this machine that was lost because it is stopped. torchrun would
+        kill it too, as it ends all processes of a start that has lost one, but after 30 s."""
+        seen = self._seen[rank][0] if rank in self._seen else None
+        is_here = seen is not None and seen.place == process_place() != ""
+        if is_here and LAUNCHER_VARIABLE in os.environ and process_state(seen.pid) == "T":
+            with suppress(OSError):
+                os.kill(seen.pid, signal.SIGKILL)
 
     def states(self) -> dict[int, Seen]:
         """The last state of every rank that was seen."""

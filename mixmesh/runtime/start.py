@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -47,13 +47,15 @@ def start_together(
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
     where = torch.device(device) if device is not None else default_device()
     initialise(program.world_size, where, timeout_s)
-    watch = watch_of_process(heartbeat_s) if heartbeat_s else None
+    watch = watch_of_process(heartbeat_s, max(timeout_s, LEAST_S)) if heartbeat_s else None
     if watch is None:
         return None
     planned = Planned((), ()) if isinstance(plan, Program) else Planned.of(plan)
     facts = facts_of_start(model, program, repr((micro_batches, planned)), seed)
     with watch.call("parallelize"):
         compare_start(watch, facts, planned, find_device(where), max(timeout_s, LEAST_S))
+    names = tuple(f'{d.device} of machine "{d.machine}"' for d in planned.devices or ())
+    watch.position = replace(watch.position, devices=names)
     return watch
 
 

@@ -21,11 +21,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
+import torch
 import torch.distributed as dist
 
-from ..errors import CollectiveError, MixmeshError
+from ..errors import CollectiveError
 from .agreement import Facts, by_value, exchange, ranks_text
+from .launch_store import is_of_launcher, store_of_start
+from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
 from .processes import process_place, shut
 
@@ -45,10 +49,12 @@ class Watch:
         self._peers, self._store = Peers(store.clone(), rank, world_size, heartbeat_s), store.clone()
         self.sockets: dict[int, str] = {}
         self.number, self.doing, self.since = 0, "", time.monotonic()
-        self.waiting: tuple[str, float] | None = None
+        self.waiting: Waiting | None = None
+        self.position = Position()
         self._calls: dict[int, str] = {}
         self._failed = self._ended = ""
         self._verdict: CollectiveError | None = None
+        self._lost: Lost | None = None  # the rank that the verdict is about
         self._decided_at = 0.0
         self._told = self._noticed = self._asked = False
         self._beat = 0
@@ -104,7 +110,7 @@ class Watch:
     def exchange(self, facts: Facts, what: str, timeout_s: float) -> list[Facts]:
         """The facts of all ranks on the call that is under way, by rank. Collective."""
         key = f"mixmesh/facts/{self.number}"
-        self.waiting = (what, time.monotonic())
+        self.waiting = Waiting.now(what)
         try:
             told = exchange(
                 facts, self._store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
@@ -113,6 +119,16 @@ class Watch:
             return told
         finally:
             self.waiting = None
+
+    def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has errors name the step that is under way, by the steps of the first optimizer that is given."""
+        if self.position.step is None:
+            self.set_step(0)
+            optimizer.register_step_post_hook(lambda *_: self.set_step(self.position.step))
+
+    def set_step(self, num_steps: int) -> None:
+        """``num_steps`` have been made in all."""
+        self.position = replace(self.position, step=num_steps + 1)
 
     def raise_verdict(self) -> None:
         if self._verdict is not None:
@@ -170,7 +186,7 @@ class Watch:
     def _end_process(self) -> None:
         """The last resort, where the computing thread could not be woken."""
         waiting = self.waiting
-        if waiting is not None and time.monotonic() - waiting[1] > TOLD_S:
+        if waiting is not None and time.monotonic() - waiting.since > TOLD_S:
             print(f"{type(self._verdict).__name__}: {self._verdict}", file=sys.stderr, flush=True)
             os._exit(self._verdict.exit_status)
 
@@ -178,35 +194,36 @@ class Watch:
         self._beat += 1
         now, waiting = time.monotonic(), self.waiting
         calls = {str(n): call for n, call in list(self._calls.items())}
-        verdict = None if self._verdict is None else _fields(self._verdict)
+        verdict = None if self._verdict is None else fields_of(self._verdict, self._lost)
         state = Seen(
             self._beat, process_place(), os.getpid(), self.number, self.doing, now - self.since,
-            waiting[0] if waiting else "", calls, self._failed, self._ended, verdict,
+            waiting.what if waiting else "", calls, self._failed, self._ended, verdict,
         )  # fmt: skip
         self._peers.write(state)
 
     def _judge(self) -> None:
         """Concludes what can be concluded from what was read."""
-        states = self._peers.states()
+        states, waiting = self._peers.states(), self.waiting
         for seen in states.values():
             if seen.verdict is not None:
-                return self._conclude(CollectiveError(**seen.verdict))
-        waiting = self.waiting
+                error, lost = error_of(seen.verdict)
+                if lost is not None and waiting is not None:
+                    error = self.position.error(lost, waiting, self.world_size)
+                return self._conclude(error, lost)
         if waiting is None:
             self._noticed = False
             return None
-        what, since = waiting
-        waited_s = time.monotonic() - since
+        what, waited_s = waiting.what, time.monotonic() - waiting.since
         for rank, seen in states.items():
             if seen.failed and seen.number == self.number and not seen.doing:
-                return self._conclude(self._error(f"rank {rank} has failed", seen.failed, what))
+                return self._lose(Lost(rank, "has failed", seen.failed), waiting)
             if seen.ended:
-                return self._conclude(self._error(f"rank {rank} has ended", seen.ended, what))
+                return self._lose(Lost(rank, "has ended", seen.ended), waiting)
         if waited_s < STUCK_S and not self._asked:
             return None
         for rank in states:
-            if lost := self._peers.why_lost(rank, self.heartbeat_s):
-                return self._conclude(self._error(f"rank {rank} {lost}", "no sign of life", what))
+            if how := self._peers.why_lost(rank, self.heartbeat_s):
+                return self._lose(Lost(rank, how), waiting)
         if (error := self._other_call(states, what)) is not None:
             return self._conclude(error)
         return self._notice(states, what, waited_s)
@@ -244,17 +261,13 @@ class Watch:
                 flush=True,
             )
 
-    def _error(self, message: str, got: str, what: str) -> CollectiveError:
-        return CollectiveError(
-            f"{message}, and the others wait for it in {what}",
-            where=what,
-            expected=f"{self.world_size} ranks to take part",
-            got=got,
-            hint="its own output says more",
-        )
+    def _lose(self, lost: Lost, waiting: Waiting) -> None:
+        self._conclude(self.position.error(lost, waiting, self.world_size), lost)
 
-    def _conclude(self, error: CollectiveError) -> None:
-        self._verdict, self._decided_at = error, time.monotonic()
+    def _conclude(self, error: CollectiveError, lost: Lost | None = None) -> None:
+        self._lost, self._verdict, self._decided_at = lost, error, time.monotonic()
+        if lost is not None:
+            self._peers.end_stopped(lost.rank)
         if self.waiting is not None:
             shut(self.sockets)
 
@@ -264,22 +277,13 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"
 
 
-def _fields(error: MixmeshError) -> dict:
-    return {
-        "message": error.message,
-        "expected": error.expected,
-        "got": error.got,
-        "where": error.where,
-        "hint": list(error.hint),
-    }
-
-
 _of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
 
 
-def watch_of_process(heartbeat_s: float) -> Watch | None:
+def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
     """The watch of this process's default group, begun at the first call; None for a single process, and
-    where the store of the group has one connection only."""
+    where the store of the group has one connection only. Collective at the first call: raises CollectiveError
+    if ranks do not come within ``timeout_s``."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     group = dist.group.WORLD
@@ -289,8 +293,11 @@ def watch_of_process(heartbeat_s: float) -> Watch | None:
     if _of_process:
         _of_process.pop()[1].close()
     store = dist.distributed_c10d._get_default_store()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if is_of_launcher():  # the group may be one that the script has made
+        store = store_of_start(store, rank, world_size, timeout_s)
     try:
-        watch = Watch(store, dist.get_rank(), dist.get_world_size(), heartbeat_s)
+        watch = Watch(store, rank, world_size, heartbeat_s)
     except (RuntimeError, NotImplementedError):
         return None
     _of_process.append((group, watch))

@@ -1,0 +1,122 @@
+"""The store of a launch, with nothing in it that an earlier start has written.
+
+torchrun keeps one store for all starts of its processes, and has no name for a start that all machines know:
+each counts its own restarts (https://github.com/pytorch/pytorch/issues/135712). Values that ranks of an
+earlier start wrote, the addresses of processes that are gone among them, would be read as if they were new.
+So the ranks of a start agree on a name that no other start has, and keep to keys that begin with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..errors import CollectiveError
+from .agreement import NOTICE_S, POLL_S, ranks_text
+
+KEY = "mixmesh/start"
+HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
+
+
+def is_of_launcher() -> bool:
+    """Whether the store of this process's launch is torchrun's own, which outlives the process."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def connect_store(timeout_s: float) -> dist.Store:
+    """The store of torchrun, as this start alone knows it. Collective; raises CollectiveError if not all
+    ranks come within ``timeout_s``."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
+    return store_of_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """The part of ``store`` that the ranks of this start alone know. Collective; raises CollectiveError if
+    not all of them come within ``timeout_s``.
+
+    Each rank writes a number that nobody else has. The first one makes a name of the numbers that it finds,
+    and makes another one as long as a rank does not confirm it: that number was of an earlier start.
+    """
+    meeting = _Meeting(store, rank, world_size, timeout_s)
+    try:
+        name = meeting.follow() if rank else meeting.lead()
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"rank {rank} has lost the store of the launch at the start",
+            got=str(error).partition("\n")[0],
+            hint="torchrun on the first machine holds it, and has ended: its own output says why",
+        ) from None
+    return dist.PrefixStore(f"{KEY}/{name}", store)
+
+
+class _Meeting:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+        self._store, self._rank, self._world_size, self._timeout_s = store, rank, world_size, timeout_s
+        self._own = uuid.uuid4().hex
+        self._started, self._pause_s, self._has_told = time.monotonic(), POLL_S[0], False
+
+    def lead(self) -> str:
+        """The name that all other ranks have confirmed."""
+        others = range(1, self._world_size)
+        written = ""
+        while True:
+            numbers = [self._own, *(self._read(f"number/{rank}") for rank in others)]
+            name = _name(numbers)
+            if all(numbers):
+                if name != written:
+                    self._write("numbers", json.dumps(numbers))
+                    written = name
+                if all(self._read(f"confirmed/{rank}") == name for rank in others):
+                    self._write("name", name)
+                    return name
+            self._wait([r for r in others if not numbers[r] or self._read(f"confirmed/{r}") != name])
+
+    def follow(self) -> str:
+        """The name that the first rank has made of this rank's number, among others."""
+        while True:
+            self._write(f"number/{self._rank}", self._own)
+            numbers = json.loads(self._read("numbers") or "[]")
+            if len(numbers) == self._world_size and numbers[self._rank] == self._own:
+                name = _name(numbers)
+                self._write(f"confirmed/{self._rank}", name)
+                if self._read("name") == name:
+                    return name
+            self._wait([0])
+
+    def _read(self, key: str) -> str:
+        """The value of a key; empty if nobody has written it."""
+        key = f"{KEY}/{key}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _write(self, key: str, value: str) -> None:
+        self._store.set(f"{KEY}/{key}", value)
+
+    def _wait(self, missing: list[int]) -> None:
+        """Pauses a little, as the ranks that are ``missing`` may still come."""
+        waited_s = time.monotonic() - self._started
+        if waited_s > self._timeout_s:
+            raise CollectiveError(
+                f"rank {self._rank}: not all ranks have come to the start within {self._timeout_s:g} s",
+                expected=f"{self._world_size} ranks",
+                got=f"nothing from {ranks_text(missing)}",
+                hint=("look at the output of each", HINT),
+            )
+        if waited_s > NOTICE_S and not self._has_told:
+            self._has_told = True
+            text = f"mixmesh: rank {self._rank}: nothing from {ranks_text(missing)} at the start yet"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(self._pause_s)
+        self._pause_s = min(self._pause_s * 1.5, POLL_S[1])
+
+
+def _name(numbers: list[str]) -> str:
+    return hashlib.sha256("".join(numbers).encode()).hexdigest()[:16]

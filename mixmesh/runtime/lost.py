@@ -1,0 +1,68 @@
+"""The words for a rank that does not take part any more: which one, on which device, in which step, and what
+the others were waiting for."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..errors import CollectiveError, MixmeshError
+
+
+class Waiting(NamedTuple):
+    """What a rank waits in, the moment since when, and the instruction with its place, if it is one."""
+
+    what: str
+    since: float
+    where: str = ""
+
+    @classmethod
+    def now(cls, what: str, where: str = "") -> Waiting:
+        return cls(what, time.monotonic(), where)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that was lost: ``how``, and its last ``word``."""
+
+    rank: int
+    how: str
+    word: str = "no sign of life"
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a training is: the number of the step that is under way, and the devices by rank; None and empty
+    as long as they are not known."""
+
+    step: int | None = None
+    devices: tuple[str, ...] = ()
+
+    def name(self, rank: int) -> str:
+        """A rank, with its device if that is known."""
+        return f"rank {rank} ({self.devices[rank]})" if rank < len(self.devices) else f"rank {rank}"
+
+    def error(self, lost: Lost, waiting: Waiting, world_size: int) -> CollectiveError:
+        """The error of a rank that waits for the one that was lost."""
+        at_step = "" if self.step is None else f", at step {self.step}"
+        return CollectiveError(
+            f"{self.name(lost.rank)} {lost.how}, and the others wait for it in {waiting.what}{at_step}",
+            where=waiting.where or waiting.what,
+            expected=f"{world_size} ranks to take part",
+            got=lost.word,
+            hint="its own output says more",
+        )
+
+
+def fields_of(error: MixmeshError, lost: Lost | None) -> dict[str, Any]:
+    """An error as other ranks read it; with ``lost`` each of them tells what it was waiting for itself."""
+    fields = {name: getattr(error, name) for name in ("message", "expected", "got", "where")}
+    return {**fields, "hint": list(error.hint), "lost": None if lost is None else asdict(lost)}
+
+
+def error_of(fields: dict[str, Any]) -> tuple[CollectiveError, Lost | None]:
+    """The error that another rank told of, and the rank that was lost, if one was."""
+    lost = fields.get("lost")
+    rest = {name: value for name, value in fields.items() if name != "lost"}
+    return CollectiveError(**rest), None if lost is None else Lost(**lost)
