@@ -1,0 +1,91 @@
+"""torchrun's store outlives the processes of a start: another start must not read what was written there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+
+from mixmesh.errors import CollectiveError
+from mixmesh.runtime.launch_store import store_of_start
+from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
+from mixmesh.runtime.peers import LAUNCHER_VARIABLE, Peers, Seen
+from mixmesh.runtime.processes import is_stopped, process_place
+
+
+def meet(server: dist.TCPStore, late: dict[int, float], world_size: int) -> list[dist.Store]:
+    """The stores of the ranks of one start; some come ``late``, by so many seconds."""
+
+    def come(rank: int) -> dist.Store:
+        time.sleep(late.get(rank, 0.0))
+        store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+        return store_of_start(store, rank, world_size, timeout_s=20)
+
+    with ThreadPoolExecutor(world_size) as ranks:
+        return list(ranks.map(come, range(world_size)))
+
+
+@pytest.fixture
+def server() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.mark.parametrize("late", [{}, {1: 0.3}, {0: 0.3}, {2: 0.3}], ids=str)
+def test_a_start_reads_nothing_of_an_earlier_one(server, late):
+    earlier = meet(server, {}, 3)
+    earlier[1].set("address", "of a process that is gone")
+    for world_size in (3, 2, 3):
+        stores = meet(server, {rank: s for rank, s in late.items() if rank < world_size}, world_size)
+        assert not any(store.check(["address"]) for store in stores)
+        stores[-1].set("address", f"{world_size}")
+        assert {store.get("address") for store in stores} == {str(world_size).encode()}
+
+
+def test_a_rank_that_does_not_come_is_named(server):
+    meet(server, {}, 2)  # what rank 1 wrote then is still there
+    with pytest.raises(CollectiveError) as raised:
+        store_of_start(server, 0, 2, timeout_s=0.5)
+    assert raised.value.got == "nothing from rank 1"
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in line for line in raised.value.hint)
+
+
+def test_every_survivor_names_what_it_was_waiting_for_itself():
+    position = Position(31, ('T4 of machine "a"', 'V100 of machine "b"'))
+    lost = Lost(1, "has failed", "MemoryError")
+    first = position.error(lost, Waiting("gradient of aten.linear", 0.0, "%h = aten.linear(%x, %w)"), 3)
+    told, again = error_of(fields_of(first, lost))
+    assert (str(told), again) == (str(first), lost)
+    own = position.error(again, Waiting("all_gather", 0.0), 3)
+    assert own.message == (
+        'rank 1 (V100 of machine "b") has failed, and the others wait for it in all_gather, at step 31'
+    )
+    assert (first.where, own.where) == ("%h = aten.linear(%x, %w)", "all_gather")
+
+
+@pytest.mark.parametrize("is_launched", [True, False])
+def test_a_stopped_process_is_killed_where_a_launcher_would(server, monkeypatch, is_launched):
+    monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)
+    if is_launched:
+        monkeypatch.setenv(LAUNCHER_VARIABLE, "run")
+    with subprocess.Popen(["sleep", "60"]) as other:
+        seen = Seen(1, process_place(), other.pid, 1, "", 0.0, "")
+        Peers(server, 1, 2, 30.0).write(seen)
+        peers = Peers(server, 0, 2, 30.0)
+        peers.read()
+        peers.end_stopped(1)
+        assert other.poll() is None  # it runs
+        os.kill(other.pid, signal.SIGSTOP)
+        while not is_stopped(other.pid):
+            time.sleep(0.01)
+        peers.end_stopped(1)
+        if is_launched:
+            assert other.wait(20) == -signal.SIGKILL
+        else:
+            time.sleep(0.1)
+            assert other.poll() is None and is_stopped(other.pid)
+            other.kill()
