@@ -19,6 +19,7 @@ from .cli.bench import app as bench_app
 from .cli.detect import detect
 from .cli.doctor import doctor
 from .cli.explain import explain
+from .cli.export import export
 from .cli.output import error_object, error_text, print_json
 from .cli.plan import plan
 from .cli.profile import profile
@@ -41,7 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (plan, show, explain, diff, simulate, verify, doctor, detect, profile, tune, run, testbed):
+for command in (
+    plan, show, explain, diff, simulate, verify, doctor, detect, profile, tune, run, export, testbed,
+):  # fmt: skip
     app.command()(command)
 app.add_typer(bench_app, name="bench")
 

@@ -2,7 +2,7 @@
 
 Reading order: ``saving`` and ``loading`` (the functions), ``background`` (saving while the training goes on),
 ``state`` (tensors by name), ``storage`` (files), ``manifest`` (sizes and checksums, names of folders),
-``ranks`` (failures that all ranks know of).
+``ranks`` (failures that all ranks know of), ``exporting`` (weights for others).
 
 No pickle is read: tensors are raw bytes, all else is JSON (``values``). PyTorch's
 ``torch.distributed.checkpoint`` plans who writes and reads what; its own files, whose ``.metadata`` is a
@@ -12,8 +12,11 @@ pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 from __future__ import annotations
 
 from .background import Saving
+from .exporting import Exported, export
 from .loading import Loaded, latest, load
 from .preemption import Preemption
 from .saving import save, save_async
 
-__all__ = ["Loaded", "Preemption", "Saving", "latest", "load", "save", "save_async"]
+__all__ = [
+    "Exported", "Loaded", "Preemption", "Saving", "export", "latest", "load", "save", "save_async",
+]  # fmt: skip

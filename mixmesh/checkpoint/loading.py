@@ -17,7 +17,7 @@ from .manifest import Damaged, Manifest, check_files, checkpoints_in
 from .random_state import restore_random_state
 from .ranks import Ranks, WriteFailure
 from .saving import warn
-from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors
+from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors, with_elements
 from .storage import Reader
 from .values import decode
 
@@ -82,7 +82,7 @@ def load(
             named = NamedOptimizer.of(model, optimizer, ranks.rank)
             state, room = load_optimizer_room(named, manifest)
             tensors |= room
-        read(path, manifest, ranks, tensors)
+        read(path, manifest, ranks, with_elements(tensors))
         if hasattr(model, "_runtime"):
             model._runtime.values_changed()
         if named is not None:

@@ -21,9 +21,10 @@ from ..runtime.versions import versions_text
 from ..trace.compiled import uncompiled
 from . import background
 from .manifest import REMOVED, Manifest, checkpoints_in
+from .pretrained import PRETRAINED, pretrained_files
 from .random_state import random_state
 from .ranks import Ranks, WriteFailure, text_of
-from .state import NamedOptimizer, own_model_tensors
+from .state import NamedOptimizer, entries_of_empty, model_tensors, own_model_tensors
 from .storage import RankPart, Writer
 from .values import encode
 
@@ -141,12 +142,15 @@ def content_of(
             values[name] = encode(part.state_dict(), name)
     if extra is not None:
         values["extra"] = encode(dict(extra), "extra")
+    if pretrained := pretrained_files(model):
+        values[PRETRAINED] = encode(pretrained, "the model's config")
     plan = model._runtime.forms.plan if hasattr(model, "_runtime") else None
     manifest = Manifest(
         step=step,
         world_size=ranks.world_size,
         versions=versions_text(),
         cluster_fingerprint=plan.cluster_fingerprint if plan is not None else "",
+        tensors=entries_of_empty(model_tensors(model)),
         values=values,
         optimizer=described,
     )

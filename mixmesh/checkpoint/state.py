@@ -20,6 +20,7 @@ from ..runtime.shards import Stored
 from ..runtime.states import check_optimizer_state
 from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import Manifest, TensorEntry
+from .tensor_files import check_dtype
 from .values import decode, encode
 
 MODEL, OPTIMIZER = "model:", "optimizer:"
@@ -28,8 +29,8 @@ SHOWN = 3  # names in an error
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers of a model by checkpoint name, a tied one once. A tensor without
-    elements is left out. Raises InputError for other state (``get_extra_state``)."""
+    """The parameters and persistent buffers of a model by checkpoint name, a tied one once. Raises InputError
+    for other state (``get_extra_state``)."""
     found: dict[str, Tensor] = {}
     known: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -39,15 +40,32 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 expected="parameters and buffers",
                 got=f"a {type(value).__name__}, of get_extra_state",
             )
-        if value.numel() and id(value) not in known:
+        if id(value) not in known:
             known.add(id(value))
             found[MODEL + name] = value.detach()
     return found
 
 
+def with_elements(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors that have elements, which are all that files hold anything of."""
+    return {name: tensor for name, tensor in tensors.items() if tensor.numel()}
+
+
+def entries_of_empty(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """What a manifest says of the tensors that have no elements, and so no pieces. Raises InputError for a
+    dtype that cannot be kept."""
+    entries = {}
+    for name, tensor in tensors.items():
+        if not tensor.numel():
+            check_dtype(name, tensor.dtype)
+            entries[name] = TensorEntry(DTYPE_NAME[tensor.dtype], tuple(tensor.shape), ())
+    return entries
+
+
 def own_model_tensors(model: nn.Module, rank: int) -> dict[str, Tensor]:
-    """The tensors of a model to be written, without those of which another rank's values count."""
-    tensors = model_tensors(model)
+    """The tensors of a model to be written, without those of which another rank's values count, and without
+    empty ones."""
+    tensors = with_elements(model_tensors(model))
     if not hasattr(model, "_runtime"):
         return tensors
     stored = model._runtime.stored

@@ -8,8 +8,6 @@ that it never holds more than one beside its own.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import secrets
 import shutil
@@ -19,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -48,11 +45,8 @@ from .manifest import (
     next_name,
     sync,
 )
+from .tensor_files import Part, bytes_of, check_dtype, head_of, read_box
 
-# the names of safetensors
-SAFETENSORS = {name: name.upper() for name in DTYPE_NAME.values() if name != "c128"}
-SAFETENSORS |= {"f8e4m3": "F8_E4M3", "f8e5m2": "F8_E5M2"}
-ALIGNED_BYTES = 8  # to which safetensors fills up its header
 OF_RANK = MetadataIndex("of this rank")
 
 
@@ -96,7 +90,7 @@ class Writer(StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         for item in plan.items:
-            _check_dtype(item)
+            check_dtype(item.index.fqn, item.tensor_data.properties.dtype)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -139,10 +133,10 @@ class Writer(StorageWriter):
             text = self.plan.encode()
             write_whole(self.unfinished / PLAN, text)
             files[PLAN] = FileEntry(len(text), digest_of(text))
-        tensors = {
-            name: TensorEntry(DTYPE_NAME[of.properties.dtype], tuple(of.size), tuple(pieces[name]))
-            for name, of in metadata.state_dict_metadata.items()
-        }
+        tensors = dict(self.manifest.tensors)  # the empty ones
+        for name, of in metadata.state_dict_metadata.items():
+            dtype = DTYPE_NAME[of.properties.dtype]
+            tensors[name] = TensorEntry(dtype, tuple(of.size), tuple(pieces[name]))
         write_whole(self.unfinished / MANIFEST, _joined(self.manifest, parts, files, tensors).text().encode())
         sync(self.unfinished)
         self.unfinished.rename(self.folder / self.name)
@@ -197,30 +191,18 @@ def write_whole(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _check_dtype(item: WriteItem) -> None:
-    dtype = item.tensor_data.properties.dtype
-    if DTYPE_NAME.get(dtype) not in SAFETENSORS:
-        raise InputError(
-            f"{item.index.fqn} cannot be kept in a checkpoint",
-            expected=", ".join(SAFETENSORS),
-            got=str(dtype),
-        )
-
-
 def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tuple[list[Piece], FileEntry]:
     """Writes the tensors of ``items`` one by one, as safetensors: where each is, and the file's entry."""
-    header: dict[str, Any] = {}
-    pieces, end = [], 0
+    parts = []
     for item in items:
-        chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
-        begin, end = end, end + math.prod(chunk.sizes) * dtype.itemsize
+        chunk, dtype = item.tensor_data.chunk, DTYPE_NAME[item.tensor_data.properties.dtype]
         key = f"{item.index.fqn}@{','.join(map(str, chunk.offsets))}"
-        kind = SAFETENSORS[DTYPE_NAME[dtype]]
-        header[key] = {"dtype": kind, "shape": list(chunk.sizes), "data_offsets": [begin, end]}
-        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), path.name, begin))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % ALIGNED_BYTES)
-    head = len(text).to_bytes(8, "little") + text
+        parts.append(Part(key, dtype, tuple(chunk.sizes)))
+    head, begins = head_of(parts)
+    pieces = [
+        Piece(tuple(item.tensor_data.chunk.offsets), part.shape, path.name, begin)
+        for item, part, begin in zip(items, parts, begins)
+    ]
     made, size_bytes = new_digest(), 0
     with path.open("wb") as file:
         for block in _blocks(head, items, planner):
@@ -229,8 +211,7 @@ def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tupl
             size_bytes += len(block)
         file.flush()
         os.fsync(file.fileno())
-    moved = [replace(piece, first_byte=len(head) + piece.first_byte) for piece in pieces]
-    return moved, FileEntry(size_bytes, made.hexdigest())
+    return pieces, FileEntry(size_bytes, made.hexdigest())
 
 
 def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
@@ -239,12 +220,6 @@ def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterat
         data = bytes_of(planner.resolve_data(item))
         for begin in range(0, len(data), BLOCK_BYTES):
             yield data[begin : begin + BLOCK_BYTES]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The elements of a plain tensor in their order, as bytes in host memory."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else memoryview(b"")
 
 
 @dataclass
@@ -286,7 +261,8 @@ class Reader(StorageReader):
             piece = self._places[item.storage_index]
             dtype = TORCH_DTYPE[self.manifest.tensors[item.storage_index.fqn].dtype]
             with torch.no_grad():
-                values = read_box(self.folder, piece, dtype, item.storage_offsets, item.lengths)
+                path, box = self.folder / piece.file, (item.storage_offsets, item.lengths)
+                values = read_box(path, piece.first_byte, piece.sizes, dtype, *box)
                 planner.resolve_tensor(item).copy_(values)
         done: Future[None] = Future()
         done.set_result(None)
@@ -295,22 +271,3 @@ class Reader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return False
-
-
-def read_box(folder: Path, piece: Piece, dtype: torch.dtype, offsets: Any, lengths: Any) -> Tensor:
-    """The box of a piece that begins at ``offsets`` and has the sizes ``lengths``. Only rows (of dim 0) that
-    are in it are read."""
-    if 0 in piece.sizes:
-        return torch.empty(tuple(lengths), dtype=dtype)
-    first, count = (offsets[0], lengths[0]) if piece.sizes else (0, 1)
-    rest = piece.sizes[1:]
-    row_bytes = math.prod(rest) * dtype.itemsize
-    data = bytearray(count * row_bytes)
-    with (folder / piece.file).open("rb") as file:
-        file.seek(piece.first_byte + first * row_bytes)
-        if file.readinto(data) != len(data):
-            raise OSError(f"{piece.file} ends early")
-    box = torch.frombuffer(data, dtype=dtype).reshape((count, *rest) if piece.sizes else ())
-    for dim in range(1, len(piece.sizes)):
-        box = box.narrow(dim, offsets[dim], lengths[dim])
-    return box

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world, shared_folder
 from idioms.plans import PLANS, named, same_weights
+from safetensors.torch import load_file
 from test_gloo import Mlp, adamw, batch, build, close
 
 from mixmesh import checkpoint
@@ -115,6 +116,19 @@ def check_a_whole_state_of_momentum_goes_on_under_every_plan(_) -> None:
         losses = [train(m, o, scheduler_of(o), range(2, 4)) for m, o in ((single, own), (model, optimizer))]
         assert all(abs(one - two) < 1e-9 for one, two in zip(*losses)), name
         same_weights(single, model)
+
+
+def check_weights_are_exported_under_every_plan(_) -> None:
+    for name in PLANS:
+        folder = shared_folder()
+        _, _, model, optimizer = build(name)
+        train(model, optimizer, scheduler_of(optimizer), range(1))
+        checkpoint.save(folder / "run", step=1, model=model, optimizer=optimizer)
+        whole = model.full_state_dict()
+        if dist.get_rank() == 0:
+            checkpoint.export(folder / "run", folder)
+            expect_equal(load_file(folder / "model.safetensors"), whole)
+        dist.barrier()
 
 
 def check_what_one_device_saved_goes_on(_) -> None:
@@ -230,6 +244,7 @@ CHECKS = named(
     check_the_same_plan_goes_on_to_the_last_digit,
     check_another_plan_goes_on_alike,
     check_a_whole_state_of_momentum_goes_on_under_every_plan,
+    check_weights_are_exported_under_every_plan,
     check_what_one_device_saved_goes_on,
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,

@@ -1,0 +1,207 @@
+"""The files that an export writes: all of them or none, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from ..errors import InputError
+from ..runtime.saving import SAFETENSORS, SUFFIXES
+from ..trace.dtypes import TORCH_DTYPE
+from .manifest import BLOCK_BYTES, UNFINISHED, sync
+from .ranks import text_of
+from .tensor_files import Part, bytes_of, head_of
+
+INDEX = ".index.json"
+PRETRAINED_STEM, OPTIMIZER_STEM = "model", "optimizer"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where an export goes: a folder, and the name of the file of weights without its ending. ``force``: what
+    stands there may be replaced."""
+
+    folder: Path
+    stem: str
+    force: bool
+
+    @classmethod
+    def of(cls, to: Path, *, force: bool) -> Target:
+        """The target that ``to`` names, a folder or a file of safetensors. Raises InputError where it cannot
+        be written to, or, unless ``force``, where an export is already."""
+        if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
+            raise InputError(
+                "weights are exported as safetensors",
+                expected="--to FOLDER, or --to FILE.safetensors",
+                got=f"--to {to}",
+                hint=f"--to {to.with_suffix(SAFETENSORS)}",
+            )
+        is_file = to.suffix == SAFETENSORS and not to.is_dir()
+        target = cls(to.parent, to.stem, force) if is_file else cls(to, PRETRAINED_STEM, force)
+        target._check_folder(is_file)
+        target._check_not_there(target.existing())
+        return target
+
+    def check_texts(self, texts: Mapping[str, str]) -> None:
+        """Raises InputError, unless forced, where a file of the name of one of ``texts`` says something
+        else."""
+        there = [self.folder / name for name in texts if (self.folder / name).exists()]
+        self._check_not_there([path for path in there if path.read_bytes() != texts[path.name].encode()])
+
+    def _check_not_there(self, paths: Sequence[Path]) -> None:
+        if paths and not self.force:
+            raise InputError(
+                "files that are there would be written over",
+                expected="none of these names",
+                got=", ".join(path.name for path in paths[:3]),
+                where=str(self.folder),
+                hint=("--force replaces them", "or another --to"),
+            )
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether ``from_pretrained`` will look for this file in the folder."""
+        return self.stem == PRETRAINED_STEM
+
+    @property
+    def optimizer_stem(self) -> str:
+        return OPTIMIZER_STEM if self.is_pretrained else f"{self.stem}.{OPTIMIZER_STEM}"
+
+    def _check_folder(self, is_file: bool) -> None:
+        try:
+            if not is_file:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            got = "" if self.folder.is_dir() else f"no such folder as {self.folder}"
+            got = got or ("" if os.access(self.folder, os.W_OK | os.X_OK) else "no right to write there")
+        except OSError as error:
+            got = text_of(error)
+        if got:
+            raise InputError("the export cannot be written there", got=got, where=str(self.folder))
+
+    def existing(self) -> list[Path]:
+        """The files of tensors of an earlier export, those first that say where the others are."""
+        stems = "|".join(map(re.escape, (self.stem, self.optimizer_stem)))
+        entry = re.compile(rf"({stems})({re.escape(SAFETENSORS)}|{re.escape(SAFETENSORS + INDEX)})")
+        other = re.compile(rf"({stems})-\d{{5}}-of-\d{{5}}{re.escape(SAFETENSORS)}")
+        paths = sorted(self.folder.iterdir())
+        first = [path for path in paths if entry.fullmatch(path.name)]
+        return first + [path for path in paths if other.fullmatch(path.name)]
+
+    def write(
+        self,
+        parts: Mapping[str, Sequence[Part]],
+        texts: Mapping[str, str],
+        max_shard_bytes: int,
+        metadata: Mapping[str, str],
+        values_of: Callable[[Part], Tensor],
+    ) -> tuple[Path, ...]:
+        """Writes ``parts`` by the name of their file and ``texts`` by name; ``values_of`` is asked for one
+        tensor at a time. The files' paths. Raises InputError where they cannot be written."""
+        leftover = f"{UNFINISHED}{self.stem}-export-"
+        unfinished = self.folder / f"{leftover}{secrets.token_hex(4)}"
+        names: list[str] = []
+        try:
+            for path in self.folder.glob(f"{leftover}*"):  # that were cut off
+                shutil.rmtree(path, ignore_errors=True)
+            unfinished.mkdir()
+            for name, text in texts.items():
+                write_blocks(unfinished / name, [text.encode()])
+                names.append(name)
+            for stem, own in parts.items():
+                names += write_shards(unfinished, stem, own, max_shard_bytes, metadata, values_of)
+            self._replace(unfinished, names)
+        except OSError as error:
+            raise InputError(
+                "the export could not be written", got=text_of(error), where=str(self.folder)
+            ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return tuple(self.folder / name for name in names)
+
+    def _replace(self, unfinished: Path, names: Sequence[str]) -> None:
+        """Puts new files in the place of an earlier export. Those that others are found by go first and come
+        last, so that at no time there is a mixture of two."""
+        for path in self.existing():
+            path.unlink()
+        for name in names:
+            (unfinished / name).rename(self.folder / name)
+        sync(self.folder)
+
+
+def shards_of(parts: Sequence[Part], max_shard_bytes: int) -> list[list[Part]]:
+    """The parts by file, in their order, as huggingface_hub deals them out: a file is full before it would be
+    larger than the limit, and a tensor that alone is larger has a file of its own."""
+    shards: list[list[Part]] = []
+    current: list[Part] = []
+    current_bytes = 0
+    for part in parts:
+        if part.size_bytes > max_shard_bytes:
+            shards.append([part])
+            continue
+        if current and current_bytes + part.size_bytes > max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(part)
+        current_bytes += part.size_bytes
+    return [*shards, current] if current else shards
+
+
+def write_shards(
+    folder: Path,
+    stem: str,
+    parts: Sequence[Part],
+    max_shard_bytes: int,
+    metadata: Mapping[str, str],
+    values_of: Callable[[Part], Tensor],
+) -> list[str]:
+    """Writes one file, or several and an index: their names, the one by which the others are found last."""
+    shards = shards_of(parts, max_shard_bytes)
+    names = [f"{stem}-{n:05d}-of-{len(shards):05d}{SAFETENSORS}" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = [f"{stem}{SAFETENSORS}"]
+    for name, shard in zip(names, shards):
+        # as safetensors orders them, so that each begins at a multiple of its elements' size
+        ordered = sorted(shard, key=lambda part: (-TORCH_DTYPE[part.dtype].itemsize, part.name))
+        write_blocks(folder / name, _blocks(ordered, metadata, values_of))
+    if len(shards) > 1:
+        weight_map = {part.name: name for name, shard in zip(names, shards) for part in shard}
+        index = {
+            "metadata": {"total_size": sum(part.size_bytes for part in parts)},
+            "weight_map": weight_map,
+        }
+        names.append(f"{stem}{SAFETENSORS}{INDEX}")
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        write_blocks(folder / names[-1], [text.encode()])
+    return names
+
+
+def _blocks(
+    parts: Sequence[Part], metadata: Mapping[str, str], values_of: Callable[[Part], Tensor]
+) -> Iterator[bytes | memoryview]:
+    yield head_of(parts, metadata)[0]
+    for part in parts:
+        yield from _values(values_of(part))
+
+
+def _values(tensor: Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor, which is let go of at the end: not after the next one is there."""
+    data = bytes_of(tensor)
+    for begin in range(0, len(data), BLOCK_BYTES):
+        yield data[begin : begin + BLOCK_BYTES]
+
+
+def write_blocks(path: Path, blocks: Iterator[bytes | memoryview] | Sequence[bytes]) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("wb") as file:
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
