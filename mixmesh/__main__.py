@@ -29,6 +29,7 @@ from .cli.simulate import simulate
 from .cli.testbed import testbed
 from .cli.tune import tune
 from .cli.verify import verify
+from .cli.what_if import what_if
 from .errors import InputError, MixmeshError
 
 # click's own, wherever this version of typer keeps it
@@ -43,7 +44,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    plan, show, explain, diff, simulate, verify, doctor, detect, profile, tune, run, export, testbed,
+    plan, show, explain, diff, simulate, what_if, verify, doctor, detect, profile, tune, run, export, testbed,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(bench_app, name="bench")

@@ -13,6 +13,7 @@ A rank is a device's index in the order of the file. ``Cluster.load`` reads the 
     link_latency_us = 10                     # default
     [[machine]]
     nic_gbit_per_s = 10.4                    # this machine's own limit; default: the network's bandwidth
+    price_per_hour = 1.2                     # of this machine; may be left out: for mixmesh what-if alone
     devices = [{ name = "slow", tflop_per_s = 4.3, memory_gib = 12, memory_gbyte_per_s = 500 }]
     [[machine]]
     devices = [{ device = "V100-16GB", memory_gib = 12, name = "V100-12GB", count = 2 }, { cpu_share = 0.35 }]
@@ -84,13 +85,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices joined by one link; ``nic_bytes_per_s`` limits what they exchange with other machines."""
+    """Devices joined by one link; ``nic_bytes_per_s`` limits what they exchange with other machines.
+    ``price_per_hour`` is in any currency, that of the other machines."""
 
     name: str
     devices: tuple[Device, ...]
     link_bytes_per_s: float
     link_latency_s: float
     nic_bytes_per_s: float
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         _require_positive(self, "link_bytes_per_s", "nic_bytes_per_s")
@@ -192,11 +195,11 @@ class Cluster:
 
     @lazy
     def fingerprint(self) -> str:
-        """12 hex digits of everything that affects a plan: all but the cluster's and machines' names."""
+        """12 hex digits of everything that affects a plan: all but names and prices."""
         facts = dataclasses.asdict(self)
         del facts["name"]
         for machine in facts["machines"]:
-            del machine["name"]
+            del machine["name"], machine["price_per_hour"]
         return hashlib.sha256(json.dumps(_as_floats(facts), sort_keys=True).encode()).hexdigest()[:12]
 
     def describe(self) -> str:
@@ -234,6 +237,7 @@ class Cluster:
                 f"link_gbit_per_s = {in_unit(machine.link_bytes_per_s, GBIT)}",
                 f"link_latency_us = {in_unit(machine.link_latency_s, MICRO)}",
                 f"nic_gbit_per_s = {in_unit(machine.nic_bytes_per_s, GBIT)}",
+                *_price_toml(machine),
                 "devices = [",
                 *(f"  {_device_toml(device)}," for device in machine.devices),
                 "]",
@@ -271,6 +275,7 @@ def _machine(table: MachineTable, index: int, network_gbit_per_s: Decimal) -> Ma
         link_bytes_per_s=si(bandwidth, GBIT),
         link_latency_s=si(latency, MICRO),
         nic_bytes_per_s=si(_first(table.nic_gbit_per_s, network_gbit_per_s), GBIT),
+        price_per_hour=None if table.price_per_hour is None else float(table.price_per_hour),
     )
 
 
@@ -336,6 +341,11 @@ def _device_toml(device: Device) -> str:
     if device.cpu_share is not None:
         pairs["cpu_share"] = in_unit(device.cpu_share, ONE)
     return "{ " + ", ".join(f"{key} = {value}" for key, value in pairs.items()) + " }"
+
+
+def _price_toml(machine: Machine) -> list[str]:
+    price = machine.price_per_hour
+    return [] if price is None else [f"price_per_hour = {in_unit(price, ONE)}"]
 
 
 def _toml_string(text: str) -> str:

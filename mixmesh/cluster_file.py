@@ -102,6 +102,7 @@ class MachineTable(_Table):
     link_gbit_per_s: Positive | None = None
     link_latency_us: NotNegative | None = None
     nic_gbit_per_s: Positive | None = None
+    price_per_hour: NotNegative | None = None
 
 
 class NetworkTable(_Table):

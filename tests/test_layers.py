@@ -42,7 +42,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"policies"}, {"detection"}),
     ({"planner", "explain"}, {"report"}),
     ({"api"}, {"tuning"}),
-    ({"preparation"},),
+    ({"preparation"}, {"whatif"}),
     ({"checkpoint"},),
     ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}),
     ({"demo"}, {"bench"}),

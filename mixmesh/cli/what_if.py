@@ -1,0 +1,140 @@
+"""mixmesh what-if"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..cluster import Cluster
+from ..errors import InputError
+from .output import Json, print_json, seconds, table, working
+from .plan import ClusterFile, JobName, PlannerName, ProfileFile
+
+if TYPE_CHECKING:
+    from ..job import Job
+    from ..whatif.answers import Answer
+
+MILLION = 1_000_000
+
+
+def what_if(
+    job: JobName,
+    cluster: ClusterFile,
+    planner: PlannerName = "auto",
+    profile: ProfileFile = None,
+    swaps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--swap",
+            metavar="DEVICE",
+            help="Ask about this device of the catalogue in the place of one of each other type; repeat. "
+            "Without it, about the fastest that the cluster has.",
+        ),
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option("--only", metavar="KIND", help="device, machine, network, link, swap, memory, batch."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What would change the step most: a device or a machine left out, faster links, another device, more
+    memory, twice the batch."""
+    from ..planner import check_planner
+    from ..whatif import Change, answers, changes
+    from ..whatif.answers import advice, ranked
+    from ..whatif.changes import KINDS
+
+    described = Cluster.load(cluster)
+    check_planner(planner)
+    kinds = (*KINDS, "batch")
+    if unknown := [kind for kind in only or () if kind not in kinds]:
+        raise InputError("no such kind of change", expected=", ".join(kinds), got=unknown[0])
+    asked = [c for c in changes(described, swaps or ()) if not only or c.kind in only]
+    now = Change("now", "as it is", described)
+    with working("loading the job") as say:
+        found = list(answers(now, asked, *prepared(job, planner, profile), progress=say))
+    if as_json:
+        print_json(what_if_object(found))
+        return
+    print(what_if_table(found, ranked(found)))
+    print()
+    for line in advice(found):
+        print(line)
+    if profile is not None:
+        print("links are taken from the cluster file, not from the profile")
+
+
+def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
+    """What answers are made from: the traced model for so many times the batch, the samples of a batch, the
+    planner with the job's optimizer, and the profile."""
+    from ..api import load_profile, plan_traced
+    from ..job import batch_size, load_job, needs_whole_parameters, optimizer_states
+    from ..trace import trace
+
+    loaded = load_job(job, weights=False)
+    states, whole = optimizer_states(loaded.optimizer), needs_whole_parameters(loaded.optimizer)
+
+    @cache
+    def traced(times: int) -> Any:
+        return trace(loaded.model, repeated(loaded, times), outputs=loaded.outputs)
+
+    def planned(model: Any, cluster: Cluster, costs: Any) -> Any:
+        return plan_traced(
+            model, cluster, profile=costs, planner=planner, optimizer_states=states, whole_parameters=whole
+        )
+
+    return traced, batch_size(loaded.batch) or 1, planned, load_profile(profile)
+
+
+def repeated(job: Job, times: int) -> Any:
+    """The job's batch with its samples so many times over."""
+    if times == 1:
+        return job.batch
+    import torch
+    from torch.utils import _pytree as pytree
+
+    return pytree.tree_map(
+        lambda x: torch.cat([x] * times) if isinstance(x, torch.Tensor) and x.ndim else x, job.batch
+    )
+
+
+def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
+    now = found[0]
+    is_priced = now.price_per_hour is not None
+    header = ["change", "step", "per sample", "samples/s", "planned by"]
+    if is_priced:
+        header.append("a million samples")
+    cells = []
+    for answer in (now, *rows):
+        gain = answer.speedup(now)
+        row = [answer.change.text, seconds(answer.step_s), seconds(answer.sample_s)]
+        row += [f"{gain:.2f}x", answer.planner]
+        if is_priced:
+            price = answer.sample_price
+            row.append("-" if price is None else f"{MILLION * price:.2f}")
+        cells.append(row)
+    return table(header, cells)
+
+
+def what_if_object(found: list[Answer]) -> dict[str, Any]:
+    from ..whatif.answers import advice
+
+    now = found[0]
+    rows = [
+        {
+            "kind": a.change.kind,
+            "change": a.change.text,
+            "step_s": a.step_s,
+            "samples": a.samples,
+            "sample_s": a.sample_s,
+            "speedup": a.speedup(now),
+            "planner": a.planner,
+            "price_per_hour": a.price_per_hour,
+            "price_per_million_samples": None if a.sample_price is None else MILLION * a.sample_price,
+        }
+        for a in found
+    ]
+    return {"now": rows[0], "changes": rows[1:], "advice": advice(found)}
