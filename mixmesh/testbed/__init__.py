@@ -6,7 +6,7 @@ Reading order: ``launch`` (the entry), ``bed`` (what both kinds of run share), `
 
 from mixmesh.testbed.bed import Bed
 from mixmesh.testbed.capability import Capability, probe
-from mixmesh.testbed.device import device_memory_peak_bytes, enter_device, leave_device
+from mixmesh.testbed.device import device_memory_peak_bytes, enter_device, join_device, leave_device
 from mixmesh.testbed.emulated import Testbed
 from mixmesh.testbed.journal import sweep
 from mixmesh.testbed.launch import run
@@ -22,6 +22,7 @@ __all__ = [
     "Testbed",
     "device_memory_peak_bytes",
     "enter_device",
+    "join_device",
     "leave_device",
     "probe",
     "run",

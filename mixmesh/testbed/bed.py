@@ -8,11 +8,18 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Self
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.testbed.device import COMPUTE_VARIABLE, EMULATED_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE
+from mixmesh.testbed.device import (
+    COMPUTE_VARIABLE,
+    EMULATED_VARIABLE,
+    FREE_VARIABLE,
+    JOIN_VARIABLE,
+    MEMORY_PEAK_VARIABLE,
+)
 from mixmesh.testbed.processes import OnOutput, Processes, Rank
 from mixmesh.testbed.result import Emulation, RankResult, RunResult, device_lost, timed_out
 
@@ -24,8 +31,8 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 class Bed(ABC):
     """A context manager: everything that entering made is gone after leaving, however it is left.
 
-    ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Use it from one thread: ranks
-    die with the thread that started them.
+    ``spawn`` once, then ``wait``, or ``poll`` while changing rates and shares. Or ``start`` launchers on
+    machines, which start the ranks themselves. Use it from one thread: what it started dies with it.
     """
 
     emulation: Emulation
@@ -50,6 +57,14 @@ class Bed(ABC):
         """The function that the child calls before it runs its program."""
 
     @abstractmethod
+    def _entering_machine(self, machine: int | None) -> Callable[[], None]:
+        """The function that a launcher on a machine calls before it runs its program."""
+
+    @abstractmethod
+    def address(self, machine: int | None) -> str:
+        """Where the others reach a machine; None is a place beside all machines."""
+
+    @abstractmethod
     def _result(self, number: int, rank: Rank) -> RankResult: ...
 
     @abstractmethod
@@ -59,6 +74,22 @@ class Bed(ABC):
     @abstractmethod
     def set_share(self, rank: int, share: float) -> None:
         """Change a device's share of a CPU core while a job runs."""
+
+    @abstractmethod
+    def set_link(self, machine: int, is_up: bool) -> None:
+        """Cut a machine off from the network, or join it again."""
+
+    @abstractmethod
+    def take_memory(self, rank: int) -> None:
+        """Lower a device's memory limit to what it holds now: it is killed when it asks for more."""
+
+    @abstractmethod
+    def return_memory(self, rank: int) -> None:
+        """Give a device the memory limit back that the cluster has for it."""
+
+    @abstractmethod
+    def make_disk(self, size_bytes: int) -> Path:
+        """A folder with so much room, which all machines see that are started on afterwards."""
 
     def __enter__(self) -> Self:
         self._catch_signals()
@@ -99,6 +130,28 @@ class Bed(ABC):
             whole = {**_clean_env(), **self._common_env(rank), **self._rank_env(rank), **(env or {})}
             self._processes.start(rank, [str(word) for word in argv], whole, self._entering(rank))
 
+    def start(self, machine: int | None, argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> int:
+        """Start argv on a machine, outside of its devices, or beside all machines (None); the number that
+        stands for it in ``returncode``, ``pid`` and the output. On a machine with one device, ranks that it
+        starts come into the device by ``join_device`` and ``enter_device``."""
+        number = self.cluster.world_size + len(self._processes.ranks)
+        local = () if machine is None else self.cluster.ranks_of(machine)
+        device = self._device_env(local[0]) if len(local) == 1 else {}
+        whole = {**_clean_env(), **self._launched_env(), **device, **(env or {})}
+        self._processes.start(number, [str(word) for word in argv], whole, self._entering_machine(machine))
+        return number
+
+    def returncode(self, number: int) -> int | None:
+        """The status of what was started, as ``subprocess`` has it; None while it runs."""
+        return self._processes.ranks[number].returncode
+
+    def pid(self, number: int) -> int:
+        """The process id of what was started."""
+        return self._processes.ranks[number].process.pid
+
+    def _device_env(self, rank: int) -> dict[str, str]:
+        return {name: text for name, text in self._rank_env(rank).items() if not name.startswith("MASTER_")}
+
     def _common_env(self, rank: int) -> dict[str, str]:
         machine = self.cluster.machine_index_of(rank)
         local = self.cluster.ranks_of(machine)
@@ -108,6 +161,11 @@ class Bed(ABC):
             "LOCAL_RANK": str(local.index(rank)),
             "LOCAL_WORLD_SIZE": str(len(local)),
             "GROUP_RANK": str(machine),
+            **self._launched_env(),
+        }
+
+    def _launched_env(self) -> dict[str, str]:
+        return {
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",  # a killed rank's last words
@@ -172,5 +230,5 @@ class Bed(ABC):
 
 def _clean_env() -> dict[str, str]:
     """This process's environment without the device of an outer testbed."""
-    outer = (COMPUTE_VARIABLE, FREE_VARIABLE, MEMORY_PEAK_VARIABLE, "GLOO_SOCKET_IFNAME")
+    outer = (COMPUTE_VARIABLE, FREE_VARIABLE, JOIN_VARIABLE, MEMORY_PEAK_VARIABLE, "GLOO_SOCKET_IFNAME")
     return {key: value for key, value in os.environ.items() if key not in outer}

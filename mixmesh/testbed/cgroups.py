@@ -17,6 +17,7 @@ from mixmesh.testbed.system import read, read_table, write
 # Short enough for collectives, long enough for operators; 5, 10 and 100 ms gave the same rates. With 5 ms who
 # waits for a collective catches up less: docs/design.md, "Measuring".
 PERIOD_US = 20_000
+TAKEN_MARGIN_BYTES = 2**19
 MIN_QUOTA_US = 1_000  # the kernel's own limit
 
 
@@ -53,6 +54,14 @@ class Cgroups(ABC):
 
     @abstractmethod
     def set_memory(self, rank: int, size_bytes: int) -> None: ...
+
+    @abstractmethod
+    def memory_bytes(self, rank: int) -> int:
+        """The memory that the rank's device holds now."""
+
+    def take_memory(self, rank: int) -> None:
+        """Lower the limit to what is held, but for a little: version 1 refuses a limit below it."""
+        self.set_memory(rank, self.memory_bytes(rank) + TAKEN_MARGIN_BYTES)
 
     @abstractmethod
     def join_files(self, rank: int) -> tuple[str, ...]:
@@ -99,9 +108,15 @@ class CgroupsV1(Cgroups):
 
     def set_memory(self, rank: int, size_bytes: int) -> None:
         path = f"{self._memory}/r{rank}"
-        write(f"{path}/memory.limit_in_bytes", size_bytes)
-        if os.path.exists(f"{path}/memory.memsw.limit_in_bytes"):  # no swap beyond it
-            write(f"{path}/memory.memsw.limit_in_bytes", size_bytes)
+        limits = [f"{path}/memory.limit_in_bytes"]
+        with_swap = f"{path}/memory.memsw.limit_in_bytes"
+        if os.path.exists(with_swap):  # no swap beyond it; never below the first limit, not for a moment
+            limits.insert(int(size_bytes <= int(read(with_swap))), with_swap)
+        for limit in limits:
+            write(limit, size_bytes)
+
+    def memory_bytes(self, rank: int) -> int:
+        return int(read(f"{self._memory}/r{rank}/memory.usage_in_bytes"))
 
     def join_files(self, rank: int) -> tuple[str, ...]:
         tops = (f"{self._cpu}/r{rank}free", f"{self._account}/r{rank}free", f"{self._memory}/r{rank}")
@@ -167,6 +182,9 @@ class CgroupsV2(Cgroups):
         write(f"{self._rank(rank)}/memory.max", size_bytes)
         if os.path.exists(f"{self._rank(rank)}/memory.swap.max"):
             write(f"{self._rank(rank)}/memory.swap.max", 0)
+
+    def memory_bytes(self, rank: int) -> int:
+        return int(read(f"{self._rank(rank)}/memory.current"))
 
     def join_files(self, rank: int) -> tuple[str, ...]:
         return (f"{self._rank(rank)}/free/cgroup.procs",)

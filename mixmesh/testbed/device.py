@@ -20,6 +20,18 @@ COMPUTE_VARIABLE = "MIXMESH_COMPUTE_TASKS"
 FREE_VARIABLE = "MIXMESH_FREE_TASKS"
 EMULATED_VARIABLE = "MIXMESH_EMULATED"  # says what is emulated, and how: another cluster has another value
 MEMORY_PEAK_VARIABLE = "MIXMESH_MEMORY_PEAK_FILE"
+JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # of a device, for ranks that a launcher inside of a machine starts
+
+
+def join_device() -> bool:
+    """Put this process, and what it will start, under the memory limit of its device; whether there is one.
+    For a rank whose launcher runs in the machine beside the device, as torchrun does."""
+    files = os.environ.get(JOIN_VARIABLE)
+    if not files:
+        return False
+    for path in files.split(os.pathsep):
+        _write(path, "0", JOIN_VARIABLE)
+    return True
 
 
 def enter_device() -> bool:
@@ -48,13 +60,17 @@ def _move_thread(variable: str) -> bool:
     path = os.environ.get(variable)
     if not path:
         return False
+    _write(path, str(threading.get_native_id()), variable)
+    return True
+
+
+def _write(path: str, number: str, variable: str) -> None:
     try:
         with open(path, "w") as file:
-            file.write(str(threading.get_native_id()))
+            file.write(number)
     except OSError as error:
         raise TestbedUnavailable(
             f"cannot move this thread into its device's cgroup: {error.strerror}",
             got=f"{variable}={path}",
             hint=f"start the process with `mixmesh testbed`, or unset {variable}",
         ) from None
-    return True

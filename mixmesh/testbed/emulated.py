@@ -13,6 +13,7 @@ import re
 import secrets
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, TestbedUnavailable
@@ -20,10 +21,11 @@ from mixmesh.testbed import journal
 from mixmesh.testbed.bed import Bed
 from mixmesh.testbed.capability import probe
 from mixmesh.testbed.cgroups import open_cgroups
+from mixmesh.testbed.device import JOIN_VARIABLE
 from mixmesh.testbed.network import Network, open_namespace
 from mixmesh.testbed.processes import OnOutput, Rank
 from mixmesh.testbed.result import RankResult
-from mixmesh.testbed.system import CommandFailed, enter_machine, start_time
+from mixmesh.testbed.system import CommandFailed, enter_machine, mount_memory, start_time
 
 MASTER_PORT = 29500  # a new namespace has every port free; below the range of outgoing connections
 MAX_LOAD = 0.8  # share of all cores: beyond it devices steal from each other
@@ -92,21 +94,32 @@ class Testbed(Bed):
             "MASTER_ADDR": self._network.address(0),
             "MASTER_PORT": str(MASTER_PORT),
             "GLOO_SOCKET_IFNAME": "eth0",
+            JOIN_VARIABLE: os.pathsep.join(self._cgroups.join_files(rank)),
             **self._cgroups.worker_env(rank),
         }
 
+    def address(self, machine: int | None) -> str:
+        return self._network.address(machine)
+
     def _entering(self, rank: int) -> Callable[[], None]:
-        assert self._journal is not None, "enter the bed first"
-        hosts_file = os.fsencode(self._journal.hosts_path)
-        machine = self.cluster.machine_index_of(rank)
-        namespace = self._network.namespace(machine)
-        host = host_name(self.cluster.machines[machine].name)
+        enter_machine = self._entering_machine(self.cluster.machine_index_of(rank))
         files = self._cgroups.join_files(rank)
 
         def enter() -> None:
             for path in files:
                 with open(path, "w") as file:
                     file.write("0")
+            enter_machine()
+
+        return enter
+
+    def _entering_machine(self, machine: int | None) -> Callable[[], None]:
+        assert self._journal is not None, "enter the bed first"
+        hosts_file = os.fsencode(self._journal.hosts_path)
+        namespace = self._network.namespace(machine)
+        host = host_name("beside" if machine is None else self.cluster.machines[machine].name)
+
+        def enter() -> None:
             namespace_fd = open_namespace(namespace)
             enter_machine(namespace_fd, host, hosts_file)
             os.close(namespace_fd)
@@ -136,6 +149,22 @@ class Testbed(Bed):
         if not 0 < share <= 1:
             raise InputError("a share is above 0 and at most 1", expected="a share of a core", got=str(share))
         self._cgroups.set_share(rank, share)
+
+    def set_link(self, machine: int, is_up: bool) -> None:
+        self._network.set_link(machine, is_up)
+
+    def take_memory(self, rank: int) -> None:
+        self._cgroups.take_memory(rank)
+
+    def return_memory(self, rank: int) -> None:
+        self._cgroups.set_memory(rank, self.cluster.devices[rank].memory_bytes)
+
+    def make_disk(self, size_bytes: int) -> Path:
+        assert self._journal is not None, "enter the bed first"
+        path = self._journal.disk_path
+        path.mkdir()
+        mount_memory(path, size_bytes)
+        return path
 
 
 def warnings(cluster: Cluster) -> list[str]:

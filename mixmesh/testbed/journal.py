@@ -16,7 +16,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mixmesh.testbed.system import command, read, start_time
+from mixmesh.testbed.system import command, read, start_time, unmount
 
 _NAMESPACE = re.compile(r"mm[0-9a-f]{8}(sw|m\d+)")
 _FIELDS = {"bed": str, "pid": int, "start_time": str, "namespaces": list, "cgroups": list}  # in the file
@@ -46,6 +46,11 @@ class Journal:
     def hosts_path(self) -> Path:
         """The machines' names, for the ranks to see as ``/etc/hosts``; goes with the journal."""
         return directory() / f"{self.bed}.hosts"
+
+    @property
+    def disk_path(self) -> Path:
+        """Where a disk of limited size is mounted, if one was asked for; goes with the journal."""
+        return directory() / f"{self.bed}.disk"
 
     @property
     def is_stale(self) -> bool:
@@ -101,6 +106,9 @@ def remove(journal: Journal, limit_s: float = 10.0) -> None:
     for name in journal.namespaces:
         if name in existing:
             command("ip", "netns", "del", name, check=False)
+    if journal.disk_path.is_dir():
+        unmount(journal.disk_path)
+        journal.disk_path.rmdir()
     journal.hosts_path.unlink(missing_ok=True)
     journal.path.unlink(missing_ok=True)
 

@@ -13,6 +13,7 @@ from mixmesh.testbed.system import command
 
 LIMIT_BYTES = 64_000_000  # in the queue: senders wait instead of losing packets
 MTU = 1500
+BESIDE = "10.77.254.254"  # of what runs beside the machines, which no fault of a machine reaches
 
 
 def burst_bytes(bytes_per_s: float) -> int:
@@ -31,16 +32,20 @@ class Network:
     def namespaces(self) -> list[str]:
         return [self._switch, *self._machines]
 
-    def namespace(self, machine: int) -> str:
-        return self._machines[machine]
+    def namespace(self, machine: int | None) -> str:
+        return self._switch if machine is None else self._machines[machine]
 
-    def address(self, machine: int) -> str:
+    def address(self, machine: int | None) -> str:
+        if machine is None:
+            return BESIDE
         return f"10.77.{(machine + 1) // 256}.{(machine + 1) % 256}"
 
     def create(self) -> None:
         command("ip", "netns", "add", self._switch)
         command("ip", "-n", self._switch, "link", "add", "br0", "type", "bridge")
+        command("ip", "-n", self._switch, "addr", "add", f"{BESIDE}/16", "dev", "br0")
         command("ip", "-n", self._switch, "link", "set", "br0", "up")
+        command("ip", "-n", self._switch, "link", "set", "lo", "up")
         # packets between the machines are not the host firewall's business
         for name in ("iptables", "ip6tables", "arptables"):
             self._sysctl(self._switch, f"net/bridge/bridge-nf-call-{name}", 0)
@@ -71,6 +76,10 @@ class Network:
                 LIMIT_BYTES,
             )
             command("tc", "-n", namespace, "qdisc", "replace", "dev", port, "root", "tbf", *bucket)
+
+    def set_link(self, machine: int, is_up: bool) -> None:
+        """Also while a job runs."""
+        command("ip", "-n", self._machines[machine], "link", "set", "eth0", "up" if is_up else "down")
 
     def _sysctl(self, namespace: str, key: str, value: object) -> None:
         # settings that this kernel does not have are left out

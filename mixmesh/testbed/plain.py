@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 from mixmesh.errors import TestbedUnavailable
 from mixmesh.testbed.bed import Bed
@@ -34,6 +35,12 @@ class PlainBed(Bed):
     def _entering(self, rank: int) -> Callable[[], None]:
         return lambda: None
 
+    def _entering_machine(self, machine: int | None) -> Callable[[], None]:
+        return lambda: None
+
+    def address(self, machine: int | None) -> str:
+        return "127.0.0.1"
+
     def _result(self, number: int, rank: Rank) -> RankResult:
         return RankResult(
             rank=number,
@@ -50,3 +57,15 @@ class PlainBed(Bed):
 
     def set_share(self, rank: int, share: float) -> None:
         raise TestbedUnavailable("a plain run has no CPU share to change")
+
+    def set_link(self, machine: int, is_up: bool) -> None:
+        raise TestbedUnavailable("a plain run has no link of its own to cut")
+
+    def take_memory(self, rank: int) -> None:
+        raise TestbedUnavailable("a plain run has no memory limit to lower")
+
+    def return_memory(self, rank: int) -> None:
+        raise TestbedUnavailable("a plain run has no memory limit")
+
+    def make_disk(self, size_bytes: int) -> Path:
+        raise TestbedUnavailable("a plain run has no disk of limited size")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 CLONE_NEWNS = 0x00020000  # mounts
 CLONE_NEWUTS = 0x04000000
@@ -73,6 +74,17 @@ def die_with(parent: int) -> None:
     call(libc.prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it ended before the call above
         os._exit(97)
+
+
+def mount_memory(path: Path, size_bytes: int) -> None:
+    """Has a folder hold files in memory, of ``size_bytes`` in all."""
+    command("mount", "-t", "tmpfs", "-o", f"size={size_bytes},mode=700", "mixmesh", path)
+
+
+def unmount(path: Path) -> None:
+    """Ends a mount also while files of it are open; what is not mounted is no error."""
+    if os.path.ismount(path):
+        command("umount", "--lazy", path, check=False)
 
 
 def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes) -> None:

@@ -1,0 +1,238 @@
+"""Faults at random moments of real trainings: each must go on, and end as one that was left alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ...cluster import Cluster
+from ...errors import InputError, TestbedUnavailable
+from ...testbed import Bed, PlainBed, Testbed, probe
+from ..revision import revision
+from .disturb import STEPS_BESIDE, disturb
+from .journal import last_executions
+from .judgement import (
+    LOSS_TOLERANCE,
+    check_losses,
+    check_samples,
+    check_steps,
+    loss_error,
+    losses_of,
+    unreadable,
+)
+from .kinds import KIND_NAMES, KINDS, Fault, Kind, kind_of
+from .scene import Output, Scene, Setting, Stuck
+
+SHARES = ("0.40", "0.40", "0.25", "0.25")  # of a core, a machine each
+DISK_BYTES = 64 * 2**20
+NOTICED_S = 30.0
+MOST_STEPS = 8  # between two faults
+KEPT_CHECKPOINTS = 2  # written before a fault: one may be damaged
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One training and what was found of it. ``problems`` are those that judge it as a whole."""
+
+    faults: tuple[Fault, ...]
+    losses: dict[int, float]
+    problems: tuple[str, ...]
+    loss_error: float
+    steps_made: int
+    time_s: float
+    emulation: str
+    unreadable: tuple[str, ...] = ()
+    report: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return not self.problems and not self.unreadable and all(fault.is_survived for fault in self.faults)
+
+    def row(self) -> dict:
+        row = {k: v for k, v in asdict(self).items() if k != "losses"}
+        return row | {"faults": [asdict(f) | {"survived": f.is_survived} for f in self.faults]}
+
+
+def cluster_text(num_machines: int) -> str:
+    """A cluster file of machines with a device each."""
+    lines = ["[network]", "bandwidth_gbit_per_s = 1", "latency_us = 50"]
+    for number in range(num_machines):
+        share = SHARES[number % len(SHARES)]
+        lines += ["[[machine]]", f'name = "machine-{number}"']
+        lines.append(f'devices = [{{ name = "cpu-{share[2:]}", cpu_share = {share}, memory_gib = 2 }}]')
+    return "\n".join(lines) + "\n"
+
+
+def choose_kinds(names: Sequence[str], is_plain: bool, say: Say) -> tuple[Kind, ...]:
+    """The kinds of these names; all without a name. Those that need the testbed are left out without it, and
+    ``say`` is told. Raises InputError where none is left."""
+    unknown = [name for name in names if name not in KIND_NAMES]
+    if unknown:
+        raise InputError(
+            f"no such kind of fault: {unknown[0]!r}", expected=", ".join(KIND_NAMES), got=unknown[0],
+            hint=f"--kind {KIND_NAMES[0]}",
+        )  # fmt: skip
+    chosen = [kind_of(name) for name in dict.fromkeys(names)] or list(KINDS)
+    left_out = [kind.name for kind in chosen if is_plain and kind.needs_testbed]
+    if left_out:
+        say(f"left out, as no cluster can be emulated here ({'; '.join(probe().missing)}): "
+            + ", ".join(left_out))  # fmt: skip
+    kept = tuple(kind for kind in chosen if kind.name not in left_out)
+    if not kept:
+        raise TestbedUnavailable(
+            "none of these faults can be made here",
+            expected="Linux, root, ip and tc (iproute2), cgroups with cpu and memory",
+            got="; ".join(probe().missing),
+        )
+    return kept
+
+
+def draw_kinds(kinds: Sequence[Kind], count: int, rng: random.Random) -> list[Kind]:
+    """Each kind as often as the others, in random order."""
+    drawn: list[Kind] = []
+    while len(drawn) < count:
+        drawn += rng.sample(kinds, len(kinds))
+    return drawn[:count]
+
+
+@dataclass
+class Chaos:
+    """A bench: trainings are disturbed one after the other until all faults were made."""
+
+    kinds: Sequence[Kind]
+    num_faults: int
+    seed: int
+    setting: Setting
+    num_machines: int = len(SHARES)
+    is_plain: bool = False
+    say: Say = lambda text: None
+    _losses: dict[int, float] = field(default_factory=dict)
+
+    def run(self) -> Iterator[Trained]:
+        """The undisturbed training first, then the others."""
+        rng = random.Random(self.seed)
+        left = draw_kinds(self.kinds, self.num_faults, rng)
+        self.say("a training without faults")
+        with TemporaryDirectory(prefix="mixmesh-faults-") as folder:
+            undisturbed = self._train(Path(folder) / "undisturbed", [], rng)
+            self._losses = undisturbed.losses
+            yield undisturbed
+            for number in range(self.num_faults if undisturbed.is_good else 0):
+                trained = self._train(Path(folder) / str(number), left, rng)
+                yield trained
+                if not left or not trained.faults:
+                    return
+
+    def _train(self, folder: Path, left: list[Kind], rng: random.Random) -> Trained:
+        """One training under as many of the faults that are ``left`` as it has time for."""
+        started_s, faults, report = time.monotonic(), [], ""
+        with self._scene(folder) as scene:
+            damage_seen: list[str] = []
+            try:
+                while left and self._wait_for_moment(scene, rng):
+                    kind, machine = left.pop(0), rng.randrange(self.num_machines)
+                    self.say(f"step {scene.step}, machine {machine}: {kind.text}")
+                    faults.append(Fault(kind.name, machine, scene.step))
+                    disturb(scene, kind, faults[-1], rng)
+                    damage_seen += unreadable(scene.checkpoints, scene.damaged)
+                scene.wait(lambda: scene.is_over, "the end of the training")
+            except Stuck as stuck:
+                if faults and faults[-1].again_s is None:
+                    faults[-1].problem = str(stuck)
+                report = f"{stuck}\n{scene.output.last()}"
+            damage_seen += unreadable(scene.checkpoints, scene.damaged)
+            scene.journal.read()
+            history = last_executions(scene.journal.lines)
+            losses = losses_of(history)
+            problems = [report.partition("\n")[0]] if report else []
+            problems += check_steps(history, self.setting.training)
+            problems += check_samples(history, self.setting.training)
+            if self._losses:
+                problems += check_losses(losses, self._losses)
+            return Trained(
+                tuple(faults), losses, tuple(problems), loss_error(losses, self._losses),
+                len({(line.pid, line.step) for line in scene.journal.lines if line.step and not line.rank}),
+                time.monotonic() - started_s, scene.bed.emulation, tuple(dict.fromkeys(damage_seen)), report,
+            )  # fmt: skip
+
+    @contextmanager
+    def _scene(self, folder: Path) -> Iterator[Scene]:
+        """A training that has been started, and that is gone afterwards."""
+        output = Output()
+        cluster = Cluster.parse(cluster_text(self.num_machines), where="bench faults")
+        kind = PlainBed if self.is_plain else Testbed
+        with ExitStack() as stack:
+            bed: Bed = stack.enter_context(kind(cluster, on_output=output.take))
+            checkpoints = folder / "checkpoints" if self.is_plain else bed.make_disk(DISK_BYTES)
+            yield stack.enter_context(Scene(bed, output, folder, checkpoints, self.setting))
+
+    def _has_time(self, scene: Scene) -> bool:
+        """Whether a training has enough steps left for one more fault."""
+        needed = MOST_STEPS + STEPS_BESIDE + 2 * self.setting.every
+        return scene.step <= self.setting.training.steps - needed
+
+    def _wait_for_moment(self, scene: Scene, rng: random.Random) -> bool:
+        """Waits for a random moment of a training that is whole; False if it came to its end before."""
+        scene.wait(lambda: scene.is_whole() or scene.is_over, "a step of all machines")
+        scene.wait(
+            lambda: len(scene.good_checkpoints()) >= KEPT_CHECKPOINTS or scene.is_over,
+            "the first checkpoints",
+        )
+        step = scene.step + rng.randint(1, MOST_STEPS)
+        delay_s = rng.uniform(0, 2 * self.setting.step_s)
+        scene.wait(lambda: scene.step >= step or scene.is_over, f"step {step}")
+        scene.poll(delay_s)
+        return self._has_time(scene)
+
+
+def report(trainings: Sequence[Trained], num_faults: int, command: str, seed: int) -> dict:
+    """The object that ``--json`` prints and the file holds."""
+    undisturbed, *disturbed = trainings
+    faults = [fault for trained in disturbed for fault in trained.faults]
+    survived = sum(fault.is_survived for fault in faults)
+    noticed = [fault.noticed_s for fault in faults if fault.noticed_s is not None]
+    problems = [*undisturbed.problems, *(text for trained in disturbed for text in trained.problems)]
+    damaged = [text for trained in trainings for text in trained.unreadable]
+    worst = max((trained.loss_error for trained in disturbed), default=0.0)
+    targets = {
+        f"{survived} of {num_faults} survived": survived == num_faults,
+        "every sample once in every epoch, every loss an undisturbed training's": not problems,
+        f"{len(damaged)} checkpoints unreadable": not damaged,
+        f"noticed within {NOTICED_S:g} s, at most {max(noticed, default=0.0):.1f}": max(noticed, default=0.0)
+        <= NOTICED_S,
+    }
+    return {
+        "bench": "faults",
+        "command": command,
+        "revision": revision(),
+        "seed": seed,
+        "emulation": sorted({trained.emulation for trained in trainings}),
+        "time_s": sum(trained.time_s for trained in trainings),
+        "faults": num_faults,
+        "survived": survived,
+        "loss_error": worst,
+        "loss_tolerance": LOSS_TOLERANCE,
+        "unreadable": damaged,
+        "problems": problems,
+        "targets_met": sum(targets.values()),
+        "targets": targets,
+        "kinds": [kind_row(kind, faults) for kind in KINDS if any(f.kind == kind.name for f in faults)],
+        "undisturbed": undisturbed.row(),
+        "trainings": [trained.row() for trained in disturbed],
+    }
+
+
+def kind_row(kind: Kind, faults: Sequence[Fault]) -> dict:
+    """The faults of one kind in short: the longest times in seconds, None where none was taken."""
+    own = [fault for fault in faults if fault.kind == kind.name]
+    longest = {
+        f"longest_{name}": max((t for t in (getattr(f, name) for f in own) if t is not None), default=None)
+        for name in ("noticed_s", "again_s", "whole_s")
+    }
+    return {"kind": kind.name, "made": len(own), "survived": sum(f.is_survived for f in own), **longest}
