@@ -202,6 +202,71 @@ def test_a_rank_over_its_memory_is_named_with_limit_and_peak(cluster):
     assert leftovers(os.getpid()) == []
 
 
+TALK = """
+import mmap, os, socket, sys, time
+from mixmesh import testbed
+print("joined", testbed.join_device(), socket.gethostname(), os.path.exists(sys.argv[2] + "/file"))
+print("boot", open("/proc/sys/kernel/random/boot_id").read().strip())
+was_up, kept = None, []
+while True:
+    with mmap.mmap(-1, 2 << 20) as memory:
+        memory.write(bytes(2 << 20))
+    try:
+        socket.create_connection((sys.argv[1], 4000), timeout=0.2).close()
+        is_up = True
+    except OSError:
+        is_up = False
+    if is_up != was_up:
+        print("up" if is_up else "down")
+        was_up = is_up
+    time.sleep(0.02)
+"""
+LISTEN = """
+import socket, sys
+with socket.create_server((sys.argv[1], 4000)) as server:
+    while True:
+        server.accept()[0].close()
+"""
+
+
+@emulation
+def test_launchers_on_machines_see_links_memory_and_a_disk_that_change(cluster):
+    said: list[tuple[int, str]] = []
+    with testbed.Testbed(cluster, on_output=lambda n, stream, text: said.append((n, text.strip()))) as bed:
+
+        def wait_for(number: int, text: str, since: int = 0) -> None:
+            deadline = time.monotonic() + 20
+            while (number, text) not in said[since:]:
+                assert time.monotonic() < deadline, (said, text)
+                bed.poll(0.02)
+
+        disk = bed.make_disk(2**20)
+        (disk / "file").write_bytes(bytes(2**19))
+        with pytest.raises(OSError, match="No space"):
+            (disk / "more").write_bytes(bytes(2**20))
+        bed.start(None, [*python(LISTEN), bed.address(None)])
+        one, other = (bed.start(m, [*python(TALK), bed.address(None), str(disk)]) for m in (1, 0))
+        wait_for(one, "joined True beta-box True")
+        wait_for(other, "joined False alpha True")  # two devices: which one is not said
+        wait_for(one, "up")
+        wait_for(other, "up")
+        assert len({text for _, text in said if text.startswith("boot ")}) == 2
+        bed.set_link(1, False)
+        wait_for(one, "down")
+        count = len(said)
+        bed.set_link(1, True)
+        wait_for(one, "up", count)
+        assert (other, "down") not in said
+        bed.take_memory(2)
+        while bed.returncode(one) is None:
+            bed.poll(0.02)
+        assert bed.returncode(one) == -signal.SIGKILL and bed.returncode(other) is None
+        bed.return_memory(2)
+        again = bed.start(1, [*python(TALK), bed.address(None), str(disk)])
+        wait_for(again, "up")
+    assert not disk.exists() and not os.path.exists(f"/proc/{bed.pid(again)}")
+
+
 FAIL = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '2' else time.sleep(30)"
 
 

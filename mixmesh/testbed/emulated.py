@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from mixmesh.testbed.device import JOIN_VARIABLE
 from mixmesh.testbed.network import Network, open_namespace
 from mixmesh.testbed.processes import OnOutput, Rank
 from mixmesh.testbed.result import RankResult
-from mixmesh.testbed.system import CommandFailed, enter_machine, mount_memory, start_time
+from mixmesh.testbed.system import BOOT_ID, CommandFailed, enter_machine, mount_memory, start_time
 
 MASTER_PORT = 29500  # a new namespace has every port free; below the range of outgoing connections
 MAX_LOAD = 0.8  # share of all cores: beyond it devices steal from each other
@@ -59,6 +60,8 @@ class Testbed(Bed):
         try:
             self._journal.save()  # first the list, then the things
             self._journal.hosts_path.write_text(self._hosts())
+            for machine in range(len(self.cluster.machines)):
+                self._journal.boot_path(machine).write_text(f"{uuid.uuid4()}\n")
             self._create()
         except (OSError, CommandFailed) as error:
             raise TestbedUnavailable(
@@ -118,10 +121,11 @@ class Testbed(Bed):
         hosts_file = os.fsencode(self._journal.hosts_path)
         namespace = self._network.namespace(machine)
         host = host_name("beside" if machine is None else self.cluster.machines[machine].name)
+        boot_file = BOOT_ID if machine is None else os.fsencode(self._journal.boot_path(machine))
 
         def enter() -> None:
             namespace_fd = open_namespace(namespace)
-            enter_machine(namespace_fd, host, hosts_file)
+            enter_machine(namespace_fd, host, hosts_file, boot_file)
             os.close(namespace_fd)
 
         return enter

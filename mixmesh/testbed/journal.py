@@ -47,6 +47,10 @@ class Journal:
         """The machines' names, for the ranks to see as ``/etc/hosts``; goes with the journal."""
         return directory() / f"{self.bed}.hosts"
 
+    def boot_path(self, machine: int) -> Path:
+        """The boot id of a machine; goes with the journal."""
+        return directory() / f"{self.bed}.boot{machine}"
+
     @property
     def disk_path(self) -> Path:
         """Where a disk of limited size is mounted, if one was asked for; goes with the journal."""
@@ -109,7 +113,8 @@ def remove(journal: Journal, limit_s: float = 10.0) -> None:
     if journal.disk_path.is_dir():
         unmount(journal.disk_path)
         journal.disk_path.rmdir()
-    journal.hosts_path.unlink(missing_ok=True)
+    for path in (journal.hosts_path, *directory().glob(f"{journal.bed}.boot*")):
+        path.unlink(missing_ok=True)
     journal.path.unlink(missing_ok=True)
 
 

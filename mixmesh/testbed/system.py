@@ -14,6 +14,7 @@ CLONE_NEWNS = 0x00020000  # mounts
 CLONE_NEWUTS = 0x04000000
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
+BOOT_ID = b"/proc/sys/kernel/random/boot_id"
 MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -87,11 +88,13 @@ def unmount(path: Path) -> None:
         command("umount", "--lazy", path, check=False)
 
 
-def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes) -> None:
-    """In a child, before it runs its program: a machine's network, host name and ``/etc/hosts``."""
+def enter_machine(namespace_fd: int, host_name: bytes, hosts_file: bytes, boot_file: bytes) -> None:
+    """In a child, before it runs its program: a machine's network, host name and ``/etc/hosts``, and a boot
+    id of its own: processes of other machines are seen by their ids, but nobody is to make use of that."""
     call(libc.setns, namespace_fd, CLONE_NEWNET)
     call(libc.unshare, CLONE_NEWUTS | CLONE_NEWNS)
     call(libc.sethostname, host_name, len(host_name))
     call(libc.mount, None, b"/", None, MS_REC | MS_PRIVATE, None)
     if os.path.exists("/etc/hosts"):
         call(libc.mount, hosts_file, b"/etc/hosts", None, MS_BIND, None)
+    call(libc.mount, boot_file, BOOT_ID, None, MS_BIND, None)

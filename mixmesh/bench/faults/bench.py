@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -112,24 +112,29 @@ class Chaos:
     num_machines: int = len(SHARES)
     is_plain: bool = False
     say: Say = lambda text: None
-    _losses: dict[int, float] = field(default_factory=dict)
 
     def run(self) -> Iterator[Trained]:
-        """The undisturbed training first, then the others."""
-        rng = random.Random(self.seed)
-        left = draw_kinds(self.kinds, self.num_faults, rng)
+        """The undisturbed training first, then the others, as soon as each is over."""
         self.say("a training without faults")
-        with TemporaryDirectory(prefix="mixmesh-faults-") as folder:
-            undisturbed = self._train(Path(folder) / "undisturbed", [], rng)
-            self._losses = undisturbed.losses
+        with TemporaryDirectory(prefix="mixmesh-faults-") as name:
+            undisturbed = self._train(Path(name) / "undisturbed", [], random.Random(self.seed), {})
             yield undisturbed
-            for number in range(self.num_faults if undisturbed.is_good else 0):
-                trained = self._train(Path(folder) / str(number), left, rng)
-                yield trained
-                if not left or not trained.faults:
-                    return
+            if undisturbed.is_good:
+                yield from self.disturb_all(undisturbed.losses, Path(name))
 
-    def _train(self, folder: Path, left: list[Kind], rng: random.Random) -> Trained:
+    def disturb_all(self, expected: dict[int, float], folder: Path) -> Iterator[Trained]:
+        """Trainings until all faults were made. Each is to have the ``expected`` losses by step; their files
+        go to ``folder``."""
+        rng = random.Random(self.seed)
+        left, has_made_any = draw_kinds(self.kinds, self.num_faults, rng), True
+        while left and has_made_any:
+            trained = self._train(folder / f"{len(left)}-left", left, rng, expected)
+            has_made_any = bool(trained.faults)
+            yield trained
+
+    def _train(
+        self, folder: Path, left: list[Kind], rng: random.Random, expected: dict[int, float]
+    ) -> Trained:
         """One training under as many of the faults that are ``left`` as it has time for."""
         started_s, faults, report = time.monotonic(), [], ""
         with self._scene(folder) as scene:
@@ -150,13 +155,14 @@ class Chaos:
             scene.journal.read()
             history = last_executions(scene.journal.lines)
             losses = losses_of(history)
-            problems = [report.partition("\n")[0]] if report else []
-            problems += check_steps(history, self.setting.training)
-            problems += check_samples(history, self.setting.training)
-            if self._losses:
-                problems += check_losses(losses, self._losses)
+            problems = [report.partition("\n")[0]]
+            if not report:  # else steps are missing, and that much is told
+                problems = check_steps(history, self.setting.training)
+                problems += check_samples(history, self.setting.training)
+            if expected:
+                problems += check_losses(losses, expected)
             return Trained(
-                tuple(faults), losses, tuple(problems), loss_error(losses, self._losses),
+                tuple(faults), losses, tuple(problems), loss_error(losses, expected),
                 len({(line.pid, line.step) for line in scene.journal.lines if line.step and not line.rank}),
                 time.monotonic() - started_s, scene.bed.emulation, tuple(dict.fromkeys(damage_seen)), report,
             )  # fmt: skip
