@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-import mixmesh
 from mixmesh.bench.faults.journal import drawn
+from mixmesh.job import Job
 
 SAMPLES, BATCH_SIZE, WIDTH = 320, 16, 64
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE
@@ -58,8 +58,8 @@ class Network(nn.Module):
         return (self.out(x) - y).square().mean()
 
 
-def job() -> mixmesh.Job:
+def job() -> Job:
     torch.manual_seed(0)
     loader = DataLoader(Numbered(), batch_size=BATCH_SIZE, shuffle=True, collate_fn=collate)
     batch = collate([loader.dataset[n] for n in range(BATCH_SIZE)])
-    return mixmesh.Job(Network(), batch, lambda p: torch.optim.AdamW(p, lr=1e-3), loader)
+    return Job(Network(), batch, lambda p: torch.optim.AdamW(p, lr=1e-3), loader)
