@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from ..plan_file import Plan
 from ..runtime.data import own_rows, own_samples
 from ..runtime.first_rank import everyones, from_first_rank
 from .own_batches import OwnBatches
-from .own_loader import FirstKept, OwnIterator, OwnLoader
+from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
 from .resuming import numbers_of_process, set_numbers_of_process
 from .untouched import untouched
 
@@ -143,11 +143,33 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
     # also of a rank without samples, whose empty tensors are cut out of a whole batch
     is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
+    return OwnLoader(loader, loader_of_rows(loader, rows), plan, is_whole=is_whole)
+
+
+def resumable(loader: Iterable) -> Iterable:
+    """A loader that gives the batches of ``loader`` and has ``state_dict`` and ``load_state_dict``: for a
+    loop on one device, or one in which every rank has whole batches. A loader that has these, as the one of
+    ``mixmesh.prepare`` has under torchrun, is returned as it is. Collective where there are several ranks.
+
+    Every epoch's batches are those that ``loader`` itself would give, and where one goes on, those that
+    remain. Raises InputError for an iterator, which does not begin anew."""
+    if hasattr(loader, "state_dict"):
+        return loader
+    if is_iterator(loader):
+        raise not_resumable()
+    if not has_indices(loader):
+        check_same_workers(loader)
+        return OwnLoader(loader, loader, None, is_whole=False)
+    return OwnLoader(loader, loader_of_rows(loader, whole_batch), None, is_whole=False)
+
+
+def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -> DataLoader:
+    """A loader like ``loader`` of those rows of every batch of the first rank. Collective."""
     batches = OwnBatches(loader, rows)
     options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | workers_like(loader)
     own = DataLoader(loader.dataset, batch_sampler=batches, **options)
     batches.ahead = max(everyones(own.num_workers * (own.prefetch_factor or 0)))
-    return OwnLoader(loader, own, plan, is_whole=is_whole)
+    return own
 
 
 def check_same_workers(loader: Iterable) -> None:

@@ -62,7 +62,7 @@ class OwnLoader:
     other; the state is that of the one that gave the last batch."""
 
     def __init__(
-        self, loader: Iterable, own: Iterable, plan: Plan, *, is_whole: bool, is_compared: bool = True
+        self, loader: Iterable, own: Iterable, plan: Plan | None, *, is_whole: bool, is_compared: bool = True
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
         self._is_compared = is_compared  # batches without indices, each with those of the other ranks
@@ -249,19 +249,24 @@ class OwnIterator(OwnLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Raises InputError."""
-        raise InputError(
-            "an iterator of batches cannot be gone on with in another start",
-            expected="a loader that begins anew in every epoch",
-            got="an iterator, such as a generator",
-            hint=(
-                "a class with __iter__ that makes the generator, or a DataLoader",
-                "or leave the loader out of what is saved",
-            ),
-        )
+        raise not_resumable()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises InputError."""
         self.state_dict()
+
+
+def not_resumable() -> InputError:
+    """The error for an iterator that another start is to go on with."""
+    return InputError(
+        "an iterator of batches cannot be gone on with in another start",
+        expected="a loader that begins anew in every epoch",
+        got="an iterator, such as a generator",
+        hint=(
+            "a class with __iter__ that makes the generator, or a DataLoader",
+            "or leave the loader out of what is saved",
+        ),
+    )
 
 
 def num_rows(batch: Any) -> int:

@@ -49,7 +49,8 @@ def check_has_state(name: str, part: Any) -> None:
         expected="a loader with state_dict, as the one that mixmesh.prepare returns under torchrun",
         got=f"a plain {type(part).__name__}",
         hint=(
-            f"leave {name} out, and save between epochs: mixmesh.save(..., epoch=epoch + 1)",
+            f"{name} = mixmesh.checkpoint.resumable({name}), before the loop",
+            f"or leave {name} out, and save between epochs: mixmesh.save(..., epoch=epoch + 1)",
             "torchdata.stateful_dataloader.StatefulDataLoader(...) in place of DataLoader(...)",
         ),
     )

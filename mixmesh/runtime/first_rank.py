@@ -14,7 +14,9 @@ T = TypeVar("T")
 
 def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Runs ``make`` on the first rank and returns its value on every rank. Collective over ``group``, which
-    has all ranks; an error there is raised everywhere."""
+    has all ranks; an error there is raised everywhere. Without process groups this one is the first rank."""
+    if not dist.is_initialized():
+        return make()
     box: list[Any] = [None, None]
     failure: Exception | None = None
     if dist.get_rank() == 0:
@@ -32,7 +34,10 @@ def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = Non
 
 
 def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]:
-    """The ``value`` of every rank, in rank order. Collective over ``group``, which has all ranks."""
+    """The ``value`` of every rank, in rank order. Collective over ``group``, which has all ranks. Without
+    process groups this one is the only rank."""
+    if not dist.is_initialized():
+        return (value,)
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return tuple(values)

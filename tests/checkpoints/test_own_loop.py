@@ -1,0 +1,152 @@
+"""``examples/own_loop.py``: stopped by SIGTERM, it goes on as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import signal
+import time
+from pathlib import Path
+
+import launches
+import pytest
+import torch
+from own_loop_script import EXAMPLE
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from mixmesh import checkpoint
+from mixmesh.checkpoint.manifest import Manifest, checkpoints_in
+from mixmesh.errors import InputError
+
+SCRIPT = Path(__file__).parents[1] / "own_loop_script.py"
+MARK = "# survives"
+TOLD = re.compile(r"step (\d+): loss (\S+)")
+SAVED_EVERY, TOLD_EVERY, STEPS = 20, 5, 160
+
+
+def losses_in(text: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in TOLD.findall(text)}
+
+
+def newest_step(folder: Path) -> int:
+    return Manifest.read(checkpoints_in(folder)[0]).step
+
+
+def expect_to_go_on(
+    first: dict[int, float], rest: dict[int, float], whole: dict[int, float], step: int
+) -> None:
+    """Every loss once, and to the last digit that of a run that nothing has stopped."""
+    assert 0 < step < STEPS and step % SAVED_EVERY  # saved when it was stopped
+    assert [*first] == [n for n in whole if n <= step] and [*rest] == [n for n in whole if n > step]
+    assert first | rest == whole and [*whole] == [*range(TOLD_EVERY, STEPS + 1, TOLD_EVERY)]
+
+
+def test_ten_lines_are_for_it():
+    marked = [line for line in EXAMPLE.read_text().splitlines() if MARK in line]
+    assert 0 < len(marked) <= 10
+    words = ("checkpoint.", "preemption", "found", "parts", "step +=")
+    others = [line for line in EXAMPLE.read_text().splitlines() if MARK not in line]
+    assert not [line for line in others if any(word in line for word in words)]
+
+
+def test_two_ranks_under_torchrun(tmp_path):
+    folders = {name: tmp_path / name for name in ("whole", "stopped")}
+    for folder in folders.values():
+        folder.mkdir()
+    whole = launches.start(SCRIPT, 2, folders["whole"])
+    stopped = launches.start(SCRIPT, 2, folders["stopped"], "slow")
+    deadline = time.monotonic() + 200
+    while not checkpoints_in(folders["stopped"] / "run"):
+        assert time.monotonic() < deadline and stopped.poll() is None, printed(folders["stopped"])
+        time.sleep(0.05)
+    stopped.send_signal(signal.SIGTERM)  # torchrun, which sends it to its processes
+    try:
+        assert stopped.wait(timeout=100) != 0
+    finally:
+        stopped.kill()
+    step, first = newest_step(folders["stopped"] / "run"), losses_in(printed(folders["stopped"]))
+    launches.wait(whole, folders["whole"])
+    launches.wait(launches.start(SCRIPT, 2, folders["stopped"]), folders["stopped"])
+    rest, expected = (losses_in(printed(folders[name])) for name in ("stopped", "whole"))
+    expect_to_go_on(first, rest, expected, step)
+    ended = [checkpoint.export(folder / "run", folder / "out") for folder in folders.values()]
+    one, two = (made.files[-1].read_bytes() for made in ended)
+    assert one == two and [made.step for made in ended] == [STEPS] * 2
+
+
+def printed(folder: Path) -> str:
+    return (folder / "printed").read_text()
+
+
+def test_one_device(tmp_path, capsys, monkeypatch):
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    main(tmp_path / "whole")
+    whole = losses_in(capsys.readouterr().out)
+    ask, asked = checkpoint.Preemption.is_requested, []
+
+    def stop(preemption: checkpoint.Preemption) -> bool:
+        asked.append(1)
+        if len(asked) == 53:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)  # for the thread that reads it
+        return ask(preemption)
+
+    monkeypatch.setattr(checkpoint.Preemption, "is_requested", stop)
+    with pytest.raises(SystemExit) as ended:
+        main(tmp_path / "stopped")
+    monkeypatch.undo()
+    assert ended.value.code == 128 + signal.SIGTERM
+    first, step = losses_in(capsys.readouterr().out), newest_step(tmp_path / "stopped")
+    main(tmp_path / "stopped")
+    expect_to_go_on(first, losses_in(capsys.readouterr().out), whole, step)
+
+
+# --- what the loop needs on one device: a loader that goes on ----------------------------------------------
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        yield from torch.randperm(11)
+
+
+def loaders() -> dict[str, DataLoader]:
+    rows = TensorDataset(torch.arange(11))
+    return {
+        "shuffled": DataLoader(rows, 2, shuffle=True),
+        "by a generator": DataLoader(rows, 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        "a stream": DataLoader(Stream(), 2),
+        "in order": DataLoader(rows, 2, drop_last=True),
+    }
+
+
+def values(batches) -> list:
+    return [batch.tolist() if isinstance(batch, torch.Tensor) else batch[0].tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("name", loaders())
+def test_a_loader_on_one_device_goes_on(name):
+    torch.manual_seed(0)
+    plain = loaders()[name]
+    expected = [values(plain) for _ in range(3)], torch.rand(2).tolist()
+    torch.manual_seed(0)
+    loader = checkpoint.resumable(loaders()[name])
+    assert ([values(loader) for _ in range(3)], torch.rand(2).tolist()) == expected
+    torch.manual_seed(0)
+    loader, seen = checkpoint.resumable(loaders()[name]), []
+    batches = iter(loader)
+    seen += values(next(batches) for _ in range(3))
+    state, numbers = loader.state_dict(), torch.get_rng_state()
+    torch.manual_seed(7)
+    again = checkpoint.resumable(loaders()[name])
+    again.load_state_dict(state)
+    torch.set_rng_state(numbers)
+    assert seen + values(again) == expected[0][0]
+    assert [values(again) for _ in range(2)] == expected[0][1:]
+
+
+def test_what_is_resumable_stays_and_an_iterator_is_refused():
+    loader = checkpoint.resumable([[1], [2]])
+    assert checkpoint.resumable(loader) is loader
+    with pytest.raises(InputError, match="an iterator of batches"):
+        checkpoint.resumable(iter([1]))
