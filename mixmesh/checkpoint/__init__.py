@@ -2,7 +2,8 @@
 
 Reading order: ``saving`` and ``loading`` (the functions), ``background`` (saving while the training goes on),
 ``state`` (tensors by name), ``storage`` (files), ``manifest`` (sizes and checksums, names of folders),
-``ranks`` (failures that all ranks know of), ``exporting`` (weights for others).
+``ranks`` (failures that all ranks know of), ``exporting`` and
+``weights`` (weights for others, and from others).
 
 No pickle is read: tensors are raw bytes, all else is JSON (``values``). PyTorch's
 ``torch.distributed.checkpoint`` plans who writes and reads what; its own files, whose ``.metadata`` is a
@@ -11,12 +12,15 @@ pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 
 from __future__ import annotations
 
+from ..preparation.loading import resumable
 from .background import Saving
 from .exporting import Exported, export
 from .loading import Loaded, latest, load
 from .preemption import Preemption
 from .saving import save, save_async
+from .weights import load_weights
 
 __all__ = [
-    "Exported", "Loaded", "Preemption", "Saving", "export", "latest", "load", "save", "save_async",
+    "Exported", "Loaded", "Preemption", "Saving", "export", "latest", "load", "load_weights", "resumable",
+    "save", "save_async",
 ]  # fmt: skip

@@ -14,13 +14,18 @@ PRETRAINED = "pretrained"  # among the values of a manifest
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 
 
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is a model of transformers."""
+    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: it is there if the model is
+    return modeling is not None and isinstance(module, modeling.PreTrainedModel)
+
+
 def pretrained_files(model: nn.Module) -> dict[str, str]:
     """The texts of ``config.json`` and ``generation_config.json`` by name, as ``save_pretrained`` writes
     them, of a model of transformers, parallel or not; none for any other model, and none for a config that
     cannot be written as JSON."""
-    modeling = sys.modules.get("transformers.modeling_utils")  # not imported: it is there if the model is
     original = own_module(model._runtime.original if hasattr(model, "_runtime") else model)
-    if modeling is None or not isinstance(original, modeling.PreTrainedModel):
+    if not is_pretrained(original):
         return {}
     try:
         config = json.loads(original.config.to_json_string())

@@ -81,9 +81,16 @@ class RunCheckpoints:
     the last one. All three are collective."""
 
     def __init__(
-        self, settings: Settings, plan: Plan, epochs: int | None, say: Callable[[str], None]
+        self,
+        settings: Settings,
+        plan: Plan,
+        epochs: int | None,
+        say: Callable[[str], None],
+        initial: Callable[[ParallelModel], object] = lambda model: None,
     ) -> None:
+        """``initial`` is called with the model where there is nothing to go on with."""
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
+        self._initial = initial
         self._open = ExitStack()
         self._saved_step = -1
         self._saving: tuple[int, Saving] | None = None  # that is under way, and its step
@@ -100,18 +107,19 @@ class RunCheckpoints:
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
             self._loader.state_dict()  # raises
-        if not self._settings.is_fresh:
-            self._go_on()
+        if self._settings.is_fresh or not self._go_on():
+            self._initial(model)
         self._signals = self._open.enter_context(Signals())
         self._vote = Vote(Ranks.of(model))
         self._saved_at = time.monotonic()
         return self._batches(job), self.first_step
 
-    def _go_on(self) -> None:
+    def _go_on(self) -> bool:
         found = load(self._settings.folder, **self._parts())
         if found is not None:
             self.first_step = self._saved_step = found.step
             self._say(f"going on after step {found.step}, from {found.path}")
+        return found is not None
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}

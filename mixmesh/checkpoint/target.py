@@ -203,5 +203,6 @@ def write_blocks(path: Path, blocks: Iterator[bytes | memoryview] | Sequence[byt
     with path.open("wb") as file:
         for block in blocks:
             file.write(block)
+            del block  # which would keep its tensor until the next one is there
         file.flush()
         os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,7 @@ from .launch import meet
 
 if TYPE_CHECKING:
     from ..checkpoint.run import RunCheckpoints, Settings
+    from ..runtime.parallel import ParallelModel
 
 DEFAULT_EVERY = "600s"
 CheckpointFolder = Annotated[
@@ -64,9 +66,14 @@ def checkpoint_settings(
 
 
 def keeper_of(
-    settings: Settings | None, plan: Plan, epochs: int | None, *, is_quiet: bool
+    settings: Settings | None,
+    plan: Plan,
+    epochs: int | None,
+    initial: Callable[[ParallelModel], object],
+    *,
+    is_quiet: bool,
 ) -> RunCheckpoints | None:
-    """The keeper of a run's state; None without checkpoints."""
+    """The keeper of a run's state; None without checkpoints. ``initial`` is called where a run begins."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints
@@ -75,4 +82,4 @@ def keeper_of(
         if not is_quiet:
             print(text, flush=True)
 
-    return RunCheckpoints(settings, plan, epochs, say)
+    return RunCheckpoints(settings, plan, epochs, say, initial)

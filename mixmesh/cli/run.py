@@ -28,6 +28,7 @@ from .output import Json, print_json, seconds, size, table
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
 from .testbed import CLUSTER_VARIABLE
+from .weights import InitialWeights, initial_weights
 
 if TYPE_CHECKING:
     from ..runtime.parallel import ParallelModel
@@ -93,12 +94,14 @@ def run(
     every: CheckpointEvery = None,
     keep: CheckpointKeep = 3,
     is_anew: CheckpointFresh = False,
+    weights: InitialWeights = None,
     as_json: Json = False,
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
     if save is not None:
         check_weights_file(save, timeout_s)
+    initial = initial_weights(weights, timeout_s)
     kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
@@ -130,7 +133,7 @@ def run(
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
 
-    keeper = keeper_of(kept, loaded_plan, epochs, is_quiet=bool(rank) or as_json)
+    keeper = keeper_of(kept, loaded_plan, epochs, initial, is_quiet=bool(rank) or as_json)
     report = train(
         jobs.pop() if jobs else load_job(job),
         loaded_plan,
@@ -142,6 +145,7 @@ def run(
         check_model=plan is not None,
         allow_nan=allow_nan,
         keeper=keeper,
+        initial=initial,
         on_start=enter_device,
         on_step=say,
         on_end=writer(save),

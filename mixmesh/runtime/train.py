@@ -150,13 +150,15 @@ def train(
     check_model: bool = False,
     allow_nan: bool = True,
     keeper: Keeper | None = None,
+    initial: Callable[[ParallelModel], object] = lambda model: None,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
     on_end: Callable[[ParallelModel], object] = lambda model: None,
 ) -> RunReport:
     """Trains ``job`` for ``steps`` steps as ``plan`` says, and for no more ``epochs`` of its data; None is no
     limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
-    A ``keeper`` may go on with an earlier training, whose steps count, and may stop this one after any step;
+    ``initial`` may give the model other values before the first step; a ``keeper`` decides on that by itself.
+    It may go on with an earlier training, whose steps count, and may stop this one after any step;
     then ``on_end`` is not called. The report is of this start's steps.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
@@ -181,6 +183,7 @@ def train(
     comm = parallel.comm
     first = 0
     if keeper is None:
+        initial(parallel)
         batches = own_batches(job, plan, comm.rank, epochs)
     else:
         batches, first = keeper.begin(parallel, optimizer, job)

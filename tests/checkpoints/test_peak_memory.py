@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from gloo_world import assert_passed, run_world, shared_folder
 from torch import nn
 
@@ -80,8 +81,22 @@ def check_peak(_) -> None:
     with Peak() as loading:
         checkpoint.load(folder, model=model, optimizer=optimizer)
     assert [float(p.to_local().double().sum()) for p in model.parameters()] == expected
+    with Peak() as exporting:
+        if not int(os.environ["RANK"]):
+            checkpoint.export(folder, folder / "weights.safetensors")
+    dist.barrier()
+    del optimizer
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    with Peak() as reading:
+        checkpoint.load_weights(model, folder / "weights.safetensors")
+    assert [float(p.to_local().double().sum()) for p in model.parameters()] == expected
     shard_bytes = 2 * MODEL_BYTES // WORLD  # the optimizer's state, which was not there
-    told = f"saving {saving.size_bytes / 2**20:.0f} MiB, loading {loading.size_bytes / 2**20:.0f} MiB"
+    peaks = {"saving": saving, "loading": loading, "exporting": exporting, "weights": reading}
+    told = ", ".join(f"{name} {peak.size_bytes / 2**20:.0f} MiB" for name, peak in peaks.items())
+    assert exporting.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
+    assert reading.size_bytes < SLACK_BYTES, told  # the shard is there, and less than a tensor comes beside
     assert saving.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
     assert loading.size_bytes < shard_bytes + TENSOR_BYTES + SLACK_BYTES, told
     if "SHOW_PEAK" in os.environ:

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, run_world, shared_folder
 from idioms.plans import PLANS, named, same_weights
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_gloo import Mlp, adamw, batch, build, close
+from torch.utils.data import DataLoader, TensorDataset
 
 from mixmesh import checkpoint
 from mixmesh.errors import InputError, PlanError
 from mixmesh.runtime.comm import initialise
+from mixmesh.runtime.first_rank import everyones
 from mixmesh.runtime.parallel import load_full_optimizer_state_dict
 from mixmesh.runtime.shard_tensor import plain
 
@@ -118,8 +120,8 @@ def check_a_whole_state_of_momentum_goes_on_under_every_plan(_) -> None:
         same_weights(single, model)
 
 
-def check_weights_are_exported_under_every_plan(_) -> None:
-    for name in PLANS:
+def check_weights_go_out_and_in_under_every_plan(_) -> None:
+    for name, other_name in zip(PLANS, PLANS[1:] + PLANS[:1]):
         folder = shared_folder()
         _, _, model, optimizer = build(name)
         train(model, optimizer, scheduler_of(optimizer), range(1))
@@ -128,7 +130,47 @@ def check_weights_are_exported_under_every_plan(_) -> None:
         if dist.get_rank() == 0:
             checkpoint.export(folder / "run", folder)
             expect_equal(load_file(folder / "model.safetensors"), whole)
+            checkpoint.export(folder / "run", folder / "many", max_shard_bytes=200)
         dist.barrier()
+        for place in (folder, folder / "model.safetensors", folder / "many"):
+            _, _, other, other_optimizer = build(other_name)
+            train(other, other_optimizer, scheduler_of(other_optimizer), range(7, 8))
+            checkpoint.load_weights(other, place)
+            expect_equal(other.full_state_dict(), whole)
+        losses = [float(m.eval()(**batch(5)).detach()) for m in (model, other)]
+        assert abs(losses[0] - losses[1]) < 1e-9, (name, other_name)
+
+
+def check_ranks_that_cannot_read_the_same_weights_end_all(_) -> None:
+    folder, rank = shared_folder(), dist.get_rank()
+    single, _, model, _ = build("fsdp")
+    before = model.full_state_dict()
+    own = folder / f"{rank}.safetensors"
+    with pytest.raises(InputError, match="cannot be read"):
+        checkpoint.load_weights(model, own)
+    # the last rank has a file of its own
+    save_file({f"{name}{'x' * (rank // 2)}": x for name, x in single.state_dict().items()}, own)
+    with pytest.raises(InputError, match="the ranks see different weights"):
+        checkpoint.load_weights(model, own)
+    if rank == 1:
+        own.unlink()
+    with pytest.raises(InputError, match="cannot be read"):
+        checkpoint.load_weights(model, own)
+    expect_equal(model.full_state_dict(), before)
+
+
+def check_a_loader_of_whole_batches_goes_on(_) -> None:
+    """In the order of the first rank, whatever the others would draw."""
+    rows = TensorDataset(torch.arange(11))
+    torch.manual_seed(dist.get_rank())
+    loader = checkpoint.resumable(DataLoader(rows, 2, shuffle=True))
+    batches = iter(loader)
+    seen = [next(batches)[0].tolist() for _ in range(3)]
+    state = loader.state_dict()
+    again = checkpoint.resumable(DataLoader(rows, 2, shuffle=True))
+    again.load_state_dict(state)
+    seen += [batch[0].tolist() for batch in again]
+    assert sorted(sum(seen, [])) == [*range(11)] and everyones(seen) == (seen,) * WORLD
 
 
 def check_what_one_device_saved_goes_on(_) -> None:
@@ -244,7 +286,9 @@ CHECKS = named(
     check_the_same_plan_goes_on_to_the_last_digit,
     check_another_plan_goes_on_alike,
     check_a_whole_state_of_momentum_goes_on_under_every_plan,
-    check_weights_are_exported_under_every_plan,
+    check_weights_go_out_and_in_under_every_plan,
+    check_ranks_that_cannot_read_the_same_weights_end_all,
+    check_a_loader_of_whole_batches_goes_on,
     check_what_one_device_saved_goes_on,
     check_what_is_of_another_job_is_refused_and_changes_nothing,
     check_a_rank_that_cannot_write_stops_nobody,

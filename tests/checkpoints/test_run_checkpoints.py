@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from gloo_world import assert_passed, free_port, run_world, shared_folder
 from idioms.plans import THREE, named
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +27,7 @@ import mixmesh
 from mixmesh import checkpoint
 from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
 from mixmesh.checkpoint.signals import SAME_S
+from mixmesh.cli.weights import initial_weights
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
 from mixmesh.job import load_job
@@ -172,7 +174,13 @@ def planned(planner: str) -> mixmesh.Plan:
     return mixmesh.plan(Model(), rows(8), Cluster.parse(TWO), planner=planner)
 
 
-def losses_of(folder: Path, planner: str = "fsdp-even", data: Any = "shuffled", **settings) -> list[float]:
+def losses_of(
+    folder: Path,
+    planner: str = "fsdp-even",
+    data: Any = "shuffled",
+    initial: Any = lambda model: None,
+    **settings,
+) -> list[float]:
     """The losses of one start of ``mixmesh run``."""
     torch.manual_seed(5)
     if data == "shuffled":
@@ -184,6 +192,7 @@ def losses_of(folder: Path, planner: str = "fsdp-even", data: Any = "shuffled", 
         plan,
         limits["epochs"],
         lambda text: None,
+        initial,
     )
     try:
         return list(train(job, plan, device="cpu", timeout_s=30, keeper=keeper, **limits).losses)
@@ -235,6 +244,26 @@ def check_epochs(_) -> None:
         assert len(losses_of(folder, data=data, steps=1)) == 1
         assert len(losses_of(folder, data=data, epochs=2)) == 2 * length - 1
         assert losses_of(folder, data=data, epochs=2) == []
+
+
+def check_initial_weights(_) -> None:
+    """They begin a run, also one that is fresh; a run that is gone on with has its own."""
+    folder, other = shared_folder(), Model()
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(0.1)
+    if dist.get_rank() == 0:
+        save_file(other.state_dict(), folder / "x.safetensors")
+    dist.barrier()
+    initial = initial_weights(folder / "x.safetensors", 30)
+    expected = float(other(*rows(8)))
+    without = losses_of(folder / "without", data=None, steps=1)
+    once = train(mixmesh.Job(Model(), rows(8)), planned("fsdp-even"), steps=1, device="cpu", initial=initial)
+    assert without[0] != expected and abs(once.losses[0] - expected) < 1e-12
+    whole = losses_of(folder / "whole", data=None, steps=4, initial=initial)
+    parts = [losses_of(folder / "parts", data=None, steps=steps, initial=initial) for steps in (2, 4)]
+    assert parts[0] + parts[1] == whole and whole[0] == once.losses[0]
+    assert losses_of(folder / "parts", data=None, steps=1, initial=initial, is_fresh=True) == whole[:1]
 
 
 def check_a_clock(_) -> None:
@@ -307,6 +336,7 @@ CHECKS = named(
     check_another_plan,
     check_steps_that_were_made_and_a_fresh_start,
     check_epochs,
+    check_initial_weights,
     check_a_clock,
     check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
     check_other_data_on_one_rank_is_never_kept,

@@ -1,0 +1,44 @@
+"""The option of ``mixmesh run`` for initial weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .launch import meet
+
+if TYPE_CHECKING:
+    from ..runtime.parallel import ParallelModel
+
+InitialWeights = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="FROM",
+        help="Begin with the weights of a .safetensors, of an index of several, or of a folder with these; "
+        "a checkpoint that is gone on with has its own.",
+    ),
+]
+
+
+def initial_weights(path: Path | None, timeout_s: float) -> Callable[[ParallelModel], object]:
+    """A function that gives a parallel model the weights of ``path``; it does nothing without one. Collective
+    with one. Raises InputError on all ranks if the first one cannot read the weights: before anything is
+    planned, not after it."""
+    if path is None:
+        return lambda model: None
+    from ..checkpoint import load_weights
+    from ..checkpoint.weight_files import held_tensors
+    from ..runtime.first_rank import from_first_rank
+
+    def check() -> None:
+        held_tensors(path)
+
+    if meet(timeout_s):
+        from_first_rank(check)
+    else:
+        check()
+    return lambda model: load_weights(model, path)
