@@ -79,7 +79,7 @@ def run(
     heartbeat_s: Annotated[
         float,
         typer.Option("--heartbeat", min=1, metavar="S", help="A rank that is silent for so long is lost."),
-    ] = 30.0,
+    ] = 20.0,
     profile_s: ProfileSeconds = 15.0,
     planner: PlannerName = "auto",
     cache: CacheFolder = None,

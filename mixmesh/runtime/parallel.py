@@ -66,7 +66,7 @@ def parallelize(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
-    heartbeat_s: float = 30.0,
+    heartbeat_s: float = 20.0,
     seed: int = 0,
     random_exact: bool = False,
     check_model: bool = True,

@@ -144,7 +144,7 @@ def train(
     epochs: int | None = None,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
-    heartbeat_s: float = 30.0,
+    heartbeat_s: float = 20.0,
     seed: int = 0,
     record: bool = False,
     check_model: bool = False,

@@ -43,7 +43,7 @@ class Setting:
     every: int = 5  # steps from checkpoint to checkpoint
     step_s: float = 0.1  # that a step takes at least
     planner: str = "ddp-proportional"
-    heartbeat_s: float = 30.0
+    heartbeat_s: float = 20.0
     limit_s: float = 240.0  # for anything to go on
 
     def words(self, checkpoints: Path, cache: Path) -> list[str]:

@@ -23,9 +23,9 @@ def faults(
         typer.Option("--kind", metavar="KIND", help="Only these kinds of faults; repeat. All without it."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the kinds' order, the victims and moments.")] = 0,
-    epochs: Annotated[int, typer.Option("--epochs", min=3, help="Of a training, 20 steps each.")] = 20,
+    epochs: Annotated[int, typer.Option("--epochs", min=3, help="Of a training, 20 steps each.")] = 15,
     planner: Annotated[str, typer.Option("--planner", help="Of the disturbed job.")] = "ddp-proportional",
-    heartbeat_s: Annotated[float, typer.Option("--heartbeat", min=1, metavar="S", help="As of run.")] = 30.0,
+    heartbeat_s: Annotated[float, typer.Option("--heartbeat", min=1, metavar="S", help="As of run.")] = 20.0,
     limit_s: Annotated[
         float, typer.Option("--limit", min=10, metavar="S", help="After so long a training is stuck.")
     ] = 240.0,
