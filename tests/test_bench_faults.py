@@ -11,6 +11,7 @@ import torch
 from mixmesh import checkpoint
 from mixmesh.bench.faults import job
 from mixmesh.bench.faults.bench import Chaos, Trained, choose_kinds, draw_kinds, report
+from mixmesh.bench.faults.disturb import check_start
 from mixmesh.bench.faults.journal import Line, Reader, last_executions
 from mixmesh.bench.faults.judgement import (
     Training,
@@ -148,6 +149,12 @@ def test_targets_are_missed_by_each_thing_that_may_be_wrong():
     assert met(result(replace(good, noticed_s=31.0))) == [True, True, True, False]
     row = report([result(), result(good, replace(good, noticed_s=7.0))], 2, "", 0)["kinds"][0]
     assert row["longest_noticed_s"] == 7.0 and row["longest_whole_s"] is None
+
+
+def test_a_start_goes_on_from_the_newest_good_checkpoint():
+    assert check_start("000003-step-20", 21) == "" == check_start("000003-step-20", 26)
+    assert "went back to step 16" in check_start("000003-step-20", 16)
+    assert check_start("000003-step-20", 1)
 
 
 def test_kinds_are_drawn_alike_and_those_that_cannot_be_made_are_left_out():

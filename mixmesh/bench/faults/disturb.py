@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+from ...checkpoint.manifest import NAME
 from .kinds import Fault, Kind
 from .scene import Scene, is_there
 
@@ -22,9 +23,19 @@ def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
     made_at_s = time.monotonic()
     fault.what = kind.make(scene, fault.machine, rng)
     if kind.ends_ranks:
+        newest = scene.good_checkpoints()[0]
         _see_end(scene, kind, fault, made_at_s, others, victim)
+        fault.problem = check_start(newest.name, scene.first_step_since(made_at_s).step)
     else:
         _see_training_on(scene, kind, fault, made_at_s)
+
+
+def check_start(checkpoint: str, first_step: int) -> str:
+    """What is wrong with a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
+    step = int(NAME.fullmatch(checkpoint)[2])
+    if first_step > step:
+        return ""
+    return f"training went back to step {first_step}, and there was {checkpoint}"
 
 
 def _see_end(

@@ -203,9 +203,10 @@ class Scene:
         return next((line for line in self.journal.lines if line.step and line.pid in pids), None)
 
     def is_whole(self) -> bool:
-        """Whether the last step was made by all machines."""
+        """Whether the last step was made by all machines, whose ranks are all there."""
         last = next((line for line in reversed(self.journal.lines) if line.step), None)
-        return last is not None and last.world_size == self.num_machines
+        is_of_all = last is not None and last.world_size == self.num_machines
+        return is_of_all and len(self.running()) == self.num_machines
 
     def good_checkpoints(self) -> list[Path]:
         """Those that were not damaged on purpose, the newest first."""
