@@ -20,6 +20,7 @@ _EXPORTS = {
     "Program": "ir",
     "Timeline": "timeline",
     "VerifyReport": "verification",
+    "first_not_finite": "runtime.not_finite",
     "load_job": "job",
     "parallelize": "runtime.parallel",
     "parse_program": "ir",

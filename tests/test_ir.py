@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -47,6 +48,19 @@ def test_comments_carry_no_meaning():
     notes = {n: f"{n} ms # again {{" for n in range(len(program.instructions))}
     assert parse_program(print_program(program, notes)) == program
     assert str(program) == MLP
+
+
+def test_the_users_lines_are_read_from_comments():
+    program = parse_program(MLP)
+    at = [
+        replace(i, location="" if i.is_leaf else f"a model.py:{n}")
+        for n, i in enumerate(program.instructions)
+    ]
+    program = replace(program, instructions=tuple(at))
+    read = parse_program(print_program(program, {n: "1.2 ms # {" for n in range(len(at))}))
+    # the end of a path with spaces, as nothing says where it begins
+    assert [i.location for i in read.instructions] == [i.location.removeprefix("a ") for i in at]
+    assert all(not i.location for i in parse_program(MLP).instructions)
 
 
 def test_lines_are_remembered():

@@ -24,6 +24,7 @@ from .checkpoint import (
     keeper_of,
 )
 from .launch import launched_plan, meet
+from .on_nan import AllowNan, OnNanName, on_nan_of
 from .output import Json, print_json, seconds, size, table
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
@@ -57,9 +58,8 @@ def run(
             help="Write the trained weights, whole, as .safetensors, or as torch.save does (.pt).",
         ),
     ] = None,
-    allow_nan: Annotated[
-        bool, typer.Option("--allow-nan", help="Train on after a loss that is not finite, with a warning.")
-    ] = False,
+    on_nan: OnNanName = None,
+    allow_nan: AllowNan = False,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", metavar="T.json", help="Measure a few steps; write one for ui.perfetto.dev."),
@@ -102,6 +102,7 @@ def run(
     if save is not None:
         check_weights_file(save, timeout_s)
     initial = initial_weights(weights, timeout_s)
+    what_on_nan = on_nan_of(on_nan, allow_nan)
     kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
@@ -143,7 +144,7 @@ def run(
         heartbeat_s=heartbeat_s,
         record=trace is not None,
         check_model=plan is not None,
-        allow_nan=allow_nan,
+        on_nan=what_on_nan,
         keeper=keeper,
         initial=initial,
         on_start=enter_device,
@@ -172,6 +173,7 @@ def run(
                 "peak_memory_bytes": list(report.peak_memory_bytes),
                 "step_s": list(report.step_s),
                 "world_size": loaded_plan.program.world_size,
+                "skipped_steps": report.num_skipped,
                 "emulation": os.environ.get("MIXMESH_EMULATION"),
                 **({} if keeper is None else keeper.figures()),
                 **({} if compared is None else {"comparison": asdict(compared)}),
@@ -183,6 +185,8 @@ def run(
     if not report.losses:
         raise typer.Exit(status)
     print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
+    if report.num_skipped:
+        print(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
     print(f"step {seconds(median)} (median), predicted {seconds(loaded_plan.predicted_step_s)}")
     if not status and (save is not None or keeper is None):
         print("the weights are not kept: --save FILE" if save is None else f"weights written to {save}")

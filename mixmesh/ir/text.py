@@ -13,7 +13,8 @@
     type       = DTYPE "[" INT,* "]" placement ["@" NAME]
     placement  = "R" | "P(" NAME ")" | "S(" INT ["," INT] ")" | "(" placement,+ ")"
 
-A comment runs from # to the end of the line and never carries meaning.
+A comment runs from # to the end of the line and never carries meaning. Where one ends with a file and line
+of the user's, as those that are printed do, errors of its instruction show it.
 """
 
 from __future__ import annotations
@@ -167,7 +168,8 @@ class _Parser(Tokens):
             if name in known:
                 self.fail(place, f"%{name} is defined twice (first on line {known[name]})")
             known[name] = line
-        return Instruction(tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs), line=line)
+        parts = tuple(results), types, op, tuple(args), tuple(kwargs), tuple(attrs)
+        return Instruction(*parts, self.location(), line)
 
     def pair(self, known) -> tuple[str, Arg]:
         key = self.take("name", what="the name of an attribute")

@@ -27,6 +27,9 @@ _TOKEN = re.compile(
 )
 
 
+_LOCATION = re.compile(r"\s*#(?:.*\s)?(\S+:[0-9]+)\s*")
+
+
 class Tokens:
     """Tokens as (kind, text, place), of which the one at ``at`` is looked at."""
 
@@ -61,6 +64,13 @@ class Tokens:
         raise ParseError(
             f"{self.where}:{line}:{column}: {message}", expected=expected, where=caret, hint=hint
         )
+
+    def location(self) -> str:
+        """The file and line at the end of the comment behind the token that was taken last, if there is
+        one."""
+        _, text, (line, column) = self.tokens[self.at - 1]
+        found = _LOCATION.fullmatch(self.lines[line - 1][column - 1 + len(text) :])
+        return found[1] if found else ""
 
     @property
     def token(self):

@@ -32,6 +32,7 @@ from ..ir.dtypes import on_rank
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .gradients import wait_now
+from .inspection import Inspector
 from .layout import Layout, layout
 from .local import local_call, local_op
 from .random import RandomPolicy
@@ -109,16 +110,20 @@ def compile_program(
     receiver: Receiver | None = None,
     recorder: Recorder | None = None,
     window: Window | None = None,
+    inspector: Inspector | None = None,
 ) -> RankProgram:
     """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
 
     ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
     one the backward pass waits for each. ``receiver`` takes those that are computed apart (``wgrad``). With a
-    ``recorder`` every instruction is measured. With a ``window`` it runs on that many samples.
+    ``recorder`` every instruction is measured. With a ``window`` it runs on that many samples. An
+    ``inspector`` looks at every value.
     """
     program = on_rank(program, rank)
     receiver = AtOnce() if receiver is None else receiver
-    writer = _Writer(program, rank, comm, device, random, training, sink, receiver, recorder, window)
+    writer = _Writer(
+        program, rank, comm, device, random, training, sink, receiver, recorder, window, inspector
+    )
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
@@ -132,17 +137,18 @@ class _Writer:
     """Writes the source; ``bound`` are the objects that it names."""
 
     def __init__(
-        self, program, rank, comm, device, random, training, sink, receiver, recorder, window
+        self, program, rank, comm, device, random, training, sink, receiver, recorder, window, inspector
     ) -> None:
         self.program, self.rank, self.comm, self.device, self.random = program, rank, comm, device, random
         self.training, self.sink, self.recorder, self.window = training, sink, recorder, window
-        self.receiver = receiver
+        self.receiver, self.inspector = receiver, inspector
         self.beside = {n: b.collective for n, b in beside_points(program).items()}
         if recorder is not None:
             self.comm = RecordedComm.of(comm, recorder)
         self.text = ["def run(params, buffers, inputs, updated, tokens, keep, handed, shown):"]
         self.origin: dict[int, Instruction] = {}
         self.bound: dict[str, object] = {"torch": torch, "sink": sink, "recorder": recorder}
+        self.bound["inspector"] = inspector
         self.bound["region"] = self._region
         self.factors = Factors()
         self.held: set[str] = set()
@@ -173,6 +179,7 @@ class _Writer:
                 self._line(f"keep.forget({_record(name)})", i)
         for name in self.reshard.get(n, ()):
             self._release(name, i)
+        self._look(i)
         self._forget(n, i)
 
     def finish(self) -> str:
@@ -201,10 +208,17 @@ class _Writer:
             if name in self.pending:
                 self._line(f"{self._name(name)} = {self.pending.pop(name)}", i)
                 self._outside(name, i)
+                self._look(self.program.producers[name])
 
     def _outside(self, name: str, i: Instruction | None) -> None:
         if self.recorder is not None and name in self.held and name in self.program.requires_grad:
             self._line(f"recorder.outside({self._name(name)})", i)
+
+    def _look(self, i: Instruction) -> None:
+        """Has the inspector look at what no operator of this rank has made, once it is there."""
+        if self.inspector is not None and (i.is_leaf or i.is_redistribution):
+            if i.result in self.held and i.result not in self.pending:
+                self._line(f"inspector.note({i.result!r}, {self._name(i.result)})", i)
 
     def _leaf(self, n: int, i: Instruction) -> None:
         if not self._takes_part(i):
@@ -249,6 +263,8 @@ class _Writer:
         plain = self.bound[f"op{n}"]
         if self.recorder is not None and any(used):
             self.bound[f"op{n}"] = self.recorder.timed(i, plain)
+        if self.inspector is not None and any(used):
+            self.bound[f"op{n}"] = self.inspector.checked(i, plain)
         results = ", ".join(self._name(r) if r is not None else "_" for r in i.results)
         arguments = [*(["tokens"] if is_sfb(i) else []), *map(self._name, i.inputs)]
         call = f"op{n}"

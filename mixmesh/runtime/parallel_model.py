@@ -25,6 +25,7 @@ from .face import Face
 from .gradients import Sums
 from .guards import wrapped_twice
 from .hooks import HookWatch
+from .inspection import Inspector
 from .outputs import Output
 from .passes import Forward, Runtime, accumulate, code_of, rooted, zero
 from .pipeline import stage_inputs
@@ -87,14 +88,20 @@ class ParallelModel(Face):
         done = self._run(args, kwargs)
         return self._shown(rooted(self._runtime, done.value.clone(), done)), done.total
 
-    def _run(self, args, kwargs) -> Forward:
+    def forward_addend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """This rank's addend of the loss alone, to call ``backward`` on, for those who sum it themselves
+        (``sum_of_ranks``)."""
+        done = self._run(args, kwargs, sums=False)
+        return self._shown(rooted(self._runtime, done.value.clone(), done))
+
+    def _run(self, args, kwargs, *, sums: bool = True) -> Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.guards.check(self, args, kwargs)
             self._hooks_seen.check(self)
             with no_autocast():  # the program has the casts
-                return self._pass(args, kwargs)
+                return self._pass(args, kwargs, sums=sums)
 
-    def _pass(self, args, kwargs) -> Forward:
+    def _pass(self, args, kwargs, *, sums: bool) -> Forward:
         run = self._runtime
         if run.planned_bytes and self.training:
             run.planned_bytes = trim_heap(run.planned_bytes)
@@ -131,8 +138,14 @@ class ParallelModel(Face):
         with torch.no_grad():
             for name, value in updated.items():
                 buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
-        total = run.loss_sum.start(self.comm, done.value, form.program)
+        run.summed = form.program
+        total = self.sum_of_ranks(done.value) if sums else None
         return replace(done, returns=form.returns, total=total)
+
+    def sum_of_ranks(self, addend: Tensor) -> Handle:
+        """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
+        tensors of one shape and dtype. Collective."""
+        return self._runtime.loss_sum.start(self.comm, addend, self._runtime.summed)
 
     def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
         """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
@@ -183,6 +196,17 @@ class ParallelModel(Face):
                 yield
         finally:
             run.comm, run.compiled, run.recorder = before
+
+    @contextmanager
+    def inspected(self, inspector: Inspector) -> Iterator[None]:
+        """Within it, all values and gradients of this rank are looked at."""
+        run = self._runtime
+        before = run.compiled, run.inspector
+        run.compiled, run.inspector = {}, inspector
+        try:
+            yield
+        finally:
+            run.compiled, run.inspector = before
 
     @meets("clip_grad_norm_")
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -19,6 +19,7 @@ from .comm import Comm
 from .executor import RankProgram, compile_program
 from .gradients import GradientReducer
 from .guards import Guards
+from .inspection import Inspector
 from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
@@ -75,6 +76,8 @@ class Runtime:
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
     unchecked: PlannedModel | None  # until the first call
     recorder: Recorder | None = None
+    inspector: Inspector | None = None
+    summed: Program | None = None  # of the batch that ran last
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
 
     def values_changed(self) -> None:
@@ -189,6 +192,7 @@ def code_of(
             receiver=run.reducer,
             recorder=run.recorder,
             window=None if size is None else Window(steps.samples, size, run.random),
+            inspector=run.inspector,
         )
     return run.compiled[key]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import resource
 import statistics
 import sys
@@ -18,15 +17,14 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..errors import CollectiveError, JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
-from .agreement import ranks_text
 from .comm import Comm
 from .data import shard_batches
+from .finite import FiniteGuard, OnNan
 from .first_rank import everyones
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
@@ -53,12 +51,13 @@ class Keeper(Protocol):
 @dataclass(frozen=True)
 class RunReport:
     """``step_s`` per step on the slowest rank, global ``losses``, ``peak_memory_bytes`` per rank; of a
-    recorded run a timeline per recorded step."""
+    recorded run a timeline per recorded step; how many steps were left out as not finite."""
 
     step_s: tuple[float, ...]
     losses: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
+    num_skipped: int = 0
 
     @property
     def step_s_median(self) -> float:
@@ -148,7 +147,7 @@ def train(
     seed: int = 0,
     record: bool = False,
     check_model: bool = False,
-    allow_nan: bool = True,
+    on_nan: OnNan = OnNan.IGNORE,
     keeper: Keeper | None = None,
     initial: Callable[[ParallelModel], object] = lambda model: None,
     on_start: Callable[[], object] = lambda: None,
@@ -165,7 +164,8 @@ def train(
     after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
     ``record`` a few steps after the warm-up are measured in detail; it takes a step more than the warm-up.
     With ``check_model`` rank 0 traces the model before the first step, and one that is not the plan's is
-    refused. Raises JobError at the first loss that is not finite, unless ``allow_nan``: then it is a warning.
+    refused. ``on_nan`` says what is done about a loss or gradients that are not finite; raises JobError where
+    that is to stop.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
@@ -193,30 +193,26 @@ def train(
     step_s: list[float] = []
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
-    span, has_warned, is_stopped = nullcontext, False, False
+    span, is_stopped, guard = nullcontext, False, FiniteGuard(parallel, on_nan)
     for number in itertools.count(first) if steps is None else range(first, steps):
         started = time.perf_counter()
         with span("batch"):
             batch = next_batch(batches, comm)
         if batch is None:
             break
-        call = parallel.forward_local
-        local, total = call(**batch) if isinstance(batch, dict) else call(*batch)
-        local.backward()
-        mine = local.detach()
-        del batch, local  # before the next one is loaded
+        guard.backward(batch)
+        may_step = guard.may_step(number + 1, batch)
+        del batch  # before the next one is loaded
         if recording is not None:
             span = recording.before_optimizer(number - first)
         with span("optimizer"):
-            optimizer.step()
+            if may_step:
+                optimizer.step()
             optimizer.zero_grad()
         if recording is not None:
             span = recording.after_optimizer(number - first)
-        losses.append(float(total.wait()))
+        losses.append(guard.loss(number + 1))
         step_s.append(time.perf_counter() - started)
-        if not math.isfinite(losses[-1]) and not has_warned:
-            report_not_finite(comm, number + 1, losses[-1], mine, allow_nan=allow_nan)
-            has_warned = True
         on_step(number, losses[-1], step_s[-1])
         is_stopped = keeper is not None and keeper.after_step(number + 1)
         if is_stopped:
@@ -229,26 +225,7 @@ def train(
         on_end(parallel)
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
-    return RunReport(slowest(step_s), tuple(losses), peaks, timelines)
-
-
-def report_not_finite(comm: Comm, step: int, loss: float, mine: Tensor, *, allow_nan: bool) -> None:
-    """Tells where a loss that is not finite comes from, ``mine`` being this rank's addend: a warning of the
-    first rank, or JobError on every rank. Collective, as every rank has the same loss."""
-    with comm.call("a loss that is not finite"):
-        finite = everyones(bool(mine.isfinite()))
-    ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
-    where = f"{ranks_text(ranks)}: not finite there" if ranks else "finite on every rank, not in their sum"
-    message = f"the loss is {loss:g} at step {step}"
-    if not allow_nan:
-        raise JobError(
-            message,
-            expected="a finite loss",
-            got=where,
-            hint=("a lower learning rate, clipped gradients, or other data", "--allow-nan trains on"),
-        )
-    if not comm.rank:
-        print(f"mixmesh: warning: {message} ({where})", file=sys.stderr, flush=True)
+    return RunReport(slowest(step_s), tuple(losses), peaks, timelines, guard.num_skipped)
 
 
 class _Recording:

@@ -1,0 +1,37 @@
+"""The option of ``mixmesh run`` for losses and gradients that are not finite."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from ..runtime.finite import OnNan
+
+CHOICES = ("stop", "skip", "ignore")  # of ``OnNan``, which needs torch
+OnNanName = Annotated[
+    str | None,
+    typer.Option(
+        "--on-nan",
+        metavar="WHAT",
+        help="At a loss or gradients that are not finite: stop (as without it), skip the batch, or ignore.",
+    ),
+]
+AllowNan = Annotated[bool, typer.Option("--allow-nan", hidden=True, help="The same as --on-nan ignore.")]
+
+
+def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
+    """What is done about them. Raises InputError for another word, and for two that differ."""
+    from ..runtime.finite import OnNan
+
+    given = name or ("ignore" if allow_nan else "stop")
+    if given not in CHOICES or (allow_nan and given != "ignore"):
+        raise InputError(
+            "what is done about a loss that is not finite cannot be read",
+            expected=f"--on-nan {', '.join(CHOICES[:-1])} or {CHOICES[-1]}",
+            got=f"--on-nan {given}" + (" and --allow-nan" if allow_nan else ""),
+        )
+    return OnNan(given)

@@ -1,0 +1,178 @@
+"""What a run does about a loss or gradients that are not finite."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import JobError
+from .agreement import ranks_text
+from .collectives import Handle, done
+from .comm import Comm
+from .first_rank import everyones
+from .inspection import is_spoilt
+from .not_finite import NotFinite, first_not_finite
+from .parallel_model import ParallelModel
+from .shard_numbers import Off
+from .shard_tensor import plain
+
+T = TypeVar("T")
+MOST_IN_A_ROW = 10  # steps that are left out
+SAID_EVERY = 100  # steps at most, that one was left out
+
+
+class OnNan(Enum):
+    """What is done about a loss or gradients that are not finite."""
+
+    STOP = "stop"  # an error, and the optimizer makes no step
+    SKIP = "skip"  # the batch is left out, on all ranks
+    IGNORE = "ignore"  # one warning, for the loss alone
+
+
+class FiniteGuard:
+    """Sums the loss of every step, and looks at it and at the gradients before the optimizer's step:
+    ``backward`` runs a batch, then ``may_step`` says whether the optimizer is to, and ``loss`` is there after
+    its step. All three are collective."""
+
+    def __init__(self, model: ParallelModel, on_nan: OnNan) -> None:
+        self._model, self._on_nan = model, on_nan
+        self._updated = {i.args[0] for i in model.program.instructions if i.op == "update"}
+        self._params = list(model.parameters())
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._in_a_row = 0
+        self._said_at: int | None = None  # step
+        self._has_warned = False
+        self._addend = torch.zeros(())
+        self._total: Handle = done(self._addend)  # the loss, and what is summed with it
+        self.num_skipped = 0
+
+    def backward(self, batch: Any) -> None:
+        """Runs the forward and backward pass of a batch. Where gradients are looked at, what was seen of them
+        travels with the loss, after the backward pass; else the loss travels beside that."""
+        if self._on_nan is OnNan.IGNORE:
+            local, self._total = call(self._model.forward_local, batch)
+        else:
+            # what the forward pass writes (statistics of batch norm)
+            written = [plain(b) for name, b in self._model.named_buffers() if name in self._updated]
+            self._buffers = [(b, b.clone()) for b in written]
+            local = call(self._model.forward_addend, batch)
+        local.backward()
+        self._addend = local.detach()
+
+    def may_step(self, step: int, batch: Any) -> bool:
+        """Whether the optimizer is to make its step, number ``step``: the same on all ranks. Raises JobError
+        where the run is to stop."""
+        if self._on_nan is OnNan.IGNORE:
+            return True
+        gradients = gradients_of(self._params)
+        self._total = self._sum(may_be_spoilt(gradients))
+        loss, num_spoilt = self._total.wait().tolist()
+        if math.isfinite(loss):
+            # the same sums on all ranks: so is whether the second look is needed, and what it finds
+            is_finite = not num_spoilt
+            if not is_finite:
+                found = torch.tensor(float(any(map(is_spoilt, gradients))))
+                is_finite = not self._sum(found).wait()[1]
+            if is_finite:
+                self._in_a_row = 0
+                return True
+        for buffer, value in self._buffers:
+            buffer.copy_(value)
+        message = f"the loss is {loss:g} at step {step}"
+        if math.isfinite(loss):
+            message = f"gradients are not finite at step {step}, whose loss is {loss:.5g}"
+        if self._on_nan is OnNan.STOP:
+            hints = "--on-nan skip leaves such batches out", "--on-nan ignore trains on"
+            raise error_of(message, self._found(batch), *hints)
+        self._leave_out(step, message, batch)
+        return False
+
+    def _sum(self, flag: Tensor) -> Handle:
+        """A handle on the loss and the number of ranks with a flag."""
+        flag = flag.to(self._addend.device, torch.promote_types(self._addend.dtype, torch.float32))
+        with self._model.comm.call("a look at the gradients"):
+            return self._model.sum_of_ranks(torch.stack([self._addend.to(flag.dtype), flag]))
+
+    def loss(self, step: int) -> float:
+        """The loss of step number ``step``, after the optimizer's step. Warns once of one that is not finite
+        where that is ignored."""
+        loss = float(self._total.wait().flatten()[0].to(self._addend.dtype))
+        if self._on_nan is OnNan.IGNORE and not self._has_warned and not math.isfinite(loss):
+            self._has_warned = True
+            warn_of_loss(self._model.comm, step, loss, self._addend)
+        return loss
+
+    def _found(self, batch: Any) -> NotFinite | None:
+        return call(partial(first_not_finite, self._model), batch)
+
+    def _leave_out(self, step: int, message: str, batch: Any) -> None:
+        self.num_skipped += 1
+        self._in_a_row += 1
+        if self._in_a_row == MOST_IN_A_ROW:
+            message = f"{message}, the last of {MOST_IN_A_ROW} steps in a row that were left out"
+            raise error_of(message, self._found(batch), "--on-nan ignore trains on")
+        if self._said_at is not None and step - self._said_at < SAID_EVERY:
+            return
+        self._said_at = step
+        found = self._found(batch)
+        if not self._model.comm.rank:
+            so_far = f"; {self.num_skipped} in all" if self.num_skipped > 1 else ""
+            where = "" if found is None else f" ({found})"
+            warn(f"{message}{where}: the step is left out{so_far}")
+
+
+def call(function: Callable[..., T], batch: Any) -> T:
+    """``function`` of a batch, which is a dict or a sequence of arguments."""
+    return function(**batch) if isinstance(batch, Mapping) else function(*batch)
+
+
+def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
+    """What this rank holds of gradients, as plain tensors with elements."""
+    with Off():
+        held = [plain(p.grad) for p in params if p.grad is not None]
+    values = [(g._values() if g.is_sparse else g).detach() for g in held]
+    return [g for g in values if g.numel()]
+
+
+def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
+    """1 if a gradient has an element that is not finite, else 0; 1 as well where its sum of squares is too
+    large for its dtype. Costs one look at each element."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    found = [~torch.stack(torch._foreach_norm(each)).isfinite().all() for each in by_dtype.values()]
+    return torch.stack(found).any().float() if found else torch.zeros(())
+
+
+def error_of(message: str, found: NotFinite | None, *hints: str) -> JobError:
+    """The error that ends a run."""
+    again = "the loss and the gradients are finite when the batch is run again"
+    return JobError(
+        message,
+        expected="a finite loss and finite gradients",
+        got=again if found is None else found.got,
+        where="" if found is None else found.where,
+        hint=("a lower learning rate, clipped gradients, or other data", *hints),
+    )
+
+
+def warn_of_loss(comm: Comm, step: int, loss: float, mine: Tensor) -> None:
+    """Warns, on the first rank, of a loss that is not finite, with the ranks it comes from. Collective."""
+    with comm.call("a loss that is not finite"):
+        finite = everyones(bool(mine.isfinite()))
+    ranks = [rank for rank, is_finite in enumerate(finite) if not is_finite]
+    where = f"{ranks_text(ranks)}: not finite there" if ranks else "finite on every rank, not in their sum"
+    if not comm.rank:
+        warn(f"the loss is {loss:g} at step {step} ({where})")
+
+
+def warn(text: str) -> None:
+    """A warning on the standard error."""
+    print(f"mixmesh: warning: {text}", file=sys.stderr, flush=True)
