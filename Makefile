@@ -2,10 +2,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 MINUTES ?= 60
 
-.PHONY: help setup demo test fuzz lint golden clean
+.PHONY: help setup demo test fuzz lint golden report-shots clean
 
 help:     ## what there is to do
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup: .setup-done    ## a virtual environment in .venv, with everything that tests need
 
@@ -34,6 +34,10 @@ lint: setup    ## ruff: rules and format
 
 golden: setup    ## rewrite the golden files from what the code does now
 	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_strategies_golden.py --update-golden
+
+report-shots: setup    ## pictures of a report in Chromium, at both widths and in both schemes, into out/report
+	mkdir -p out/report
+	REPORT_SHOTS=out/report $(BIN)/python -m pytest tests/report -k browser
 
 clean:    ## remove what can be made again, but for .venv
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ from .cli.export import export
 from .cli.output import error_object, error_text, print_json
 from .cli.plan import plan
 from .cli.profile import profile
+from .cli.report import report
 from .cli.run import run
 from .cli.show import diff, show
 from .cli.simulate import simulate
@@ -44,7 +45,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for command in (
-    plan, show, explain, diff, simulate, what_if, verify, doctor, detect, profile, tune, run, export, testbed,
+    plan, show, explain, diff, simulate, report, what_if, verify, doctor, detect, profile, tune, run, export,
+    testbed,
 ):  # fmt: skip
     app.command()(command)
 app.add_typer(bench_app, name="bench")

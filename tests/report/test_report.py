@@ -1,0 +1,231 @@
+"""The page of a plan: its sentences, its numbers, and, where there is a Chromium, how it looks in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import mixmesh
+from mixmesh.__main__ import execute
+from mixmesh.cluster import Cluster
+from mixmesh.errors import InputError
+from mixmesh.report import facts_of, page_text
+from mixmesh.report.facts import Facts
+from mixmesh.report.measured import read_trace
+from mixmesh.report.path import critical_path
+from mixmesh.report.words import sentences
+from mixmesh.timeline import Event, save_trace, to_chrome_trace
+
+CLUSTER = """
+name = "<b>two</b> boxes"
+[network]
+bandwidth_gbit_per_s = {network}
+[[machine]]
+name = "new & fast"
+link_gbit_per_s = 1000
+devices = ["RTX4090-24GB", "RTX3090-24GB"]
+[[machine]]
+name = "old"
+devices = ["RTX2080Ti-11GB"]
+"""
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x).square().mean()
+
+
+def made(network: float = 1000, samples: int = 16384) -> Facts:
+    cluster = Cluster.parse(CLUSTER.format(network=network))
+    plan = mixmesh.plan(Model(), {"x": torch.randn(samples, 1024)}, cluster, planner="ddp-proportional")
+    return facts_of(plan, cluster)
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    return made()
+
+
+def data_of(page: str) -> dict:
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', page)[1])
+
+
+# --- facts -------------------------------------------------------------------------------------------------
+
+
+def test_the_critical_path_leads_from_the_first_event_to_the_last():
+    def event(rank: int, name: str, start_s: float, end_s: float, stream: str = "compute") -> Event:
+        return Event(rank, stream, name, start_s, end_s)
+
+    events = [
+        event(0, "a", 0, 1), event(1, "a", 0, 3), event(0, "idle", 1, 2),
+        event(0, "sum", 3, 4, "communication"), event(1, "sum", 3, 4, "communication"), event(0, "b", 4, 6),
+    ]  # fmt: skip
+    path = [(events[i].rank, events[i].name) for i in critical_path(events)]
+    assert path == [(1, "a"), (0, "sum"), (0, "b")]
+
+
+def test_the_path_of_a_plan_has_no_gap(facts):
+    events = [facts.timeline.events[i] for i in facts.critical]
+    assert events[0].start_s == 0 and events[-1].end_s == pytest.approx(facts.timeline.step_s)
+    for before, after in zip(events, events[1:]):
+        assert after.start_s == pytest.approx(before.end_s, abs=2e-9)
+
+
+def test_the_parts_are_the_whole_step(facts):
+    assert facts.parts.step_s == pytest.approx(facts.timeline.step_s)
+    assert facts.evenly_parts.step_s == pytest.approx(facts.evenly.step_s)
+
+
+def test_sentences_where_a_device_sets_the_pace(facts):
+    pace, why, links = sentences(facts)
+    assert re.fullmatch(
+        r"The bottleneck is rank \d \(RTX\S+, machine .+\): it computes for 9\d% of the step of .+ ms\.", pace
+    )
+    assert "mostly because rank 2 (RTX2080Ti-11GB, machine old) would compute for" in why
+    assert links.startswith("With links 2x as fast this program would take")
+
+
+def test_sentences_where_links_do():
+    slow = made(network=0.2, samples=4096)
+    pace, _, links = sentences(slow)
+    assert pace.startswith("The bottleneck are links: even rank")
+    saved = int(re.search(r", (\d+)% less\.", links)[1])
+    assert 30 < saved <= 50
+
+
+def test_where_equal_parts_do_not_fit(facts):
+    alone = replace(facts, evenly=None, evenly_parts=None)
+    assert sentences(alone)[1] == "Data parallelism with equal parts does not fit in memory; the plan does."
+
+
+# --- the page ----------------------------------------------------------------------------------------------
+
+
+def test_the_page_asks_nobody_and_shows_names_as_text(facts):
+    page = page_text(facts)
+    own = page.replace((Path(mixmesh.__file__).parent / "report/assets/echarts.min.js").read_text(), "")
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", own)
+    assert "<b>two</b>" not in own and "&lt;b&gt;two&lt;/b&gt; boxes" in own and "new &amp; fast" in own
+    assert "@@" not in own and len(page) < 2e6
+
+
+def test_the_numbers_of_the_page(facts):
+    data = data_of(page_text(facts))
+    assert [rank["samples"] for rank in data["ranks"]] == list(facts.samples) and sum(facts.samples) == 16384
+    assert data["parts"][0]["plan"] == facts.plan.planner and data["parts"][1]["plan"] == "ddp-even"
+    events = data["predicted"]["events"]
+    assert max(e[4] + e[5] for e in events) == pytest.approx(1e9 * facts.timeline.step_s, rel=1e-6)
+    names = data["predicted"]["names"]
+    linear = next(line for line in data["program"] if "aten.linear" in line[0])
+    assert linear[2] in names and linear[3] > 0 and linear[1].startswith("tests/report/test_report.py:")
+
+
+def test_a_measured_timeline(facts, tmp_path):
+    file = tmp_path / "t.json"
+    save_trace(to_chrome_trace(facts.timeline, name="measured"), file)
+    measured = read_trace(file, 3)
+    assert measured.step_s == pytest.approx(facts.timeline.step_s)
+    assert measured.compute_s == pytest.approx(facts.timeline.compute_s, rel=1e-6)
+    assert data_of(page_text(replace(facts, measured=measured)))["measured"]["events"]
+    with pytest.raises(InputError, match="other devices"):
+        read_trace(file, 2)
+    file.write_text("{}")
+    with pytest.raises(InputError, match="not a timeline"):
+        read_trace(file, 3)
+
+
+def test_the_command(facts, tmp_path, capsys):
+    plan, cluster, page = tmp_path / "x.plan", tmp_path / "c.toml", tmp_path / "r.html"
+    facts.plan.save(plan)
+    cluster.write_text(facts.cluster.to_toml())
+    words = ["report", str(plan), "--cluster", str(cluster), "--out"]
+    assert execute([*words, str(page), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert printed["size_bytes"] == page.stat().st_size and len(printed["sentences"]) == 3
+    assert execute([*words, str(tmp_path / "none" / "r.html")]) == 2
+    assert "cannot write the report" in capsys.readouterr().err
+
+
+# --- in a browser ------------------------------------------------------------------------------------------
+
+# counts what is wrong with the page as it stands, after using its search and its zoom
+LOOK = """
+<script>
+const wrong = [];
+addEventListener('error', e => wrong.push(String(e.message)));
+document.addEventListener('securitypolicyviolation', e => wrong.push('asked for ' + e.blockedURI));
+setTimeout(() => {
+  const wide = document.documentElement;
+  if (wide.scrollWidth > wide.clientWidth) wrong.push(`cut off: ${wide.scrollWidth} of ${wide.clientWidth}`);
+  const boxes = [...document.querySelectorAll('main > section')].map(s => s.getBoundingClientRect());
+  boxes.forEach((b, n) => { if (n && b.top < boxes[n - 1].bottom - 1) wrong.push('sections overlap'); });
+  for (const chart of document.querySelectorAll('.chart')) {
+    if (!chart.querySelector('canvas, svg')) wrong.push('nothing drawn in ' + chart.id);
+    if (!chart.getAttribute('aria-label')) wrong.push('no label on ' + chart.id);
+  }
+  const search = document.getElementById('search');
+  search.value = 'aten.linear'; search.oninput();
+  if (!/^\\d+ of \\d+ lines$/.test(document.getElementById('found').textContent)) wrong.push('search');
+  const before = JSON.stringify(shown());
+  document.getElementById('zoom-in').click();
+  if (JSON.stringify(shown()) === before) wrong.push('zoom');
+  document.querySelector('#program tr:not([hidden]) button').click();
+  if (!document.getElementById('picked').textContent.includes('from')) wrong.push('no event of a line');
+  const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+  const luminance = text => {
+    const [r, g, b] = text.match(/\\d+/g).map(x => linear(x / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const ground = luminance(getComputedStyle(document.body).backgroundColor);
+  for (const each of document.querySelectorAll('h1, h2, p, li, td, footer, summary')) {
+    const text = luminance(getComputedStyle(each).color);
+    const contrast = (Math.max(text, ground) + 0.05) / (Math.min(text, ground) + 0.05);
+    if (contrast < 4.5) wrong.push(`contrast ${contrast.toFixed(1)} of ${each.tagName}`);
+  }
+  document.body.insertAdjacentHTML('beforeend', `<pre id="seen">${JSON.stringify(wrong)}</pre>`);
+}, 500);
+</script></body>"""
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+@pytest.mark.parametrize("scheme", ("light", "dark"))
+@pytest.mark.parametrize("width", (400, 1280))
+def test_the_page_in_a_browser(facts, tmp_path, width, scheme):
+    page = tmp_path / "r.html"
+    text, _, end = page_text(replace(facts, measured=facts.timeline)).rpartition("</body>")
+    page.write_text(text + LOOK + end)
+    dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    command = [
+        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync", *dark,
+        f"--user-data-dir={tmp_path / 'user'}", f"--window-size={width},900", "--virtual-time-budget=5000",
+    ]  # fmt: skip
+    shots = os.environ.get("REPORT_SHOTS")
+    if shots:
+        target = Path(shots, f"report-{width}-{scheme}.png")
+        picture = [a if not a.startswith("--window") else f"--window-size={width},3600" for a in command]
+        subprocess.run(
+            [*picture, f"--screenshot={target}", f"file://{page}"], capture_output=True, timeout=90
+        )
+        assert target.is_file()
+    done = subprocess.run(
+        [*command, "--dump-dom", f"file://{page}"], capture_output=True, text=True, timeout=90
+    )
+    seen = re.findall(r'<pre id="seen">(\[.*?\])</pre>', done.stdout)
+    assert seen, done.stderr[-2000:]
+    assert json.loads(seen[-1].replace("&gt;", ">")) == []
