@@ -14,8 +14,8 @@ import torch.distributed as dist
 from mixmesh.errors import CollectiveError
 from mixmesh.runtime.launch_store import store_of_start
 from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
-from mixmesh.runtime.peers import LAUNCHER_VARIABLE, Peers, Seen
-from mixmesh.runtime.processes import is_stopped, process_place
+from mixmesh.runtime.peers import Peers, Seen
+from mixmesh.runtime.processes import LAUNCHER_VARIABLE, is_stopped, process_place
 
 
 def meet(server: dist.TCPStore, late: dict[int, float], world_size: int) -> list[dist.Store]:

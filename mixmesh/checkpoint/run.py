@@ -22,6 +22,7 @@ from ..preparation.loading import own_loader
 from ..preparation.own_loader import OwnIterator, OwnLoader
 from ..runtime.parallel import ParallelModel
 from ..runtime.train import own_batches, owned
+from ..units import plural
 from .background import Saving
 from .loading import load
 from .manifest import checkpoints_in
@@ -31,6 +32,8 @@ from .signals import OF_SIGNAL, Signals
 from .state import state_bytes
 from .vote import Vote
 
+RESTART_VARIABLE = "TORCHELASTIC_RESTART_COUNT"
+MOST_DEVICES = "most_devices"  # in ``extra`` of a checkpoint
 EVERY = re.compile(r"(\d+)(s?)")
 
 
@@ -103,6 +106,7 @@ class RunCheckpoints:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
         self._model, self._optimizer = model, optimizer
+        self._most_devices = model.comm.world_size  # of any start so far
         # compared before each checkpoint, and not at every batch, which takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
@@ -116,10 +120,19 @@ class RunCheckpoints:
 
     def _go_on(self) -> bool:
         found = load(self._settings.folder, **self._parts())
-        if found is not None:
-            self.first_step = self._saved_step = found.step
-            self._say(f"going on after step {found.step}, from {found.path}")
-        return found is not None
+        ranks = Ranks.of(self._model)
+        # machines count their restarts, each for itself
+        restart = max(ranks.everyones(int(os.environ.get(RESTART_VARIABLE, "0"))))
+        start = f"restart {restart}: " if restart else ""
+        if found is None:
+            if restart:
+                self._say(f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: beginning anew")
+            return False
+        self.first_step = self._saved_step = found.step
+        self._most_devices = max(ranks.world_size, found.extra.get(MOST_DEVICES, 0))
+        devices = f"{ranks.world_size} of {plural(self._most_devices, 'device')}"
+        self._say(f"{start}{devices}, going on after step {found.step}, from {found.path}")
+        return True
 
     def _parts(self) -> dict[str, Any]:
         return {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
@@ -160,8 +173,7 @@ class RunCheckpoints:
         if not self._check_room():
             self._save(num_steps)
             return
-        kept = {"step": num_steps, "keep": self._settings.keep}
-        self._saving = num_steps, save_async(self._settings.folder, **kept, **self._parts())
+        self._saving = num_steps, save_async(self._settings.folder, **self._kept(num_steps), **self._parts())
 
     def _check_room(self) -> bool:
         """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and
@@ -184,9 +196,12 @@ class RunCheckpoints:
                 self._saved_step = num_steps
 
     def _save(self, num_steps: int) -> None:
-        kept = {"step": num_steps, "keep": self._settings.keep}
-        if save(self._settings.folder, **kept, **self._parts()) is not None:
+        if save(self._settings.folder, **self._kept(num_steps), **self._parts()) is not None:
             self._saved_step = num_steps
+
+    def _kept(self, num_steps: int) -> dict[str, Any]:
+        extra = {MOST_DEVICES: self._most_devices}
+        return {"step": num_steps, "keep": self._settings.keep, "extra": extra}
 
     def end(self, num_steps: int) -> None:
         """Waits for what is being written, and saves what was trained since."""

@@ -45,6 +45,14 @@ class Cache:
             return read(path)
         return None
 
+    def names(self, folder: str) -> list[str]:
+        """The names of the files in a folder of the cache."""
+        if self.folder is None:
+            return []
+        with suppress(OSError):
+            return sorted(os.listdir(self.folder / folder))
+        return []
+
     def save(self, name: str, write: Callable[[Path], object]) -> None:
         """Has ``write`` write a file, whole or not at all."""
         if self.folder is None:

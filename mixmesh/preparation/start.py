@@ -23,12 +23,14 @@ from ..job import needs_whole_parameters, optimizer_states
 from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
+from ..profiler import profile_links
 from ..runtime.comm import default_device, initialise
 from ..runtime.first_rank import from_first_rank
 from ..runtime.original import traceable
 from ..runtime.start import compare_first
 from ..testbed import enter_device, leave_device
 from ..trace import Traced, trace
+from .kinds import Kinds
 
 T = TypeVar("T")
 
@@ -108,11 +110,13 @@ def prepare_job(
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:
+        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s)
+        kinds = Kinds.of(phases.cache, kind_key, where)
         profile = phases.kept(
             "profile",
             f"profiles/{key_of(job_key, options.profile_s)}.json",
             (Profile.load, lambda made, path: made.save(path)),
-            lambda: _profiled(traced.graph, job, cluster, options, device, progress),
+            lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
         )
     plan = phases.kept(
         "plan",
@@ -182,13 +186,20 @@ def traced_job(job: Any, options: Options) -> Traced:
         )
 
 
-def _profiled(graph, job, cluster, options: Options, device: Device, progress) -> Profile:
+def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Device, progress) -> Profile:
+    rank = dist.get_rank()
+    known = kinds.load_all(cluster, rank)
+    common = {"budget_s": options.profile_s, "on_start": device.on_start, "progress": progress}
     try:
-        return measure_profile(
-            graph, job, cluster, budget_s=options.profile_s, on_start=device.on_start, progress=progress
-        )
+        if known is not None:
+            progress("operators: kept of devices of these kinds")
+            return profile_links(graph, cluster, known, **common)
+        made = measure_profile(graph, job, cluster, **common)
     finally:
         device.on_end()
+    is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
+    kinds.save_all(made, cluster, rank, is_first_here)
+    return made
 
 
 class _Phases:

@@ -102,6 +102,44 @@ def profile(
     for key in dict.fromkeys(k for k, _, _ in measured):
         devices[key] = merge([p for k, p, _ in measured if k == key])
     provenance = {
+        **provenance_of(graph, cluster, comm, links_s, time.perf_counter() - started),
+        "skipped": sorted({op for _, _, names in measured for op in names}),
+    }
+    comm.close()
+    return Profile(devices, links, provenance)
+
+
+def profile_links(
+    graph: Graph,
+    cluster: Cluster,
+    devices: dict[str, DeviceProfile],
+    *,
+    budget_s: float = 60.0,
+    on_start: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """The profile of a job on the cluster that this process is a rank of, where those of its ``devices`` are
+    known: the collectives alone are measured, for as long as of a whole profile in ``budget_s``. Collective.
+    """
+    comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
+    on_start()
+    dist.barrier()
+    started = time.perf_counter()
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links_s = time.perf_counter() - started
+    provenance = {
+        **provenance_of(graph, cluster, comm, links_s, links_s),
+        "devices_kept": sorted(devices),
+    }
+    comm.close()
+    return Profile(devices, links, provenance)
+
+
+def provenance_of(
+    graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
+) -> dict[str, str | int | float | list[str]]:
+    """What a profile was measured with and for."""
+    return {
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,
         "cluster_name": cluster.name,
@@ -112,11 +150,8 @@ def profile(
         "device_type": comm.device.type,
         "emulation": os.environ.get("MIXMESH_EMULATION", "none: real devices"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": round(time.perf_counter() - started, 1),
-        "skipped": sorted({op for _, _, names in measured for op in names}),
+        "seconds": round(took_s, 1),
     }
-    comm.close()
-    return Profile(devices, links, provenance)
 
 
 def confirmed(

@@ -21,7 +21,7 @@ from .agreement import Facts, batch_disagreement
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
 from .lost import Waiting
-from .processes import open_sockets
+from .processes import end_with_launcher, open_sockets
 from .watch import Watch
 from .works import begin_threads
 
@@ -238,6 +238,7 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
         torch.cuda.set_device(device)
     if dist.is_initialized():
         return
+    end_with_launcher()
     # ranks find each other in more than a short time-out of collectives: they import PyTorch before
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
     backend = backend_for(device)

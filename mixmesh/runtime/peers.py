@@ -14,9 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .processes import is_gone, is_stopped, process_place, process_state
-
-LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # of processes of torchrun
+from .processes import LAUNCHER_VARIABLE, is_gone, is_stopped, process_place, process_state
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import socket
+import sys
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+
+LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # of processes of torchrun
+SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
 @cache
@@ -33,6 +39,16 @@ def is_gone(pid: int) -> bool:
 
 def is_stopped(pid: int) -> bool:
     return process_state(pid) in ("T", "t")
+
+
+def end_with_launcher() -> None:
+    """Has torchrun's end, by SIGKILL too, send SIGTERM to this process, if torchrun has started it: else it
+    would train on, and keep its device, while another start takes its place. On Linux alone."""
+    if LAUNCHER_VARIABLE in os.environ and sys.platform == "linux":
+        launcher = os.getppid()
+        ctypes.CDLL(None).prctl(SIGNAL_OF_PARENTS_END, signal.SIGTERM)
+        if os.getppid() != launcher:  # it has ended just before
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def open_sockets() -> dict[int, str]:
