@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import InputError
+from ..errors import Infeasible, InputError
 from ..plan_file import Plan
 from .launch import meet
 
@@ -63,6 +64,21 @@ def checkpoint_settings(
     else:
         settings.check_folder()
     return settings
+
+
+@contextmanager
+def checkpoint_stays(settings: Settings | None) -> Iterator[None]:
+    """Has an error that says that nothing fits name the checkpoint that another start can go on from."""
+    try:
+        yield
+    except Infeasible as error:
+        if settings is not None:
+            from ..checkpoint.manifest import checkpoints_in
+
+            newest = next(iter(checkpoints_in(settings.folder)), None)
+            stays = "no checkpoint was written yet" if newest is None else f"the checkpoint {newest} stays"
+            error.hint = (*error.hint, f"{stays}: the same command goes on with more or larger devices")
+        raise
 
 
 def keeper_of(

@@ -21,6 +21,7 @@ from .checkpoint import (
     CheckpointFresh,
     CheckpointKeep,
     checkpoint_settings,
+    checkpoint_stays,
     keeper_of,
 )
 from .launch import launched_plan, meet
@@ -106,9 +107,10 @@ def run(
     kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
-        loaded, loaded_plan, rank = prepared_plan(
-            job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster
-        )
+        with checkpoint_stays(kept):
+            loaded, loaded_plan, rank = prepared_plan(
+                job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster
+            )
         jobs.append(loaded)
         del loaded
     else:

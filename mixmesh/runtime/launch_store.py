@@ -22,7 +22,7 @@ from ..errors import CollectiveError
 from .agreement import NOTICE_S, POLL_S, ranks_text
 
 KEY = "mixmesh/start"
-HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, on every machine"
+HINT = "with --nnodes MIN:MAX: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every machine, before torchrun"
 
 
 def is_of_launcher() -> bool:
@@ -34,9 +34,22 @@ def connect_store(timeout_s: float) -> dist.Store:
     """The store of torchrun, as this start alone knows it. Collective; raises CollectiveError if not all
     ranks come within ``timeout_s``."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    return store_of_start(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+    if not rank and may_change():
+        text = f"mixmesh: no machine can come back under this torchrun; {HINT}"
+        print(text, file=sys.stderr, flush=True)
+    return store_of_start(store, rank, world_size, timeout_s)
+
+
+def may_change() -> bool:
+    """Whether torchrun starts again, and on several machines: in PyTorch 2.13 one that comes later waits for
+    the address of its store for ever, as those that were there before do not tell it once more."""
+    num_machines, restarts = (
+        int(os.environ.get(name, "0")) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS")
+    )
+    return num_machines > 1 and restarts > 0
 
 
 def store_of_start(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> dist.Store:

@@ -26,6 +26,7 @@ from .comm import Comm
 from .data import shard_batches
 from .finite import FiniteGuard, OnNan
 from .first_rank import everyones
+from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
 
@@ -135,6 +136,7 @@ def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+@memory_errors_named()
 def train(
     job: Any,
     plan: Any,

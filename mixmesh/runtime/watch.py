@@ -280,6 +280,11 @@ def _one_line(error: BaseException) -> str:
 _of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
 
 
+def running_watch() -> Watch | None:
+    """The watch that was begun last in this process, if one was."""
+    return _of_process[0][1] if _of_process else None
+
+
 def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
     """The watch of this process's default group, begun at the first call; None for a single process, and
     where the store of the group has one connection only. Collective at the first call: raises CollectiveError

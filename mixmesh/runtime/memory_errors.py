@@ -1,0 +1,42 @@
+"""A rank that has run out of memory says so, to its user and to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import DeviceLost
+from .watch import running_watch
+
+ALLOCATOR = "DefaultCPUAllocator"  # PyTorch's allocator on CPUs raises a RuntimeError that begins so
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had: Python's, that of PyTorch on a GPU or on a CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and ALLOCATOR in str(error) and "allocate memory" in str(error)
+
+
+@contextmanager
+def memory_errors_named() -> Iterator[None]:
+    """Raises DeviceLost, which names the rank, its device and the step, where memory could not be had, and
+    tells the other ranks."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        watch = running_watch()
+        name = "the device" if watch is None else watch.position.name(watch.rank)
+        step = None if watch is None else watch.position.step
+        lost = DeviceLost(
+            f"{name} has run out of memory" + ("" if step is None else f" at step {step}"),
+            got=" ".join(str(error).split())[:300] or type(error).__name__,
+            hint=("end what else takes memory of the device", "a smaller global batch"),
+        )
+        if watch is not None:
+            watch.leave(lost)
+        raise lost from error
