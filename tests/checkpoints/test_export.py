@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from idioms.plans import THREE
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from mixmesh import checkpoint
@@ -26,7 +26,7 @@ from mixmesh.checkpoint.tensor_files import SAFETENSORS, Part
 from mixmesh.cli.export import parse_size
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.errors import InputError
+from mixmesh.errors import InputError, PlanError
 from mixmesh.plan_file import Plan
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.parallel import parallelize
@@ -305,3 +305,32 @@ def test_pieces_that_are_not_the_whole_are_refused(run):
     part = type(entry)(entry.dtype, (31, 40), entry.pieces)
     with pytest.raises(InputError, match="does not hold all of one.weight"):
         exporting.whole_tensor(path, "one.weight", part)
+
+
+# --- and back -----------------------------------------------------------------------------------------------
+
+
+def test_weights_of_pretrained_models_go_in(tmp_path):
+    """A model with a head from the files of one without, whose names have no prefix, and with names of
+    earlier versions; several files. What transformers itself would rename is refused with what to type."""
+    source = pretrained("tied")
+    source.transformer.save_pretrained(tmp_path, max_shard_size=SHARD_SIZE)
+    place = tmp_path / "model-00001-of-00002.safetensors"
+    index = tmp_path / "model.safetensors.index.json"
+    values, told = load_file(place), json.loads(index.read_text())
+    mask = "h.0.attn.bias"
+    save_file(values | {mask: torch.ones(1, 1, 16, 16)}, place)
+    index.write_text(json.dumps({"weight_map": told["weight_map"] | {mask: place.name}}))
+    model = pretrained("tied").float()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    checkpoint.load_weights(model, tmp_path)
+    expect_same(model.state_dict(), {name: x.float() for name, x in source.state_dict().items()})
+    assert model.lm_head.weight is model.transformer.wte.weight
+    pretrained("mixture").save_pretrained(tmp_path / "theirs")
+    with pytest.raises(PlanError, match="another model") as refused:
+        checkpoint.load_weights(pretrained("mixture"), tmp_path / "theirs")
+    assert "experts" in refused.value.got and "save_original_format=False" in str(refused.value)
+    pretrained("mixture").save_pretrained(tmp_path / "ours", save_original_format=False)
+    checkpoint.load_weights(pretrained("mixture"), tmp_path / "ours")
