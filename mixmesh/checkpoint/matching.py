@@ -136,8 +136,7 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
     if dtype == other or not (dtype.is_floating_point and other.is_floating_point):
         return dtype == other
     wide, narrow = torch.finfo(dtype), torch.finfo(other)
-    smallest = wide.smallest_normal * wide.eps <= narrow.smallest_normal * narrow.eps
-    return wide.eps <= narrow.eps and wide.max >= narrow.max and smallest
+    return wide.eps <= narrow.eps and wide.max >= narrow.max
 
 
 def hints_for(original: nn.Module, place: Path) -> tuple[str, ...]:

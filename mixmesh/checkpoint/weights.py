@@ -92,8 +92,8 @@ def own_box(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]] | None:
     where the rank holds nothing of it."""
     if not isinstance(tensor, ShardTensor):
         return tensor, (0,) * tensor.ndim
-    chunks = tensor.__create_chunk_list__()
-    return (tensor.to_local(), tuple(chunks[0].offsets)) if chunks else None
+    local, whole = tensor.to_local(), tensor.whole
+    return (local, whole.stored.origin(whole.comm.rank)) if local.numel() else None
 
 
 def check_ties(matches: Sequence[Match], place: Path) -> None:
