@@ -51,6 +51,8 @@ def held_tensors(place: Path) -> dict[str, Held]:
 
 def _entry(place: Path) -> Path:
     """The file to begin with: of safetensors, or an index."""
+    if not place.exists():
+        raise _unreadable(place, "no such file or folder")
     if place.is_dir():
         for name in (SINGLE, INDEXED):
             if (place / name).is_file():

@@ -12,7 +12,7 @@ from pathlib import Path
 import launches
 import pytest
 import torch
-from own_loop_script import EXAMPLE
+from own_loop_script import EXAMPLE, RUN_OF, SLOW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from mixmesh import checkpoint
@@ -21,6 +21,7 @@ from mixmesh.errors import InputError
 
 SCRIPT = Path(__file__).parents[1] / "own_loop_script.py"
 MARK = "# survives"
+NAMES = "stopped", "whole"
 TOLD = re.compile(r"step (\d+): loss (\S+)")
 SAVED_EVERY, TOLD_EVERY, STEPS = 20, 5, 160
 
@@ -51,32 +52,31 @@ def test_ten_lines_are_for_it():
 
 
 def test_two_ranks_under_torchrun(tmp_path):
-    folders = {name: tmp_path / name for name in ("whole", "stopped")}
-    for folder in folders.values():
-        folder.mkdir()
-    whole = launches.start(SCRIPT, 2, folders["whole"])
-    stopped = launches.start(SCRIPT, 2, folders["stopped"], "slow")
-    deadline = time.monotonic() + 200
-    while not checkpoints_in(folders["stopped"] / "run"):
-        assert time.monotonic() < deadline and stopped.poll() is None, printed(folders["stopped"])
-        time.sleep(0.05)
-    stopped.send_signal(signal.SIGTERM)  # torchrun, which sends it to its processes
+    stopped = launches.start(SCRIPT, 2, tmp_path, SLOW, "stopped")
     try:
+        deadline = time.monotonic() + 200
+        while not checkpoints_in(tmp_path / "stopped"):
+            assert time.monotonic() < deadline and stopped.poll() is None, printed(tmp_path)
+            time.sleep(0.05)
+        stopped.send_signal(signal.SIGTERM)  # torchrun, which sends it to its processes
         assert stopped.wait(timeout=100) != 0
     finally:
         stopped.kill()
-    step, first = newest_step(folders["stopped"] / "run"), losses_in(printed(folders["stopped"]))
-    launches.wait(whole, folders["whole"])
-    launches.wait(launches.start(SCRIPT, 2, folders["stopped"]), folders["stopped"])
-    rest, expected = (losses_in(printed(folders[name])) for name in ("stopped", "whole"))
-    expect_to_go_on(first, rest, expected, step)
-    ended = [checkpoint.export(folder / "run", folder / "out") for folder in folders.values()]
-    one, two = (made.files[-1].read_bytes() for made in ended)
-    assert one == two and [made.step for made in ended] == [STEPS] * 2
+    step, first = newest_step(tmp_path / "stopped"), losses_in(printed(tmp_path)["stopped"])
+    launches.wait(launches.start(SCRIPT, 2, tmp_path, "stopped", "whole"), tmp_path)
+    rest, whole = (losses_in(printed(tmp_path)[name]) for name in NAMES)
+    expect_to_go_on(first, rest, whole, step)
+    ends = [checkpoint.export(tmp_path / name, tmp_path / f"{name}.safetensors") for name in NAMES]
+    assert [end.step for end in ends] == [STEPS] * 2
+    assert ends[0].files[0].read_bytes() == ends[1].files[0].read_bytes()
 
 
-def printed(folder: Path) -> str:
-    return (folder / "printed").read_text()
+def printed(folder: Path) -> dict[str, str]:
+    """What the first rank printed, by run."""
+    runs = (folder / "printed").read_text().split(RUN_OF)[1:]
+    return {
+        name: "".join(run.partition("\n")[2] for run in runs if run.startswith(f"{name}\n")) for name in NAMES
+    }
 
 
 def test_one_device(tmp_path, capsys, monkeypatch):

@@ -130,6 +130,8 @@ def test_files_that_are_no_weights_are_refused(tmp_path):
     assert "cannot be read" in refusal(folder)
     assert "mixmesh export" in refusal(tmp_path / "run")
     assert "no weights in this folder" in refusal(tmp_path)
+    assert "no such file or folder" in refusal(tmp_path / "none")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert "are read from safetensors" in refusal(tmp_path / "pytorch_model.bin")
     expect_weights(model, Net(1))
 
