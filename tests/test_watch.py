@@ -34,10 +34,17 @@ class Ended:
 AGREED = {
     "plan": "the ranks were not given the same plan",
     "code": "the ranks were not given the same model code",
+    "versions": "the ranks were not given the same versions",
     "data": "the ranks were not given the same batch",
+    "data in another order": "the ranks were not given the same batch",
     "shape": "x: the ranks were given neither one whole batch nor each its own part of one",
     "evaluates": "in evaluation forward",
     "saves": "in full_state_dict",
+}
+# on the rank whose data it is; the others are told as much
+OF_DATA = {
+    "data raises": ("rank 1: the job's data raised ValueError: no such file", "raise ValueError("),
+    "a worker raises": ("rank 1: the job's data raised ValueError: row 50 is spoilt", "raise ValueError("),
 }
 FIRST_ONLY = {
     "no input": "rank 1 has ended",
@@ -50,7 +57,7 @@ LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "ran
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory) -> dict[str, list[Ended]]:
     """All scenarios side by side: they wait most of the time."""
-    scenarios = [*AGREED, *FIRST_ONLY, *LAST_ONLY, "slow"]
+    scenarios = [*AGREED, *OF_DATA, "data ends", *FIRST_ONLY, *LAST_ONLY, "slow"]
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
@@ -82,6 +89,24 @@ def test_all_ranks_are_told(ends, scenario):
         assert ended.status == 3 and AGREED[scenario] in ended.text, f"rank {rank}: {ended.text}"
         assert "rank 0" in ended.text and "rank 1" in ended.text
         assert ended.after_s < SECONDS
+
+
+@pytest.mark.parametrize("scenario", OF_DATA)
+def test_an_error_of_the_data_of_one_rank_ends_all(ends, scenario):
+    message, code = OF_DATA[scenario]
+    for rank, ended in enumerate(ends[scenario]):
+        assert ended.status == 3 and message in ended.text, f"rank {rank}: {ended.text}"
+        assert ended.after_s < SECONDS
+    assert "watch_worker.py" in ends[scenario][1].text and code in ends[scenario][1].text
+
+
+def test_data_that_ends_early_on_one_rank_ends_all(ends):
+    first, last = ends["data ends"]
+    assert first.status == last.status == 3, first.text + last.text
+    assert "rank 1 in the end of the data" in first.text
+    assert "data of as many batches on every rank" in first.text
+    assert "rank 1 has ended its training after 4 steps" in last.text or "end of the data" in last.text
+    assert max(first.after_s, last.after_s) < SECONDS
 
 
 @pytest.mark.parametrize("scenario", FIRST_ONLY)

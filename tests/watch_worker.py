@@ -17,11 +17,14 @@ import torch
 from gloo_world import free_port
 from torch import nn
 
+import mixmesh
 from mixmesh.errors import MixmeshError
 from mixmesh.ir import parse_program
+from mixmesh.runtime import agreement
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.peers import Peers
+from mixmesh.runtime.train import train as run_training
 
 WORLD = 2
 LIMIT_S = 150.0  # of all worlds together, on a busy machine
@@ -72,6 +75,60 @@ def train(model, optimizer, steps: int, feed=batch) -> None:
         optimizer.zero_grad()
 
 
+class Data:
+    """Batches that are in trouble before the fifth on the last rank."""
+
+    def __init__(self, trouble) -> None:
+        self.trouble = trouble
+
+    def __iter__(self):
+        for step in range(7):
+            if step == 4:
+                print("START", flush=True)
+                if self.trouble() == "ends":
+                    return
+            yield batch(step)
+
+
+class Rows(torch.utils.data.Dataset):
+    """Samples of which one cannot be read on the last rank, by a worker."""
+
+    def __init__(self, is_spoilt: bool) -> None:
+        self.is_spoilt = is_spoilt
+
+    def __len__(self) -> int:
+        return 7 * 12
+
+    def __getitem__(self, n: int) -> torch.Tensor:
+        if self.is_spoilt and n == 50:
+            raise ValueError("row 50 is spoilt")
+        return torch.full((4,), float(n))
+
+
+class Collate:
+    def __call__(self, rows: list) -> dict:
+        return {"x": torch.stack(rows), "scale": torch.ones(4)}
+
+
+def fail() -> None:
+    raise ValueError("no such file")
+
+
+def run_on_data_in_trouble(scenario: str, rank: int, program) -> None:
+    """As ``mixmesh run`` does."""
+    last = rank == WORLD - 1
+    troubles = {"data raises": fail, "data ends": lambda: "ends"}
+    data = Data(troubles.get(scenario, bool) if last else bool)
+    if scenario == "a worker raises":
+        print("START", flush=True)
+        data = torch.utils.data.DataLoader(Rows(last), 12, collate_fn=Collate(), num_workers=1)
+    if scenario == "data in another order":
+        print("START", flush=True)
+        data = [batch(step + last) for step in range(7)]
+    job = mixmesh.Job(Small(), batch(0), data=data, optimizer=lambda p: torch.optim.SGD(p, 0.01))
+    run_training(job, program, steps=None, epochs=1, device="cpu", timeout_s=150)
+
+
 def train_in_trouble(scenario: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -79,6 +136,11 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     op = "tanh" if last and scenario == "plan" else "relu"
     kind = Changed if last and scenario == "code" else Small
     shares = ", ".join([str(1 / WORLD)] * WORLD)
+    if scenario == "versions" and last:
+        agreement.versions_text = lambda: "torch 1.0"
+    if "data " in scenario or "worker" in scenario:
+        run_on_data_in_trouble(scenario, rank, parse_program(TEXT % (WORLD, shares, op)))
+        return
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     seed = rank if scenario == "seed" else 0

@@ -20,6 +20,7 @@ from ..plan_file import Plan
 from ..preparation.alike import HINTS, check_digests
 from ..preparation.loading import own_loader
 from ..preparation.own_loader import OwnIterator, OwnLoader
+from ..runtime.agreement import COMPARED_STEPS
 from ..runtime.parallel import ParallelModel
 from ..runtime.train import own_batches, owned
 from ..units import plural
@@ -147,6 +148,9 @@ class RunCheckpoints:
     def after_step(self, num_steps: int) -> bool:
         """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
         started = time.monotonic()
+        if num_steps - self.first_step <= COMPARED_STEPS:
+            self._finish()
+            self._check_data()
         every = self._settings.every
         is_due = every.time_s and time.monotonic() - self._saved_at >= every.time_s
         # the first rank's clock counts

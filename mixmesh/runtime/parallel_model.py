@@ -147,6 +147,14 @@ class ParallelModel(Face):
         tensors of one shape and dtype. Collective."""
         return self._runtime.loss_sum.start(self.comm, addend, self._runtime.summed)
 
+    def compare(self, batch: Mapping[str, Any] | tuple | list) -> None:
+        """Raises InputError on all ranks if they were not given the same whole batch. Collective."""
+        run = self._runtime
+        named = isinstance(batch, Mapping)
+        tensors = run.calls.tensors(() if named else tuple(batch), batch if named else {})
+        with run.comm.call("the first batches"):
+            run.comm.compare(lambda: facts_of_batch(run.program, tensors))
+
     def check_planned(self, batch: Mapping[str, Any] | tuple) -> None:
         """Compares the model with its plan now, by a batch, and not at the first call. Collective. Raises
         PlanError if the model was changed since it was planned."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import re
 import resource
 import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,7 @@ from ..errors import CollectiveError, JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
+from .agreement import COMPARED_STEPS
 from .comm import Comm
 from .data import shard_batches
 from .finite import FiniteGuard, OnNan
@@ -29,10 +31,13 @@ from .first_rank import everyones
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
+from .watch import END_OF_DATA
 
 WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
 HERE = Path(__file__).parent.parent
 RECORDED_STEPS = 3  # after the warm-up
+OF_WORKER = "in DataLoader worker process"  # as PyTorch begins the error of a worker, with its traceback
+FRAME = re.compile(r'File "([^"]+)", line ([0-9]+), in .*\n\s*(.*)')
 Span = Callable[[str], AbstractContextManager]
 
 
@@ -89,7 +94,7 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
         raise
     except Exception as error:
         found = JobError(
-            f"rank {comm.rank}: the job's data raised {type(error).__name__}: {first_line(error)}",
+            f"rank {comm.rank}: the job's data raised {named_line(error)}",
             where=place_of(error),
             expected="batches like the job's",
             hint="mixmesh --debug run ... shows the traceback",
@@ -101,22 +106,53 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
 
 def place_of(error: Exception) -> str:
     """The file and line that raised an error, the last outside of libraries if there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and not f.filename.startswith(str(HERE))]
-    at = (own or frames)[-1]
-    return f"{at.filename}:{at.lineno}, {at.line}"
+    frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
+    if OF_WORKER in str(error):
+        frames = FRAME.findall(str(error)) or frames
+    own = [f for f in frames if "site-packages" not in f[0] and not f[0].startswith(str(HERE))]
+    file, number, line = (own or frames)[-1]
+    return f"{file}:{number}, {line}"
+
+
+def named_line(error: Exception) -> str:
+    """The class and the first line of an error; of one that a worker of a DataLoader has raised its last
+    line, which says both."""
+    if OF_WORKER in str(error):
+        return str(error).strip().splitlines()[-1][:300]
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-def own_batches(job: Any, plan: Plan | Program, rank: int, epochs: int | None = None) -> Iterator[Any]:
-    """This rank's share of the job's batches, none a view that would keep the whole batch alive."""
+class ComparesFirst:
+    """Compares the first whole batches of all ranks: ranks whose data is in another order would train on
+    other samples. Collective."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model, self._num_left = model, COMPARED_STEPS
+
+    def __call__(self, batch: Any) -> Any:
+        if self._num_left and isinstance(batch, Mapping | tuple | list):
+            self._num_left -= 1
+            self._model.compare(batch)
+        return batch
+
+
+def own_batches(
+    job: Any,
+    plan: Plan | Program,
+    rank: int,
+    epochs: int | None = None,
+    look: Callable[[Any], Any] = lambda batch: batch,
+) -> Iterator[Any]:
+    """This rank's share of the job's batches, none a view that would keep the whole batch alive. ``look`` is
+    given each batch before it is cut, and returns it."""
     share = partial(shard_batches, plan=plan, rank=rank, model=job.model)
     if job.data is not None:
-        return map(owned, share(endless(job.data, None, epochs)))
-    return endless(None, owned(next(share([job.batch]))), epochs)
+        return map(owned, share(map(look, endless(job.data, None, epochs))))
+    return endless(None, owned(next(share([look(job.batch)]))), epochs)
 
 
 def owned(batch: Any) -> Any:
@@ -186,7 +222,7 @@ def train(
     first = 0
     if keeper is None:
         initial(parallel)
-        batches = own_batches(job, plan, comm.rank, epochs)
+        batches = own_batches(job, plan, comm.rank, epochs, ComparesFirst(parallel))
     else:
         batches, first = keeper.begin(parallel, optimizer, job)
     del job, model  # frees what this rank does not need of them
@@ -201,7 +237,8 @@ def train(
         with span("batch"):
             batch = next_batch(batches, comm)
         if batch is None:
-            break
+            with comm.call(END_OF_DATA):  # where others go on, the watch tells all
+                break
         guard.backward(batch)
         may_step = guard.may_step(number + 1, batch)
         del batch  # before the next one is loaded

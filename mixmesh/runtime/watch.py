@@ -37,6 +37,7 @@ BEAT_S = 1.0
 STUCK_S = 5.0  # in one collective, from when on others are looked at
 NOTICE_S = 10.0
 TOLD_S = 10.0  # for the computing thread to raise what the watch has found, before the process is ended
+END_OF_DATA = "the end of the data"  # a call
 KEPT_CALLS = 16  # that are compared
 
 
@@ -243,7 +244,9 @@ class Watch:
                     expected="every rank to make the same calls in the same order",
                     got=f"{ranks_text(first)}: {one}; "
                     + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
-                    hint="take the call out of `if rank == 0:`, for all ranks to make it",
+                    hint="data of as many batches on every rank"
+                    if END_OF_DATA in groups
+                    else "take the call out of `if rank == 0:`, for all ranks to make it",
                 )
         return None
 
