@@ -10,11 +10,11 @@ import pytest
 import torch.distributed as dist
 
 from mixmesh.errors import CollectiveError
-from mixmesh.runtime.agreement import exchange
+from mixmesh.runtime.agreement import Round
 
 
 def tell(store: dist.Store, rank: int, fact: str) -> list[dict[str, str]]:
-    return exchange({"plan": fact}, store, "start", rank, 2, 20, lambda: None, "the start")
+    return Round(store, "start", rank, 2, "the start", 20).exchange({"plan": fact})
 
 
 def test_rank_0_stays_until_a_rank_that_differs_has_read():

@@ -15,7 +15,7 @@ from ..trace.compiled import uncompiled
 from .background import finish
 from .manifest import Damaged, Manifest, check_files, checkpoints_in
 from .random_state import restore_random_state
-from .ranks import Ranks, WriteFailure
+from .ranks import FilesFailure, Ranks
 from .saving import warn
 from .state import NamedOptimizer, check_model, load_optimizer_room, model_tensors, with_elements
 from .storage import Reader
@@ -154,7 +154,7 @@ def read(path: Path, manifest: Manifest, ranks: Ranks, tensors: dict[str, Any]) 
     reader = Reader(path, manifest)
     try:
         ranks.run(lambda **group: dcp.load(tensors, storage_reader=reader, planner=planner, **group))
-    except WriteFailure as failure:  # in reading
+    except FilesFailure as failure:
         raise InputError(
             "the checkpoint could not be read", got=str(failure), where=str(path), hint="start again"
         ) from None

@@ -29,8 +29,9 @@ WRONG_FOLDER = (
 )  # fmt: skip
 
 
-class WriteFailure(Exception):
-    """A checkpoint that could not be written, as of a disk that is full: the same on all ranks."""
+class FilesFailure(Exception):
+    """Files of a checkpoint that could not be written or read, as where the disk is full: the same error on
+    all ranks."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class Ranks:
                 watch.waiting = None
 
     def run(self, call: Callable[..., T]) -> T:
-        """``call`` with the group, of a function of ``torch.distributed.checkpoint``. Raises WriteFailure if
+        """``call`` with the group, of a function of ``torch.distributed.checkpoint``. Raises FilesFailure if
         ranks could not write, and any other error of a rank, on all ranks."""
         try:
             with self.waiting() as group:
@@ -125,7 +126,7 @@ class Ranks:
 def _error_of(errors: dict[int, BaseException]) -> BaseException:
     rank, first = min(errors.items())
     if all(isinstance(error, OSError) and error.errno not in WRONG_FOLDER for error in errors.values()):
-        return WriteFailure("; ".join(f"rank {r}: {text_of(error)}" for r, error in sorted(errors.items())))
+        return FilesFailure("; ".join(f"rank {r}: {text_of(error)}" for r, error in sorted(errors.items())))
     wrong = next((e for e in errors.values() if isinstance(e, OSError) and e.errno in WRONG_FOLDER), None)
     if wrong is not None:
         return InputError(

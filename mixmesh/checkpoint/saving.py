@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from . import background
 from .manifest import REMOVED, Manifest, checkpoints_in
 from .pretrained import PRETRAINED, pretrained_files
 from .random_state import random_state
-from .ranks import Ranks, WriteFailure, text_of
+from .ranks import FilesFailure, Ranks, text_of
 from .state import NamedOptimizer, entries_of_empty, model_tensors, own_model_tensors
 from .storage import RankPart, Writer
 from .values import encode
@@ -64,13 +65,9 @@ def save(
     ranks, and changes nothing that was there. Raises InputError on all ranks for a folder that is none to
     write to, or a value that cannot be kept (``values.encode``).
     """
-    model = uncompiled(model)
-    ranks = Ranks.of(model)
-    background.finish(model)
-    with ranks.meeting("checkpoint.save"):
-        parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
-        content = content_of(ranks, step, model, optimizer, parts, extra, keep)
-        return write(Path(folder), ranks, content, keep)
+    parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+    with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:
+        return write(Path(folder), begun.ranks, begun.content, keep)
 
 
 def save_async(
@@ -92,16 +89,40 @@ def save_async(
     next call, and ``load``, wait for the one before. Wait for the last one before process groups are
     destroyed.
     """
+    parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
+    with _begun("checkpoint.save_async", model, optimizer, step, parts, extra, keep) as begun:
+        copies = background.staged(begun.content.tensors, begun.buffers)
+        begun.ranks.group()  # is made by the thread that trains
+    content = replace(begun.content, tensors=copies)
+    write_it = partial(write, Path(folder), begun.ranks.unwatched, content, keep)
+    return background.begin(uncompiled(model), begun.ranks, copies, write_it)
+
+
+@dataclass(frozen=True)
+class _Begun:
+    """A checkpoint of which everything is known. ``buffers`` are of no further use to the one before."""
+
+    ranks: Ranks
+    content: Content
+    buffers: Mapping[str, Tensor]
+
+
+@contextmanager
+def _begun(
+    what: str,
+    model: nn.Module,
+    optimizer: optim.Optimizer | None,
+    step: int,
+    parts: Mapping[str, Any],
+    extra: Mapping[str, Any] | None,
+    keep: int | None,
+) -> Iterator[_Begun]:
+    """Waits for the checkpoint before, and meets all ranks for ``what`` is done within it. Collective."""
     model = uncompiled(model)
     ranks = Ranks.of(model)
     buffers = background.finish(model)
-    with ranks.meeting("checkpoint.save_async"):
-        parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
-        content = content_of(ranks, step, model, optimizer, parts, extra, keep)
-        content = replace(content, tensors=background.staged(content.tensors, buffers))
-        ranks.group()  # is made by the thread that trains
-    write_it = partial(write, Path(folder), ranks.unwatched, content, keep)
-    return background.begin(model, ranks, content.tensors, write_it)
+    with ranks.meeting(what):
+        yield _Begun(ranks, content_of(ranks, step, model, optimizer, parts, extra, keep), buffers)
 
 
 def check_numbers(step: int, keep: int | None) -> None:
@@ -164,7 +185,7 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         ranks.run(lambda **group: dcp.save(content.tensors, storage_writer=writer, planner=planner, **group))
-    except WriteFailure as failure:
+    except FilesFailure as failure:
         if not ranks.rank:
             stays = next((path.name for path in checkpoints_in(folder)), "none was written before")
             warn(f"the checkpoint of step {content.manifest.step} could not be written ({failure}); {stays}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, MixmeshError
-from ..runtime.agreement import exchange
+from ..runtime.agreement import Round
 from ..runtime.comm import RANK_VARIABLES
 
 POLL_S = 0.02
@@ -71,16 +71,8 @@ class Meeting:
     def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
         self._number += 1
         try:
-            told = exchange(
-                outcome,
-                self.store,
-                f"{PREFIX}/{self._number}",
-                self.rank,
-                self.world_size,
-                self.timeout_s,
-                check=lambda: None,
-                what=what,
-            )
+            key = f"{PREFIX}/{self._number}"
+            told = Round(self.store, key, self.rank, self.world_size, what, self.timeout_s).exchange(outcome)
         except CollectiveError:
             self.is_over = True
             raise

@@ -12,6 +12,7 @@ import time
 import types
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -58,64 +59,59 @@ def facts_of_model(model: nn.Module) -> Facts:
     }
 
 
-def exchange(
-    facts: Facts,
-    store: dist.Store,
-    key: str,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    check: Callable[[], None],
-    what: str,
-) -> list[Facts]:
-    """The facts of all ranks, by rank. Collective; raises CollectiveError if a rank does not come within
-    ``timeout_s``, or the process that holds ``store`` has ended. ``check`` may raise meanwhile."""
-    try:
-        store.set(f"{key}/{rank}", json.dumps(facts))
-        names = _wait_for_all(store, key, rank, world_size, timeout_s, check, what)
-        told = [json.loads(text) for text in store.multi_get(names)]
-        were_read = f"{key}/read"
-        store.add(were_read, 1)
-        if rank == 0 and any(one != told[0] for one in told):
-            _wait_for_readers(store, were_read, world_size)
-        return told
-    except dist.DistError as error:
-        raise CollectiveError(
-            f"rank {rank} has lost the store of the launch in {what}",
-            got=str(error).partition("\n")[0],
-            hint="the process that holds it (rank 0, or its launcher) has ended: its own output says why",
-        ) from None
+@dataclass(frozen=True)
+class Round:
+    """One exchange between all ranks, through ``store`` under ``key``: it is for ``what``, and may last for
+    ``timeout_s``. ``check`` may raise meanwhile."""
 
+    store: dist.Store
+    key: str
+    rank: int
+    world_size: int
+    what: str
+    timeout_s: float
+    check: Callable[[], object] = lambda: None
 
-def _wait_for_all(
-    store: dist.Store,
-    key: str,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    check: Callable[[], None],
-    what: str,
-) -> list[str]:
-    """The keys under which all ranks have written, by rank."""
-    names = {r: f"{key}/{r}" for r in range(world_size)}
-    started, noticed, pause_s = time.monotonic(), False, POLL_S[0]
-    while missing := [r for r, name in names.items() if not store.check([name])]:
-        waited_s = time.monotonic() - started
-        check()
-        if waited_s > timeout_s:
+    def exchange(self, facts: Facts) -> list[Facts]:
+        """The facts of all ranks, by rank. Collective; raises CollectiveError if a rank does not come in
+        time, or the process that holds the store has ended."""
+        store = self.store
+        try:
+            store.set(f"{self.key}/{self.rank}", json.dumps(facts))
+            told = [json.loads(text) for text in store.multi_get(self._wait_for_all())]
+            were_read = f"{self.key}/read"
+            store.add(were_read, 1)
+            if self.rank == 0 and any(one != told[0] for one in told):
+                _wait_for_readers(store, were_read, self.world_size)
+            return told
+        except dist.DistError as error:
             raise CollectiveError(
-                f"rank {rank}: not all ranks have come to {what} within {timeout_s:g} s",
-                expected=f"{world_size} ranks",
-                got=f"nothing from {ranks_text(missing)}",
-                hint="a rank of these is slow, stuck or has ended: look at the output of each",
-            )
-        if waited_s > NOTICE_S and not noticed and rank == min(set(names) - set(missing)):
-            noticed = True
-            text = f"mixmesh: nothing from {ranks_text(missing)} in {what} yet"
-            print(text, file=sys.stderr, flush=True)
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, POLL_S[1])
-    return list(names.values())
+                f"rank {self.rank} has lost the store of the launch in {self.what}",
+                got=str(error).partition("\n")[0],
+                hint="the process that holds it (rank 0, or its launcher) has ended: its own output says why",
+            ) from None
+
+    def _wait_for_all(self) -> list[str]:
+        """The keys under which all ranks have written, by rank."""
+        names = {r: f"{self.key}/{r}" for r in range(self.world_size)}
+        started, noticed, pause_s = time.monotonic(), False, POLL_S[0]
+        while missing := [r for r, name in names.items() if not self.store.check([name])]:
+            waited_s = time.monotonic() - started
+            self.check()
+            if waited_s > self.timeout_s:
+                raise CollectiveError(
+                    f"rank {self.rank}: not all ranks have come to {self.what} within {self.timeout_s:g} s",
+                    expected=f"{self.world_size} ranks",
+                    got=f"nothing from {ranks_text(missing)}",
+                    hint="a rank of these is slow, stuck or has ended: look at the output of each",
+                )
+            if waited_s > NOTICE_S and not noticed and self.rank == min(set(names) - set(missing)):
+                noticed = True
+                text = f"mixmesh: nothing from {ranks_text(missing)} in {self.what} yet"
+                print(text, file=sys.stderr, flush=True)
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, POLL_S[1])
+        return list(names.values())
 
 
 def _wait_for_readers(store: dist.Store, were_read: str, world_size: int) -> None:

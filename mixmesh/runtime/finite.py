@@ -114,6 +114,8 @@ class FiniteGuard:
 
     def _leave_out(self, step: int, message: str, batch: Any) -> None:
         self.num_skipped += 1
+        if self._model.comm.watch is not None:
+            self._model.comm.watch.step_is_left_out()
         self._in_a_row += 1
         if self._in_a_row == MOST_IN_A_ROW:
             message = f"{message}, the last of {MOST_IN_A_ROW} steps in a row that were left out"

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveError
-from .agreement import Facts, by_value, exchange, ranks_text
+from .agreement import Facts, Round, by_value, ranks_text
 from .launch_store import is_of_launcher, store_of_start
 from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
@@ -113,9 +113,8 @@ class Watch:
         key = f"mixmesh/facts/{self.number}"
         self.waiting = Waiting.now(what)
         try:
-            told = exchange(
-                facts, self._store, key, self.rank, self.world_size, timeout_s, self.raise_verdict, what
-            )
+            of = (self._store, key, self.rank, self.world_size, what, timeout_s, self.raise_verdict)
+            told = Round(*of).exchange(facts)
             self._peers.meet(self._store)
             return told
         finally:
@@ -126,6 +125,11 @@ class Watch:
         if self.position.step is None:
             self.set_step(0)
             optimizer.register_step_post_hook(lambda *_: self.set_step(self.position.step))
+
+    def step_is_left_out(self) -> None:
+        """Counts a step that the optimizer does not make."""
+        if self.position.step is not None:
+            self.set_step(self.position.step)
 
     def set_step(self, num_steps: int) -> None:
         """``num_steps`` have been made in all."""
