@@ -74,7 +74,9 @@ def export(
     texts = {} if not target.is_pretrained and config is None else dict(config or kept_config(manifest))
     if optimizer:
         if manifest.optimizer is None:
-            raise InputError("the checkpoint has no optimizer", where=str(path), hint="leave --optimizer out")
+            raise InputError(
+                "the checkpoint has no optimizer", where=str(path), hint="export the weights alone"
+            )
         texts[f"{target.optimizer_stem}.json"] = settings_text(manifest.optimizer)
     target.check_texts(texts)
     parts = {target.stem: parts_of(weights), target.optimizer_stem: parts_of(state)}

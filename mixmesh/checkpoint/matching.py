@@ -70,9 +70,9 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
             found[own].append(tensor)
         else:
             unknown.append(name)
-    unknown = [name for name in unknown if not any(re.search(p, name) for p in unused_names(original))]
+    unused = unused_names(original)
+    unknown = [name for name in unknown if not any(re.search(p, name) for p in unused)]
     missing = [own.names[0] for own, tensors in found.items() if not tensors]
-    hints = hints_for(original, place)
     if missing or unknown:
         raise PlanError(
             "the weights are of another model",
@@ -81,7 +81,7 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
             if unknown
             else f"files without {'it' if len(missing) == 1 else 'them'}",
             where=str(place),
-            hint=hints,
+            hint=hints_for(original, place),
         )
     pairs = [(own, tensor) for own, tensors in found.items() for tensor in tensors]
     others = [(own, tensor) for own, tensor in pairs if not fits(own.tensor, tensor)]
@@ -146,7 +146,7 @@ def hints_for(original: nn.Module, place: Path) -> tuple[str, ...]:
             "the model that the weights were saved of",
             "model.load_state_dict(..., strict=False) in the job",
         )
-    loaded = f"{type(original).__name__}.from_pretrained({str(place)!r})"
+    loaded = f"{type(original).__name__}.from_pretrained({str(place if place.is_dir() else place.parent)!r})"
     return (
         f"model = {loaded}, without these weights: it makes new what is not there",
         f"or, where that renames what it reads, the folder OTHER of {loaded}"

@@ -40,9 +40,9 @@ class Target:
         if to.suffix in SUFFIXES and to.suffix != SAFETENSORS:
             raise InputError(
                 "weights are exported as safetensors",
-                expected="--to FOLDER, or --to FILE.safetensors",
-                got=f"--to {to}",
-                hint=f"--to {to.with_suffix(SAFETENSORS)}",
+                expected="a folder, or the name of a file that ends in .safetensors",
+                got=str(to),
+                hint=str(to.with_suffix(SAFETENSORS)),
             )
         is_file = to.suffix == SAFETENSORS and not to.is_dir()
         target = cls(to.parent, to.stem, force) if is_file else cls(to, PRETRAINED_STEM, force)
@@ -63,7 +63,7 @@ class Target:
                 expected="none of these names",
                 got=", ".join(path.name for path in paths[:3]),
                 where=str(self.folder),
-                hint=("--force replaces them", "or another --to"),
+                hint=("--force, or force=True, replaces them", "or another folder or name"),
             )
 
     @property
