@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -24,8 +28,10 @@ from mixmesh.bench.faults.judgement import (
     unreadable,
 )
 from mixmesh.bench.faults.kinds import KINDS, Fault
-from mixmesh.bench.faults.scene import Setting
+from mixmesh.bench.faults.scene import TOKEN_VARIABLE, Setting, end_marked
+from mixmesh.bench.faults.worker import BENCH_VARIABLE
 from mixmesh.errors import InputError, TestbedUnavailable
+from mixmesh.testbed.system import start_time
 
 TRAINING = Training(samples=8, batch_size=4, epochs=2)
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}
@@ -131,7 +137,7 @@ def test_a_line_that_is_half_written_is_read_when_it_is_whole(tmp_path):
 
 def result(*faults: Fault, **fields) -> Trained:
     values = {"losses": LOSSES, "problems": (), "loss_error": 0.0, "steps_made": 4, "time_s": 1.0}
-    return Trained(faults, **{**values, "emulation": "none", **fields})
+    return Trained(**{**values, "faults": faults, "emulation": "none", **fields})
 
 
 def test_targets_are_missed_by_each_thing_that_may_be_wrong():
@@ -169,6 +175,19 @@ def test_kinds_are_drawn_alike_and_those_that_cannot_be_made_are_left_out():
         choose_kinds(["disk"], True, told.append)
     with pytest.raises(InputError, match="no such kind"):
         choose_kinds(["meteor"], False, told.append)
+
+
+def test_nothing_is_left_behind():
+    """Not what a killed agent has started, found by its environment, nor a rank whose bench is gone."""
+    bench = subprocess.Popen(["sleep", "60"], env={**os.environ, TOKEN_VARIABLE: "0123"})
+    code = "from mixmesh.bench.faults.worker import end_with_bench as f; import time; f(); time.sleep(60)"
+    environment = {**os.environ, BENCH_VARIABLE: f"{bench.pid} {start_time(bench.pid)}"}
+    rank = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    end_marked("4567")
+    assert bench.poll() is None
+    end_marked("0123")
+    assert bench.wait(1) == -signal.SIGKILL
+    assert rank.wait(30) == 1
 
 
 def single_device_losses(steps: int) -> dict[int, float]:

@@ -58,7 +58,7 @@ class Bed(ABC):
 
     @abstractmethod
     def _entering_machine(self, machine: int | None) -> Callable[[], None]:
-        """The function that a launcher on a machine calls before it runs its program."""
+        """The function that a launcher calls before it runs its program; beside all machines with None."""
 
     @abstractmethod
     def address(self, machine: int | None) -> str:

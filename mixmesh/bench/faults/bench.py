@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,7 +15,7 @@ from ...errors import InputError, TestbedUnavailable
 from ...testbed import Bed, PlainBed, Testbed, probe
 from ..revision import revision
 from .disturb import STEPS_BESIDE, disturb
-from .journal import last_executions
+from .journal import Line, last_executions
 from .judgement import (
     LOSS_TOLERANCE,
     check_losses,
@@ -40,13 +40,13 @@ Say = Callable[[str], None]
 class Trained:
     """One training and what was found of it. ``problems`` are those that judge it as a whole."""
 
-    faults: tuple[Fault, ...]
     losses: dict[int, float]
     problems: tuple[str, ...]
     loss_error: float
     steps_made: int
-    time_s: float
-    emulation: str
+    faults: tuple[Fault, ...] = ()
+    time_s: float = 0.0
+    emulation: str = ""
     unreadable: tuple[str, ...] = ()
     report: str = ""
 
@@ -80,15 +80,15 @@ def choose_kinds(names: Sequence[str], is_plain: bool, say: Say) -> tuple[Kind, 
         )  # fmt: skip
     chosen = [kind_of(name) for name in dict.fromkeys(names)] or list(KINDS)
     left_out = [kind.name for kind in chosen if is_plain and kind.needs_testbed]
+    why = "; ".join(probe().missing) or "--plain"
     if left_out:
-        say(f"left out, as no cluster can be emulated here ({'; '.join(probe().missing)}): "
-            + ", ".join(left_out))  # fmt: skip
+        say(f"left out, as plain processes have no such thing ({why}): {', '.join(left_out)}")
     kept = tuple(kind for kind in chosen if kind.name not in left_out)
     if not kept:
         raise TestbedUnavailable(
-            "none of these faults can be made here",
+            "none of these faults can be made by plain processes",
             expected="Linux, root, ip and tc (iproute2), cgroups with cpu and memory",
-            got="; ".join(probe().missing),
+            got=why,
         )
     return kept
 
@@ -153,19 +153,24 @@ class Chaos:
                 report = f"{stuck}\n{scene.output.last()}"
             damage_seen += unreadable(scene.checkpoints, scene.damaged)
             scene.journal.read()
-            history = last_executions(scene.journal.lines)
-            losses = losses_of(history)
-            problems = [report.partition("\n")[0]]
-            if not report:  # else steps are missing, and that much is told
-                problems = check_steps(history, self.setting.training)
-                problems += check_samples(history, self.setting.training)
-            if expected:
-                problems += check_losses(losses, expected)
-            return Trained(
-                tuple(faults), losses, tuple(problems), loss_error(losses, expected),
-                len({(line.pid, line.step) for line in scene.journal.lines if line.step and not line.rank}),
-                time.monotonic() - started_s, scene.bed.emulation, tuple(dict.fromkeys(damage_seen)), report,
+            found = self._judge(scene.journal.lines, report.partition("\n")[0], expected)
+            return replace(
+                found, faults=tuple(faults), time_s=time.monotonic() - started_s,
+                emulation=scene.bed.emulation, unreadable=tuple(dict.fromkeys(damage_seen)), report=report,
             )  # fmt: skip
+
+    def _judge(self, lines: Sequence[Line], why_stuck: str, expected: dict[int, float]) -> Trained:
+        """What the steps of a training say of it. Of one that is stuck no more is asked than losses."""
+        history, training = last_executions(lines), self.setting.training
+        losses = losses_of(history)
+        whole = [*check_steps(history, training), *check_samples(history, training)]
+        problems = [why_stuck] if why_stuck else whole
+        return Trained(
+            losses=losses,
+            problems=(*problems, *(check_losses(losses, expected) if expected else ())),
+            loss_error=loss_error(losses, expected),
+            steps_made=len({(line.pid, line.step) for line in lines if line.step and not line.rank}),
+        )
 
     @contextmanager
     def _scene(self, folder: Path) -> Iterator[Scene]:

@@ -52,7 +52,7 @@ class Writer:
         return cls(Path(os.environ[FOLDER_VARIABLE]), int(os.environ[MACHINE_VARIABLE]))
 
     def write(self, **fields: Any) -> None:
-        """One call of the system for one line: a process that is killed leaves whole lines."""
+        """Writes a line by one call of the system: a process that is killed leaves whole lines."""
         line = Line(time_s=time.monotonic(), **self._who, **fields)
         self._file.write(json.dumps(asdict(line)).encode() + b"\n")
 

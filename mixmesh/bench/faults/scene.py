@@ -82,7 +82,7 @@ class Output:
     machine_of: dict[int, int] = field(default_factory=dict)  # by the number in the bed
 
     def take(self, number: int, _: str, text: str) -> None:
-        """A function for a bed to call."""
+        """Takes a line from a bed, as its ``on_output``."""
         self.lines.append(Said(time.monotonic(), self.machine_of.get(number), text.rstrip()))
 
     def first_with(self, text: str, since_s: float) -> float | None:
@@ -194,7 +194,7 @@ class Scene:
         return {line.machine: line for line in self.journal.lines if not line.step}
 
     def running(self) -> dict[int, Line]:
-        """Those of them that are still there."""
+        """The last starts whose processes are still there."""
         return {m: line for m, line in self.starts().items() if is_there(line.pid)}
 
     def first_step_since(self, time_s: float) -> Line | None:
@@ -209,7 +209,7 @@ class Scene:
         return is_of_all and len(self.running()) == self.num_machines
 
     def good_checkpoints(self) -> list[Path]:
-        """Those that were not damaged on purpose, the newest first."""
+        """The checkpoints that were not damaged on purpose, the newest first."""
         return [path for path in checkpoints_in(self.checkpoints) if path.name not in self.damaged]
 
     def kill_agent(self, machine: int) -> None:
