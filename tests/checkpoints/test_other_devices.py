@@ -123,6 +123,18 @@ class Saves:
             assert train(again, resumed, range(SAVED_STEP, END)) == rest
 
 
+def expect_weights_alike(folder: Path, kind: str, model: ParallelModel) -> None:
+    """The weights of ``model`` in another one as well, by way of what ``export`` writes."""
+    exported = shared_folder()
+    if dist.get_rank() == 0:
+        checkpoint.export(folder, exported)
+    dist.barrier()
+    other, _ = begin(kind)
+    checkpoint.load_weights(other, exported)
+    whole, its = model.full_state_dict(), other.full_state_dict()
+    assert whole.keys() == its.keys() and all(torch.equal(x, its[name]) for name, x in whole.items())
+
+
 class GoesOn:
     """What four devices saved under ``saved`` is gone on with under ``kind``."""
 
@@ -133,6 +145,7 @@ class GoesOn:
         what = f"{self.saved} -> {self.kind} of {dist.get_world_size()}"
         model, optimizer = begin(self.kind)
         assert checkpoint.load(folder_of(self.saved), model=model, optimizer=optimizer).step == SAVED_STEP
+        expect_weights_alike(folder_of(self.saved), self.kind, model)
         rest = range(SAVED_STEP, END)
         expect_rest(train(model, optimizer, rest), rest, what)
 
