@@ -140,4 +140,5 @@ def test_the_batch_script_runs_as_two_agents(tmp_path):
     launches = [parsed(shlex.split(file.read_text())) for file in tmp_path.glob("launches.*")]
     assert sorted(name for _, name, _ in launches) == ["doctor", "doctor", "run", "run"]
     assert {launch["nnodes"] for launch, _, _ in launches} == {"2"}
+    assert {(name, launch["max_restarts"]) for launch, name, _ in launches} == {("doctor", 0), ("run", 20)}
     assert len({launch["rdzv_id"] for launch, _, _ in launches}) == 2

@@ -16,6 +16,7 @@ from mixmesh.runtime.launch_store import store_of_start
 from mixmesh.runtime.lost import Lost, Position, Waiting, error_of, fields_of
 from mixmesh.runtime.peers import Peers, Seen
 from mixmesh.runtime.processes import LAUNCHER_VARIABLE, is_stopped, process_place
+from mixmesh.runtime.watch import Watch
 
 
 def meet(server: dist.TCPStore, late: dict[int, float], world_size: int) -> list[dist.Store]:
@@ -65,6 +66,18 @@ def test_every_survivor_names_what_it_was_waiting_for_itself():
         'rank 1 (V100 of machine "b") has failed, and the others wait for it in all_gather, at step 31'
     )
     assert (first.where, own.where) == ("%h = aten.linear(%x, %w)", "all_gather")
+
+
+def test_a_rank_of_another_machine_whose_connection_is_closed_is_named(server):
+    elsewhere = Seen(1, "another machine", 1, 1, "", 0.0, "")
+    Peers(server, 1, 2, 30.0).write(elsewhere)
+    watch = Watch(server, 0, 2, heartbeat_s=30.0)
+    try:
+        watch.waiting = Waiting.now("all_gather")
+        error = watch.explain()
+        assert error is not None and error.message.startswith("rank 1 has not been heard of for 3 s")
+    finally:
+        watch.close()
 
 
 @pytest.mark.parametrize("is_launched", [True, False])

@@ -36,6 +36,7 @@ from .processes import process_place, shut
 BEAT_S = 1.0
 STUCK_S = 5.0  # in one collective, from when on others are looked at
 NOTICE_S = 10.0
+MISSED_S = 3.0
 TOLD_S = 10.0  # for the computing thread to raise what the watch has found, before the process is ended
 END_OF_DATA = "the end of the data"  # a call
 KEPT_CALLS = 16  # that are compared
@@ -226,8 +227,10 @@ class Watch:
                 return self._lose(Lost(rank, "has ended", seen.ended), waiting)
         if waited_s < STUCK_S and not self._asked:
             return None
+        # where a connection has failed, a rank of another machine that misses some beats is the lost one
+        silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
-            if how := self._peers.why_lost(rank, self.heartbeat_s):
+            if how := self._peers.why_lost(rank, silent_s):
                 return self._lose(Lost(rank, how), waiting)
         if (error := self._other_call(states, what)) is not None:
             return self._conclude(error)
