@@ -85,7 +85,8 @@ def test_a_stopped_process_is_killed_where_a_launcher_would(server, monkeypatch,
     monkeypatch.delenv(LAUNCHER_VARIABLE, raising=False)
     if is_launched:
         monkeypatch.setenv(LAUNCHER_VARIABLE, "run")
-    with subprocess.Popen(["sleep", "60"]) as other:
+    other = subprocess.Popen(["sleep", "60"])
+    try:
         seen = Seen(1, process_place(), other.pid, 1, "", 0.0, "")
         Peers(server, 1, 2, 30.0).write(seen)
         peers = Peers(server, 0, 2, 30.0)
@@ -101,4 +102,6 @@ def test_a_stopped_process_is_killed_where_a_launcher_would(server, monkeypatch,
         else:
             time.sleep(0.1)
             assert other.poll() is None and is_stopped(other.pid)
-            other.kill()
+    finally:
+        other.kill()
+        other.wait()

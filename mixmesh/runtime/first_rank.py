@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import MixmeshError
+from .lost import Waiting
+from .watch import running_watch
 
 T = TypeVar("T")
 
@@ -27,7 +31,8 @@ def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = Non
         except Exception as error:
             # the class may be unknown to pickle, or to the other ranks
             failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
-    dist.broadcast_object_list(box, src=0, group=group)
+    with _watched("a message of the first rank"):
+        dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise failure or box[1]
     return box[0]
@@ -39,5 +44,24 @@ def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]
     if not dist.is_initialized():
         return (value,)
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value, group=group)
+    with _watched("messages of all ranks"):
+        dist.all_gather_object(values, value, group=group)
     return tuple(values)
+
+
+@contextmanager
+def _watched(what: str) -> Iterator[None]:
+    """Raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
+    watch = running_watch()
+    if watch is None or watch.waiting is not None:  # who waits looks at its errors
+        yield
+        return
+    watch.waiting = Waiting(what, time.monotonic(), is_call=False)
+    try:
+        yield
+    except RuntimeError as error:
+        if (known := watch.explain()) is not None:
+            raise known from error
+        raise
+    finally:
+        watch.waiting = None

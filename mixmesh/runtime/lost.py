@@ -11,11 +11,13 @@ from ..errors import CollectiveError, MixmeshError
 
 
 class Waiting(NamedTuple):
-    """What a rank waits in, the moment since when, and the instruction with its place, if it is one."""
+    """What a rank waits in, the moment since when, and the instruction with its place, if it is one.
+    ``is_call`` is False for a message between two calls: a rank that has failed in one may go on there."""
 
     what: str
     since: float
     where: str = ""
+    is_call: bool = True
 
     @classmethod
     def now(cls, what: str, where: str = "") -> Waiting:

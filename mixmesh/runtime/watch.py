@@ -221,7 +221,8 @@ class Watch:
             return None
         what, waited_s = waiting.what, time.monotonic() - waiting.since
         for rank, seen in states.items():
-            if seen.failed and seen.number == self.number and not seen.doing:
+            has_failed = seen.failed and seen.number == self.number and not seen.doing
+            if has_failed and waiting.is_call:
                 return self._lose(Lost(rank, "has failed", seen.failed), waiting)
             if seen.ended:
                 return self._lose(Lost(rank, "has ended", seen.ended), waiting)
@@ -232,6 +233,8 @@ class Watch:
         for rank in states:
             if how := self._peers.why_lost(rank, silent_s):
                 return self._lose(Lost(rank, how), waiting)
+        if not waiting.is_call:
+            return None
         if (error := self._other_call(states, what)) is not None:
             return self._conclude(error)
         return self._notice(states, what, waited_s)
@@ -291,8 +294,9 @@ _of_process: list[tuple[object, Watch]] = []  # with its default group; empty be
 
 
 def running_watch() -> Watch | None:
-    """The watch that was begun last in this process, if one was."""
-    return _of_process[0][1] if _of_process else None
+    """The watch of this process's default group, if it was begun."""
+    is_running = _of_process and dist.is_initialized() and _of_process[0][0] is dist.group.WORLD
+    return _of_process[0][1] if is_running else None
 
 
 def watch_of_process(heartbeat_s: float, timeout_s: float) -> Watch | None:
