@@ -20,6 +20,7 @@ import torch.distributed as dist
 from gloo_world import assert_passed, free_port, run_world, shared_folder
 from idioms.plans import THREE, named
 from safetensors.torch import save_file
+from test_plans import file_limit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -326,6 +327,18 @@ def check_the_training_waits_for_a_checkpoint_where_one_rank_has_no_room(_) -> N
         assert steps_in(folder) == [1, 2, 3]
 
 
+def check_a_disk_that_is_full_ends_no_run(_) -> None:
+    """Neither beside the training nor at its end; one rank cannot write."""
+    whole, folder = losses_of(shared_folder(), steps=6), shared_folder()
+    assert losses_of(folder, steps=2) == whole[:2]
+    with file_limit(100 if dist.get_rank() == 1 else None):
+        assert losses_of(folder, steps=5, every=Every(steps=1)) == whole[2:5]
+    assert [path.name for path in folder.iterdir()] == ["000001-step-2"]
+    dist.barrier()
+    assert losses_of(folder, steps=6) == whole[2:]
+    assert steps_in(folder) == [4, 6]
+
+
 def check_an_iterator_is_refused(_) -> None:
     with pytest.raises(InputError, match="an iterator of batches cannot be gone on with"):
         losses_of(shared_folder(), data=iter([rows(8)] * 9), steps=2)
@@ -341,6 +354,7 @@ CHECKS = named(
     check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
     check_other_data_on_one_rank_is_never_kept,
     check_the_training_waits_for_a_checkpoint_where_one_rank_has_no_room,
+    check_a_disk_that_is_full_ends_no_run,
     check_an_iterator_is_refused,
 )
 
