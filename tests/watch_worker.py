@@ -122,7 +122,8 @@ def run_on_data_in_trouble(scenario: str, rank: int, program) -> None:
     if scenario == "a worker raises":
         data = torch.utils.data.DataLoader(Rows(last), 12, collate_fn=Collate(), num_workers=1)
     if scenario == "data in another order":
-        data = [batch(step + last) for step in range(7)]
+        # of ``x`` each rank sees rows of its own alone
+        data = [{"x": batch(step + last)["x"], "scale": batch(step)["scale"]} for step in range(7)]
     job = mixmesh.Job(Small(), batch(0), data=data, optimizer=lambda p: torch.optim.SGD(p, 0.01))
     run_training(job, program, steps=None, epochs=1, device="cpu", timeout_s=150)
 

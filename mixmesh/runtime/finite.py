@@ -21,7 +21,7 @@ from .inspection import is_spoilt
 from .not_finite import NotFinite, first_not_finite
 from .parallel_model import ParallelModel
 from .shard_numbers import Off
-from .shard_tensor import plain
+from .shard_tensor import ShardTensor, plain
 
 T = TypeVar("T")
 MOST_IN_A_ROW = 10  # steps that are left out
@@ -138,9 +138,9 @@ def call(function: Callable[..., T], batch: Any) -> T:
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
     """What this rank holds of gradients, as plain tensors with elements."""
     with Off():
-        held = [plain(p.grad) for p in params if p.grad is not None]
-    values = [(g._values() if g.is_sparse else g).detach() for g in held]
-    return [g for g in values if g.numel()]
+        held = [plain(g) if isinstance(g, ShardTensor) else g for p in params if (g := p.grad) is not None]
+        values = [g._values() if g.is_sparse else g for g in held]
+        return [g for g in values if g.numel()]
 
 
 def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
