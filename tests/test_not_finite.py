@@ -22,6 +22,7 @@ import mixmesh
 from mixmesh import checkpoint
 from mixmesh.baselines import data_parallel, tensor_parallel
 from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
+from mixmesh.cli.on_nan import CHOICES, on_nan_of
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, JobError
@@ -308,3 +309,13 @@ def test_what_is_not_finite_among_gradients_is_always_seen():
     assert not may_be_spoilt([]) and not may_be_spoilt([ones, half, huge])
     for value in (math.nan, math.inf, -math.inf):
         assert may_be_spoilt([ones, torch.tensor([1.0, value])]) and may_be_spoilt([ones, half * value])
+
+
+def test_the_option():
+    chosen = {("stop", False), ("skip", False), ("ignore", False), ("ignore", True)}
+    assert {on_nan_of(name, allow_nan) for name, allow_nan in chosen} == {*OnNan}
+    assert on_nan_of(None, False) is OnNan.STOP and on_nan_of(None, True) is OnNan.IGNORE
+    assert {*CHOICES} == {what.value for what in OnNan}
+    for name, allow_nan in (("stop", True), ("skip", True), ("halt", False), ("", False)):
+        with pytest.raises(InputError, match="what is done about a loss"):
+            on_nan_of(name, allow_nan)

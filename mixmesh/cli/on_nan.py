@@ -27,7 +27,7 @@ def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
     """What is done about them. Raises InputError for another word, and for two that differ."""
     from ..runtime.finite import OnNan
 
-    given = name or ("ignore" if allow_nan else "stop")
+    given = name if name is not None else "ignore" if allow_nan else "stop"
     if given not in CHOICES or (allow_nan and given != "ignore"):
         raise InputError(
             "what is done about a loss that is not finite cannot be read",
