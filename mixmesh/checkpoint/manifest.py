@@ -167,6 +167,11 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]), reverse=True)]
 
 
+def number_of(path: Path) -> int:
+    """The number of a checkpoint, by which they are in order."""
+    return int(NAME.fullmatch(path.name)[1])
+
+
 def next_name(folder: Path, step: int) -> str:
     """The name of the next checkpoint, after all that are there."""
     newest = checkpoints_in(folder)[:1]

@@ -26,7 +26,7 @@ from ..runtime.train import own_batches, owned
 from ..units import plural
 from .background import Saving
 from .loading import load
-from .manifest import checkpoints_in
+from .manifest import checkpoints_in, number_of
 from .ranks import Ranks
 from .saving import save, save_async
 from .signals import OF_SIGNAL, Signals
@@ -114,6 +114,7 @@ class RunCheckpoints:
             self._loader.state_dict()  # raises
         if self._settings.is_fresh or not self._go_on():
             self._initial(model)
+        self._number = self._newest_number()  # of the newest checkpoint that this training knows
         self._signals = self._open.enter_context(Signals())
         self._vote = Vote(Ranks.of(model))
         self._saved_at = time.monotonic()
@@ -173,6 +174,7 @@ class RunCheckpoints:
         """Saves while the training goes on, or at once where memory has no room for copies."""
         self._finish()
         self._check_data()
+        self._check_alone()
         self._saved_at = time.monotonic()
         if not self._check_room():
             self._save(num_steps)
@@ -196,12 +198,35 @@ class RunCheckpoints:
         """Waits for the checkpoint that is under way."""
         if self._saving is not None:
             (num_steps, saving), self._saving = self._saving, None
-            if saving.result() is not None:
-                self._saved_step = num_steps
+            self._note(saving.result(), num_steps)
 
     def _save(self, num_steps: int) -> None:
-        if save(self._settings.folder, **self._kept(num_steps), **self._parts()) is not None:
-            self._saved_step = num_steps
+        self._note(save(self._settings.folder, **self._kept(num_steps), **self._parts()), num_steps)
+
+    def _note(self, path: Path | None, num_steps: int) -> None:
+        """Notes the checkpoint of so many steps, if it could be written."""
+        if path is not None:
+            self._saved_step, self._number = num_steps, number_of(path)
+
+    def _newest_number(self) -> int:
+        """The number of the newest checkpoint in the folder, 0 for none. Collective."""
+        folder = self._settings.folder
+        return Ranks.of(self._model).from_first(
+            lambda: max(map(number_of, checkpoints_in(folder)), default=0)
+        )
+
+    def _check_alone(self) -> None:
+        """Raises InputError, on all ranks, if another training has written to the folder. torchrun has two
+        go on, each with a part of the machines, where its own signs of life come too late."""
+        newest = self._newest_number()
+        if newest > self._number:
+            raise InputError(
+                "another training writes checkpoints to the same folder",
+                expected=f"checkpoint {self._number} to be the newest, as this training knows it",
+                got=f"checkpoint {newest}",
+                where=str(self._settings.folder),
+                hint="end one of them, or give it a folder of its own; torchrun starts this one again",
+            )
 
     def _kept(self, num_steps: int) -> dict[str, Any]:
         extra = {MOST_DEVICES: self._most_devices}
@@ -214,6 +239,7 @@ class RunCheckpoints:
         self._finish()
         if num_steps != self._saved_step:
             self._check_data()
+            self._check_alone()
             self._save(num_steps)
         self.held_s += time.monotonic() - started
 

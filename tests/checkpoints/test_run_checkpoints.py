@@ -239,6 +239,29 @@ def check_steps_that_were_made_and_a_fresh_start(_) -> None:
     assert losses_of(folder, steps=4) == losses[2:]
 
 
+class DataBesideAnother:
+    """Batches; before the last one another training writes a checkpoint to the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __iter__(self):
+        yield from [rows(8)] * 4
+        if dist.get_rank() == 0:
+            wait_for(self.folder, 2)
+            (self.folder / "000099-step-7").mkdir()
+        dist.barrier()
+        yield from [rows(8)] * 2
+
+
+def check_another_training_in_the_folder(_) -> None:
+    folder = shared_folder()
+    with pytest.raises(InputError, match="another training writes checkpoints to the same folder") as raised:
+        losses_of(folder, data=DataBesideAnother(folder), steps=6)
+    assert raised.value.got == "checkpoint 99"
+    assert steps_in(folder) == [2, 4, 7]
+
+
 def check_epochs(_) -> None:
     for data, length in (("shuffled", 5), ([rows(8)] * 3, 3), (None, 1)):
         folder = shared_folder()
@@ -349,6 +372,7 @@ CHECKS = named(
     check_another_plan,
     check_steps_that_were_made_and_a_fresh_start,
     check_epochs,
+    check_another_training_in_the_folder,
     check_initial_weights,
     check_a_clock,
     check_a_signal_stops_a_loop_of_ones_own_on_all_ranks,
