@@ -1,0 +1,203 @@
+"""Trainings under torchrun that lose ranks, machines and memory, and go on with what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from elastic_job import BATCH, SAMPLES
+from gloo_world import free_port
+
+from mixmesh import checkpoint
+from mixmesh.checkpoint.run import Every, Settings
+from mixmesh.cli.checkpoint import checkpoint_stays
+from mixmesh.errors import Infeasible
+
+JOB = Path(__file__).parent / "elastic_job.py"
+ROOT = JOB.parents[1]
+PER_EPOCH = SAMPLES // BATCH
+LIMIT_S = 240.0  # for one event, on a busy machine
+QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
+
+
+class Agent:
+    """torchrun on one machine, with a process for each of its devices."""
+
+    def __init__(self, folder: Path, name: str, port: int, nodes: str, nproc: int, arguments: str) -> None:
+        self.output = folder / f"{name}.txt"
+        paths = os.pathsep.join([str(ROOT), str(JOB.parent), os.environ.get("PYTHONPATH", "")])
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": "", "MIXMESH_CACHE": str(folder / "cache"),
+            "ELASTIC_FOLDER": str(folder), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0",
+        }  # fmt: skip
+        if nodes != "1":
+            environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        conf = f"{QUICK},is_host={int(name == 'agent0')}"
+        command = (
+            f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node {nproc} --max-restarts 9 "
+            f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf {conf} -m mixmesh run {JOB} "
+            f"--checkpoint {folder / 'checkpoints'} --profile-seconds 0 --planner ddp-even {arguments}"
+        )
+        with open(self.output, "w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, *command.split()], env=environment, stdout=output, stderr=output
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait_for(self, pattern: str, start: int = 0) -> int:
+        """The end of the first match after ``start``; fails where torchrun ends before it."""
+        deadline = time.monotonic() + LIMIT_S
+        while (found := re.compile(pattern).search(self.text(), start)) is None:
+            assert time.monotonic() < deadline and self.process.poll() is None, (pattern, self.text()[-5000:])
+            time.sleep(0.05)
+        return found.end()
+
+    def wait_for_steps(self, count: int, start: int) -> int:
+        """The same of so many steps."""
+        return self.wait_for(rf"(step \d+ .+\n){{{count}}}", start)
+
+    def end(self) -> None:
+        assert self.process.wait(LIMIT_S) == 0, self.text()[-5000:]
+
+
+@pytest.fixture
+def agents(tmp_path):
+    """A function that starts torchrun; all processes end with the test."""
+    started: list[Agent] = []
+    port = free_port()
+
+    def start(nodes: str, nproc: int, arguments: str) -> Agent:
+        started.append(Agent(tmp_path, f"agent{len(started)}", port, nodes, nproc, arguments))
+        return started[-1]
+
+    yield start
+    for agent in started:
+        agent.process.kill()
+    for process in processes(tmp_path):
+        kill(process["pid"])
+
+
+def processes(folder: Path) -> list[dict]:
+    """The ranks of all starts so far, the newest last."""
+    files = sorted(folder.glob("process-*"), key=lambda file: file.stat().st_mtime_ns)
+    return [json.loads(file.read_text()) for file in files]
+
+
+def newest(folder: Path, world: int, rank: int) -> dict:
+    return [p for p in processes(folder) if (p["world"], p["rank"]) == (world, rank)][-1]
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        pass
+
+
+def committed(folder: Path) -> dict[int, list[int]]:
+    """By step the samples of all ranks when it was made last."""
+    rows: dict[int, list[dict]] = defaultdict(list)
+    for file in folder.glob("samples-*"):
+        for line in file.read_text().splitlines():
+            if line.endswith("}"):  # whole: its process may have been killed
+                row = json.loads(line)
+                rows[row["step"]].append(row)
+    history = {}
+    for step, made in rows.items():
+        last = max(made, key=lambda row: row["at"])
+        of_last = sorted(made, key=lambda row: row["at"])[-last["world"] :]
+        assert sorted(row["rank"] for row in of_last) == list(range(last["world"])), (step, made)
+        history[step] = [sample for row in of_last for sample in row["samples"]]
+    return history
+
+
+def assert_each_sample_once(folder: Path, epochs: int) -> None:
+    """In the first ``epochs`` of a training, that may have gone further."""
+    history = committed(folder)
+    assert set(history) >= set(range(1, epochs * PER_EPOCH + 1))
+    orders = []
+    for epoch in range(epochs):
+        steps = range(epoch * PER_EPOCH + 1, (epoch + 1) * PER_EPOCH + 1)
+        orders.append([sample for step in steps for sample in history[step]])
+        assert sorted(orders[-1]) == list(range(SAMPLES)), epoch
+    assert orders[0] != orders[1]  # shuffled
+
+
+def test_ranks_that_run_out_of_memory_are_stopped_or_killed(agents, tmp_path, monkeypatch):
+    """With one torchrun: every start goes on, and every survivor says who was lost, and where."""
+    (tmp_path / "limit-memory").touch()
+    monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.02")
+    agent = agents("1", 2, "--every 3 --epochs 14 --heartbeat 2")
+    read = agent.wait_for("has run out of memory")
+    read = agent.wait_for(r"restart 1: 2 devices, no checkpoint yet: beginning anew", read)
+    read = agent.wait_for(r"step 20 ", read)
+    stopped = newest(tmp_path, 2, 1)
+    os.kill(stopped["pid"], signal.SIGSTOP)
+    lost = r'rank 1 \(cpu.* of machine ".+"\) is stopped \(by a signal\).*, and the others wait for it in '
+    read = agent.wait_for(lost + r".+, at step \d\d\n +where ", read)
+    told_at = time.monotonic()
+    read = agent.wait_for(r"restart 2: 2 of 2 devices, going on after step \d\d", read)
+    restarted_s = time.monotonic() - told_at
+    assert "Unable to shutdown process" not in agent.text(), restarted_s  # torchrun has not waited 30 s
+    read = agent.wait_for(r"step [3-9]\d ", read)
+    os.kill(newest(tmp_path, 2, 0)["pid"], signal.SIGKILL)
+    read = agent.wait_for(r'rank 0 \(cpu.* of machine ".+"\) has ended without a word.*, at step \d+\n', read)
+    agent.wait_for(r"restart 3: 2 of 2 devices, going on after step \d+", read)
+    agent.end()
+    assert len(committed(tmp_path)) == 14 * PER_EPOCH
+    assert_each_sample_once(tmp_path, 14)
+
+
+def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
+    """With a torchrun for each machine: one is killed with its rank, and another one comes; then a torchrun
+    alone is killed, and its rank ends with it."""
+    monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.01")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    arguments = "--every 5 --epochs 1000 --heartbeat 2"
+    first, second = (agents("1:2", 1, arguments) for _ in range(2))
+    read = first.wait_for_steps(10, first.wait_for("2 devices in 1 machine: "))
+    second.process.kill()
+    kill(newest(tmp_path, 2, 1)["pid"])
+    read = first.wait_for(r"rank 1 \(.+\) has ended without a word", read)
+    read = first.wait_for(r"1 of 2 devices, going on after step \d+", read)
+    read = first.wait_for_steps(10, read)
+    third = agents("1:2", 1, arguments)
+    read = first.wait_for(r"stopped by SIGTERM", read)  # a new machine: nothing that was trained is lost
+    saved = int(checkpoint.latest(tmp_path / "checkpoints").name.rpartition("-")[2])
+    read = first.wait_for(rf"2 of 2 devices, going on after step {saved}\b", read)
+    read = first.wait_for_steps(10, read)
+    alone = newest(tmp_path, 2, 1)
+    assert alone["agent"] == third.process.pid
+    third.process.kill()
+    read = first.wait_for(r"1 of 2 devices, going on after step \d+", read)
+    deadline = time.monotonic() + LIMIT_S
+    while Path(f"/proc/{alone['pid']}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    last = saved + 6 * PER_EPOCH
+    first.wait_for(rf"step {last} ", read)
+    assert_each_sample_once(tmp_path, (last - 1) // PER_EPOCH)
+
+
+def test_where_nothing_fits_the_checkpoint_is_named(tmp_path):
+    def hints(settings: Settings | None) -> str:
+        with pytest.raises(Infeasible) as raised, checkpoint_stays(settings):
+            raise Infeasible("no plan fits in memory", hint="a smaller batch")
+        return " | ".join(raised.value.hint)
+
+    settings = Settings(tmp_path, Every(steps=1), 3)
+    assert hints(None) == "a smaller batch"
+    assert "no checkpoint was written yet" in hints(settings)
+    (tmp_path / "000002-step-140").mkdir()
+    assert f"{tmp_path / '000002-step-140'} stays" in hints(settings)
