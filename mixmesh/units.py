@@ -5,6 +5,7 @@ One rounding, at the end: a figure printed by ``in_unit`` reads back as the same
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
@@ -64,6 +65,15 @@ def size_text(size_bytes: float) -> str:
                 else f"{size_bytes / unit:.0f} {name}"
             )
     return f"{size_bytes:.0f} B"
+
+
+def seconds_text(value: float) -> str:
+    """A time to read: ``1.25 s``, ``340 ms``; ``-`` where it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    if value >= 1:
+        return f"{value:.3g} s"
+    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
 
 
 def plural(count: int, noun: str) -> str:

@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"planner", "explain"},),
     ({"api"}, {"tuning"}),
     ({"preparation"}, {"whatif"}, {"report"}),
-    ({"checkpoint"},),
+    ({"checkpoint"}, {"rebalance"}),
     ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
@@ -51,8 +51,8 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
 # the only ones that may import torch when they are imported
 TORCH = {
     "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
-    "tuning", "detection", "preparation", "checkpoint", "doctor", "integrations", "hf", "accelerate",
-    "lightning",
+    "tuning", "detection", "preparation", "checkpoint", "rebalance", "doctor", "integrations", "hf",
+    "accelerate", "lightning",
 }  # fmt: skip
 TORCH_FILES = {"check/types.py"}
 

@@ -21,6 +21,7 @@ from ..preparation.alike import HINTS, check_digests
 from ..preparation.loading import own_loader
 from ..preparation.own_loader import OwnIterator, OwnLoader
 from ..runtime.agreement import COMPARED_STEPS
+from ..runtime.data import Feed
 from ..runtime.parallel import ParallelModel
 from ..runtime.train import own_batches, owned
 from ..units import plural
@@ -91,10 +92,13 @@ class RunCheckpoints:
         epochs: int | None,
         say: Callable[[str], None],
         initial: Callable[[ParallelModel], object] = lambda model: None,
+        *,
+        may_follow: bool = False,
     ) -> None:
-        """``initial`` is called with the model where there is nothing to go on with."""
+        """``initial`` is called with the model where there is nothing to go on with. ``may_follow``: another
+        plan of the same form may follow in the middle of the training."""
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
-        self._initial = initial
+        self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
         self._saved_step = -1
         self._saving: tuple[int, Saving] | None = None  # that is under way, and its step
@@ -103,7 +107,7 @@ class RunCheckpoints:
         self.first_step = 0  # how many were made before this start
         self.stopped_by = 0  # the number of the signal that ended the run
 
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Iterator, int]:
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Feed, int]:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
         self._model, self._optimizer = model, optimizer
@@ -139,12 +143,13 @@ class RunCheckpoints:
     def _parts(self) -> dict[str, Any]:
         return {"model": self._model, "optimizer": self._optimizer, "loader": self._loader}
 
-    def _batches(self, job: Any) -> Iterator:
+    def _batches(self, job: Any) -> Feed:
         if self._loader is not None:
-            return map(owned, chain.from_iterable(_epochs(self._loader, self._epochs)))
+            batches = map(owned, chain.from_iterable(_epochs(self._loader, self._epochs)))
+            return Feed(batches, self._loader.follow, self._loader.num_ahead)
         # one batch over and over: an epoch is a step
         left = None if self._epochs is None else max(self._epochs - self.first_step, 0)
-        return own_batches(job, self._plan, self._model.comm.rank, left)
+        return own_batches(job, self._plan, self._model.comm.rank, left, may_follow=self._may_follow)
 
     def after_step(self, num_steps: int) -> bool:
         """Saves if it is time to, ``num_steps`` having been made; whether the run is to stop here."""
@@ -185,7 +190,7 @@ class RunCheckpoints:
         """Whether every rank has room for copies: always on GPUs, whose copies are in host memory, and
         elsewhere where the plan's own memory leaves as much."""
         if self._has_room is None:
-            rank, plan = self._model.comm.rank, self._plan
+            rank, plan = self._model.comm.rank, self._model._runtime.forms.plan
             known = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
             has_room = True
             if self._model.comm.device.type == "cpu" and known:

@@ -88,8 +88,10 @@ def keeper_of(
     initial: Callable[[ParallelModel], object],
     *,
     is_quiet: bool,
+    may_follow: bool,
 ) -> RunCheckpoints | None:
-    """The keeper of a run's state; None without checkpoints. ``initial`` is called where a run begins."""
+    """The keeper of a run's state; None without checkpoints. ``initial`` is called where a run begins.
+    ``may_follow``: another plan of the same form may follow in the middle of the run."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints
@@ -98,4 +100,4 @@ def keeper_of(
         if not is_quiet:
             print(text, flush=True)
 
-    return RunCheckpoints(settings, plan, epochs, say, initial)
+    return RunCheckpoints(settings, plan, epochs, say, initial, may_follow=may_follow)

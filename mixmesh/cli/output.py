@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import MixmeshError
-from ..units import size_text
+from ..units import seconds_text, size_text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
@@ -91,11 +91,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def seconds(value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    return seconds_text(value)
 
 
 def size(value: float) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..explain.headline import headline
 from ..job import Job
-from ..plan_file import Plan
 from .output import seconds
 from .profile import telling
+
+if TYPE_CHECKING:
+    from ..preparation import Prepared
 
 ProfileSeconds = Annotated[
     float,
@@ -43,9 +45,9 @@ def prepared_plan(
     is_fresh: bool,
     batch_norm: str = "exact",
     cluster_file: Path | None = None,
-) -> tuple[Job, Plan, int]:
-    """The job, its plan for the devices of this launch, and this process's rank. Collective. Random numbers
-    are as the job left them, alike on all ranks."""
+) -> tuple[Job, Prepared, int]:
+    """The job, its plan for the devices of this launch with what that rests on, and this process's rank.
+    Collective. Random numbers are as the job left them, alike on all ranks."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     from ..planner import check_planner
 
@@ -74,4 +76,4 @@ def prepared_plan(
         print(headline(prepared.plan, prepared.cluster), file=sys.stderr, flush=True)
         for warning in prepared.plan.warnings:
             print(f"warning: {warning}", file=sys.stderr, flush=True)
-    return loaded, prepared.plan, rank
+    return loaded, prepared, rank

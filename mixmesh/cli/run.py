@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..api import load_profile
 from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
@@ -29,6 +30,7 @@ from .on_nan import AllowNan, OnNanName, on_nan_of
 from .output import Json, print_json, seconds, size, table
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
+from .rebalance import Rebalance, balancer_of
 from .testbed import CLUSTER_VARIABLE
 from .weights import InitialWeights, initial_weights
 
@@ -96,6 +98,7 @@ def run(
     keep: CheckpointKeep = 3,
     is_anew: CheckpointFresh = False,
     weights: InitialWeights = None,
+    is_rebalanced: Rebalance = True,
     as_json: Json = False,
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
@@ -108,13 +111,15 @@ def run(
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
         with checkpoint_stays(kept):
-            loaded, loaded_plan, rank = prepared_plan(
+            loaded, prepared, rank = prepared_plan(
                 job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster
             )
         jobs.append(loaded)
         del loaded
+        loaded_plan, known = prepared.plan, lambda: (prepared.cluster, prepared.profile)
     else:
         loaded_plan, rank = launched_plan(job, plan, batch_norm, timeout_s)
+        known = lambda: (described_cluster(cluster), load_profile(profile))  # noqa: E731
     num_steps = steps or (None if epochs else DEFAULT_STEPS)
     described = predicted = None
     if trace is not None:
@@ -136,9 +141,13 @@ def run(
         if not rank and not as_json:
             print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
 
-    keeper = keeper_of(kept, loaded_plan, epochs, initial, is_quiet=bool(rank) or as_json)
+    if not jobs:
+        jobs.append(load_job(job))
+    balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps)
+    is_quiet, may_follow = bool(rank) or as_json, balancer is not None
+    keeper = keeper_of(kept, loaded_plan, epochs, initial, is_quiet=is_quiet, may_follow=may_follow)
     report = train(
-        jobs.pop() if jobs else load_job(job),
+        jobs.pop(),
         loaded_plan,
         steps=num_steps,
         epochs=epochs,
@@ -148,6 +157,7 @@ def run(
         check_model=plan is not None,
         on_nan=what_on_nan,
         keeper=keeper,
+        balancer=balancer,
         initial=initial,
         on_start=enter_device,
         on_step=say,
@@ -178,6 +188,7 @@ def run(
                 "skipped_steps": report.num_skipped,
                 "emulation": os.environ.get("MIXMESH_EMULATION"),
                 **({} if keeper is None else keeper.figures()),
+                **({} if balancer is None else balancer.figures()),
                 **({} if compared is None else {"comparison": asdict(compared)}),
             }
         )

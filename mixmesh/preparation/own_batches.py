@@ -10,9 +10,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from ..runtime.data import Followed
 from ..runtime.first_rank import from_first_rank
 from .resuming import Numbers, Progress, check_skipped, skip
 
+Rows = Callable[[int], tuple[int, int]]  # of a batch of so many: a rank's first row, and how many it has
 BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
 
 
@@ -38,7 +40,7 @@ class Iteration:
     def __init__(
         self,
         loader: DataLoader,
-        rows: Callable[[int], tuple[int, int]],
+        rows: Followed[Rows],
         ahead: int,
         state: Progress | None,
     ) -> None:
@@ -67,7 +69,7 @@ class Iteration:
             self.receive_ahead()
         while self.received:
             indices = self.received.popleft()
-            start, size = self.rows(len(indices))
+            start, size = self.rows.use()(len(indices))
             self.given.append(Given(size, len(indices), indices_text(indices)))
             yield indices[start : start + size] or indices[:1]
 
@@ -99,14 +101,20 @@ class OwnBatches:
     the rank's first row in a batch of so many, and how many it has; ``ahead`` is that of ``Iteration``, the
     same on all ranks. ``iteration`` is the one that was begun last, which is given out."""
 
-    def __init__(self, loader: DataLoader, rows: Callable[[int], tuple[int, int]], ahead: int = 0) -> None:
-        self.loader, self.rows, self.ahead = loader, rows, ahead
+    def __init__(self, loader: DataLoader, rows: Rows, ahead: int = 0) -> None:
+        self.loader, self.rows, self.ahead = loader, Followed(rows), ahead
         self.iteration: Iteration | None = None
 
     def begin(self, state: Progress | None) -> Iteration:
         """Has what asks next be given an iteration of its own."""
         self.iteration = Iteration(self.loader, self.rows, self.ahead, state)
         return self.iteration
+
+    def follow(self, rows: Rows) -> None:
+        """Has the batches after the next ``ahead`` ones that the script is given be cut by ``rows``. Those
+        before are being loaded already, on this rank or another."""
+        num_loading = 0 if self.iteration is None else len(self.iteration.given)
+        self.rows.follow(rows, self.ahead - num_loading)
 
     def __len__(self) -> int:
         return len(self.loader.batch_sampler)

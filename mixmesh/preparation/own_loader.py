@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..plan_file import Plan
-from ..runtime.data import shard_batches
+from ..runtime.data import Followed, own_rows, shard_batches_by
 from ..runtime.first_rank import everyones, from_first_rank
 from .alike import digest, digested, same_on_all
 from .own_batches import OwnBatches
@@ -65,6 +66,7 @@ class OwnLoader:
         self, loader: Iterable, own: Iterable, plan: Plan | None, *, is_whole: bool, is_compared: bool = True
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
+        self._followed = Followed(plan)
         self._is_compared = is_compared  # batches without indices, each with those of the other ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
@@ -85,7 +87,20 @@ class OwnLoader:
         batches = (
             self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
         )
-        return iter(shard_batches(batches, self._plan, dist.get_rank())) if self._is_whole else batches
+        return shard_batches_by(self._followed, batches, dist.get_rank()) if self._is_whole else batches
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches any rank may be loading before they are asked for, the same on all."""
+        return 0 if self._sampler is None else self._sampler.ahead
+
+    def follow(self, plan: Plan) -> None:
+        """Has the batches after the next ``num_ahead`` ones be cut by another plan of the same form. Every
+        rank calls it after the same batch."""
+        self._plan = plan
+        self._followed.follow(plan, self.num_ahead)
+        if self._sampler is not None and not self._is_whole:
+            self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))
 
     def _next_resume(self) -> Resume | None:
         """Where the next iteration goes on; None where it begins anew."""

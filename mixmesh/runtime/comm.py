@@ -30,6 +30,15 @@ LEAST_S = 60.0  # that ranks wait for each other at the start
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
+@dataclass(eq=False)
+class Waits:
+    """``time_s`` is how long this rank's thread that computes has waited for others, since the process
+    groups were made: the rest of a step's seconds are its own. On a GPU the stream waits, and not the
+    thread."""
+
+    time_s: float = 0.0
+
+
 @dataclass(frozen=True)
 class Comm:
     """Rank, device and one process group per set of ranks that ever communicates.
@@ -43,6 +52,7 @@ class Comm:
     timeout_s: float
     groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup | None] = field(repr=False)
     watch: Watch | None = field(default=None, repr=False)
+    waits: Waits = field(default_factory=Waits, repr=False)
 
     @classmethod
     def create(
@@ -182,7 +192,7 @@ class Channel:
     def finish(self, work: dist.Work | None) -> None:
         if work is None:
             return
-        watch = self.comm.watch
+        watch, started = self.comm.watch, time.monotonic()
         if watch is not None:
             watch.waiting = Waiting.now(self.what, self.where)
         try:
@@ -190,6 +200,7 @@ class Channel:
         except RuntimeError as error:
             raise self.failed(error) from error
         finally:
+            self.comm.waits.time_s += time.monotonic() - started
             if watch is not None:
                 watch.waiting = None
 

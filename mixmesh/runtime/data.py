@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from .batches import batch_dim_input, local_input, program_inputs
 from .calls import Signature, signature_of
 from .executor import local_piece
 from .layout import Layout, layout
+
+T = TypeVar("T")
 
 
 def shard_batches(
@@ -41,16 +43,71 @@ def shard_batches(
     empty tensor. From a batch of another size each rank gets its planned share, rounded again: possibly no
     row. Raises InputError for a tuple of which the plan does not know what is what.
     """
+    return shard_batches_by(Followed(plan), batches, rank, device=device, model=model)
+
+
+class Followed(Generic[T]):
+    """A value that is used once for every batch, and that another one may follow."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._next: tuple[int, T] | None = None
+
+    def follow(self, value: T, after: int = 0) -> None:
+        """Has ``value`` be the one after so many more uses."""
+        self._next = after, value
+
+    def use(self) -> T:
+        """The value for one more batch."""
+        if self._next is not None:
+            after, following = self._next
+            self._next = (after - 1, following) if after else None
+            self.value = self.value if after else following
+        return self.value
+
+
+class Feed(Generic[T]):
+    """This rank's batches in their order. ``follow(plan)`` has them be cut by another plan of the same form
+    after the next ``num_ahead`` ones, which are being loaded; it is None where that cannot be."""
+
+    def __init__(
+        self,
+        batches: Iterator[T],
+        follow: Callable[[Plan], object] | None = None,
+        num_ahead: int = 0,
+    ) -> None:
+        self._batches, self.follow, self.num_ahead = batches, follow, num_ahead
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        return next(self._batches)
+
+
+def shard_batches_by(
+    followed: Followed[Plan | Program],
+    batches: Iterable[Any],
+    rank: int,
+    *,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
+) -> Iterator[Any]:
+    """``shard_batches`` by a plan that others of the same form may follow."""
+    plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
     where = None if device is None else torch.device(device)
     by_name = {i.args[0]: i for i in program_inputs(program)}
     signature = Signature() if model is None else signature_of(model)  # and no reference to the model is kept
 
-    def share(i: Instruction | None, value: Any) -> Any:
-        return _share(program, i, value, rank, where, whole=is_pipeline)
-
     def cut(batch: Any) -> Any:
+        now = followed.use()
+        shares = now.program if isinstance(now, Plan) else now
+
+        def share(i: Instruction | None, value: Any) -> Any:
+            return _share(shares, i, value, rank, where, whole=is_pipeline)
+
         if isinstance(batch, Mapping):
             return _like(batch, {k: share(by_name.get(str(k)), v) for k, v in batch.items()})
         if isinstance(batch, tuple | list):

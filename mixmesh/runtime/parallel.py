@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..errors import InputError
-from ..ir import REPLICATE, Parts, Program, owned_type, stage_of
+from ..ir import Parts, Program
 from ..plan_file import accumulation
 from ..trace.compiled import uncompiled
 from ..trace.dtypes import TORCH_DTYPE
@@ -26,7 +24,6 @@ from .calls import Calls
 from .comm import Comm
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
-from .layout import Layout
 from .loss import LossSum
 from .model_check import PlannedModel
 from .node import Inner
@@ -39,11 +36,10 @@ from .passes import Runtime
 from .pipeline import groups
 from .random import RandomPolicy
 from .shapes import Forms
-from .shard_tensor import ShardTensor, plain, shard
-from .shard_whole import Whole
 from .shards import Stored, agree, stored_tensors
 from .shells import parallel_class
 from .start import check_values, start_together
+from .taken import Taken, owners_of
 from .whole_model import own_module
 
 __all__ = [
@@ -130,10 +126,36 @@ def _take(
 ) -> ParallelModel:
     """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
     program = plan if isinstance(plan, Program) else plan.program
-    calls = Calls.of(model, plan)
-    taken = _Taken(comm, stored, _owners(program, model))
-    params = {name: taken.param(name, p) for name, p in model.named_parameters(remove_duplicate=False)}
-    held_buffers = {name: taken.buffer(name, b) for name, b in model.named_buffers(remove_duplicate=False)}
+    taken = Taken(comm, stored, owners_of(program, model))
+    runtime = runtime_of(taken, model, plan, random, check_model=check_model, kept_shapes=kept_shapes)
+    made = parallel_class(ParallelModel, type(own_module(model)))
+    parallel = made(runtime, model, taken.params, taken.buffers)
+    if optimizer is not None:
+        _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
+    for whole, shown in taken.shown.items():
+        if not isinstance(whole, TakenOver):
+            take_over(whole, shown)
+    if comm.device.type == "cpu":
+        trim_heap(0)  # returns memory that setting up took
+    return parallel
+
+
+def runtime_of(
+    taken: Taken,
+    model: nn.Module,
+    plan: Any,
+    random: RandomPolicy,
+    *,
+    check_model: bool,
+    kept_shapes: int,
+) -> Runtime:
+    """All that runs ``plan`` on the tensors of ``model``, which are ``taken``."""
+    program = plan if isinstance(plan, Program) else plan.program
+    comm, stored, calls = taken.comm, taken.stored, Calls.of(model, plan)
+    taken.params = params = {
+        name: taken.param(name, p) for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    taken.buffers = {name: taken.buffer(name, b) for name, b in model.named_buffers(remove_duplicate=False)}
     buckets = assign_buckets(program)
     taken.wholes = wholes = WholeParams(comm, *_groups(buckets, taken.owned_by_name(params)))
     owned = taken.owned_by_name(params)
@@ -144,7 +166,7 @@ def _take(
     learning = {id(inner[name]) for name in _learning(program)}
     dtype = TORCH_DTYPE[program.types[program.loss].value.dtype]
     first_names = tuple({p: name for name, p in reversed(params.items())}[p] for p in taken.inner)
-    runtime = Runtime(
+    return Runtime(
         program,
         comm,
         calls,
@@ -168,140 +190,25 @@ def _take(
         ),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
     )
-    made = parallel_class(ParallelModel, type(own_module(model)))
-    parallel = made(runtime, model, params, held_buffers)
-    if optimizer is not None:
-        _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
-    for whole, shown in taken.shown.items():
-        if not isinstance(whole, TakenOver):
-            take_over(whole, shown)
-    if comm.device.type == "cpu":
-        trim_heap(0)  # returns memory that setting up took
-    return parallel
-
-
-@dataclass
-class _Taken:
-    """The tensors of a model on their way into the parallel one: ``shown`` by the original's, ``inner`` by
-    the shown parameter."""
-
-    comm: Comm
-    stored: Mapping[str, Stored]
-    owners: Mapping[Tensor, tuple[Layout, int]]
-
-    def __post_init__(self) -> None:
-        self.shown: dict[Tensor, Tensor] = {}
-        self.swapped: dict[Tensor, tuple[Tensor, Stored]] = {}
-        self.inner: dict[nn.Parameter, nn.Parameter] = {}
-        self.wholes: WholeParams | None = None
-        self._owned: dict[nn.Parameter, Owned] = {}
-
-    def param(self, name: str, whole: nn.Parameter) -> nn.Parameter:
-        if whole in self.shown:
-            return self.shown[whole]
-        stored, comm = self.stored[name], self.comm
-        used_as, stage = self.owners.get(whole, (stored.held, 0))
-        if isinstance(whole, TakenOver):
-            shown = _shared(whole, stored, comm, is_owned=bool(stage))
-            mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
-        else:
-            # a rank that does not use it holds no rows of it, and no elements
-            held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
-            piece = held.piece(whole, comm.rank, comm.device)
-            mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
-            written = None
-            if stage and comm.rank in used_as.ranks:
-                owned = Owned.of(name, mine, stored.held, used_as.ranks, comm.rank, stage)
-                mine = owned.piece
-            if stage:
-                written = self._written
-            shown = _show(mine, stored, comm, written)
-            if stage and comm.rank in used_as.ranks:
-                self._owned[shown] = owned
-        self.shown[whole] = shown
-        self.swapped[whole] = (shown, stored)
-        self.inner[shown] = mine
-        return shown
-
-    def buffer(self, name: str, whole: Tensor) -> Tensor:
-        if whole not in self.shown:
-            stored, comm = self.stored[name], self.comm
-            if isinstance(whole, TakenOver):
-                self.shown[whole] = _shared(whole, stored, comm, is_owned=False)
-            else:
-                piece = stored.piece(whole, comm.rank, comm.device)
-                self.shown[whole] = piece if _is_whole(stored, comm) else shard(piece, Whole(stored, comm))
-        return self.shown[whole]
-
-    def owned_by_name(self, params: Mapping[str, nn.Parameter]) -> dict[str, Owned]:
-        return {name: self._owned[p] for name, p in params.items() if p in self._owned}
-
-    def _written(self) -> None:
-        self.wholes.changed()
-
-
-def _is_whole(stored: Stored, comm: Comm) -> bool:
-    """Whether every rank holds all of it."""
-    return not (stored.held.sizes or stored.copies) and len(stored.held.ranks) == comm.world_size
-
-
-def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Parameter:
-    if _is_whole(stored, comm):
-        return nn.Parameter(mine.detach(), requires_grad=mine.requires_grad)
-    whole = Whole(stored, comm, written)
-    return shard(mine, whole, is_parameter=True, requires_grad=mine.requires_grad)
-
-
-def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
-    """The tensor that another parallel model shows for the same original. Raises InputError if this one would
-    hold it otherwise: then there would be two, trained apart."""
-    shown = whole.heir()
-    if isinstance(shown, ShardTensor):
-        alike = shown.whole.stored.held == stored.held and shown.whole.written is None
-    else:
-        alike = shown is not None and _is_whole(stored, comm)
-    if not alike or is_owned:
-        raise InputError(
-            "two parallel models share a parameter or buffer, and their plans hold it differently"
-            if shown is not None
-            else "the model was taken over by parallelize before, and that parallel model is gone",
-            expected=f"{stored.name} whole on every rank in both plans, or cut alike",
-            got="" if shown is None else f"{stored.name}: another layout in this plan",
-            hint=(
-                'plan both with planner="ddp-proportional"',
-                "one model whose forward returns the sum of both losses",
-                "model.load_state_dict(parallel.full_state_dict()) makes the original whole again",
-            ),
-        )
-    return shown
 
 
 def _adapt(
-    optimizer: torch.optim.Optimizer, taken: _Taken, runtime: Runtime, holders: tuple[int, ...] | None
+    optimizer: torch.optim.Optimizer, taken: Taken, runtime: Runtime, holders: tuple[int, ...] | None
 ) -> None:
-    comm, wholes = runtime.comm, runtime.wholes
+    comm = runtime.comm
     optimizers.put_on_shards(optimizer, taken.swapped, comm.rank)
     optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)
-    optimizers.also_drop(optimizer, runtime.reducer.drop)
+    # by way of the runtime, whose parts are others after a change of shares
+    optimizers.also_drop(optimizer, lambda: runtime.reducer.drop())
     if runtime.owned:
-        inner = taken.inner
 
         def gather(stepped: torch.optim.Optimizer, *_) -> None:
-            wholes.changed()
-            wholes.start([inner.get(p, p) for p in optimizers.params_of(stepped)])
+            inner = dict(zip(runtime.node.shown, runtime.node.inner))
+            runtime.wholes.changed()
+            runtime.wholes.start([inner.get(p, p) for p in optimizers.params_of(stepped)])
 
         optimizer.register_step_post_hook(gather)
-
-
-def _owners(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, int]]:
-    """For each parameter with shard owners: the layout in which it is used, and the ZeRO stage."""
-    params = dict(model.named_parameters(remove_duplicate=False))
-    return {
-        params[i.args[0]]: (Layout(REPLICATE, program.participants(i.type)), stage_of(i))
-        for i in program.params
-        if owned_type(program, i) is not None
-    }
 
 
 def _groups(buckets: Sequence[Bucket], owned: Mapping[str, Owned]) -> tuple[list[list[Owned]], list[Parts]]:

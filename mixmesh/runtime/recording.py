@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -198,7 +198,8 @@ class RecordedComm(Comm):
 
     @classmethod
     def of(cls, comm: Comm, recorder: Recorder) -> RecordedComm:
-        return cls(comm.rank, comm.world_size, comm.device, comm.timeout_s, comm.groups, comm.watch, recorder)
+        plain = {f.name: getattr(comm, f.name) for f in fields(Comm)}
+        return cls(**plain, recorder=recorder)
 
     def channel(self, ranks, instruction, purpose="data", part="") -> RecordedChannel:
         plain = super().channel(ranks, instruction, purpose, part)

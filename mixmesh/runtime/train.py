@@ -25,7 +25,7 @@ from ..plan_file import Plan
 from ..timeline import Timeline
 from .agreement import COMPARED_STEPS
 from .comm import Comm
-from .data import shard_batches
+from .data import Feed, Followed, shard_batches_by
 from .finite import FiniteGuard, OnNan
 from .first_rank import everyones
 from .memory_errors import memory_errors_named
@@ -44,13 +44,27 @@ Span = Callable[[str], AbstractContextManager]
 class Keeper(Protocol):
     """Keeps the state of a training, so that another start goes on with it. All calls are collective."""
 
-    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Iterator, int]:
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, job: Any) -> tuple[Feed, int]:
         """This rank's batches, and how many steps were made before this start."""
 
     def after_step(self, num_steps: int) -> bool:
         """Called when ``num_steps`` were made in all: whether the training is to stop."""
 
     def end(self, num_steps: int) -> None:
+        """Called after the last step."""
+
+
+class Balancer(Protocol):
+    """Has the shares of a training follow the speeds of its devices. All calls are collective."""
+
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
+        """Called before the first step of this start."""
+
+    def after_step(self, num_steps: int, step_s: float, own_s: float) -> None:
+        """Called when ``num_steps`` were made in all, of which the last took ``step_s`` seconds, without
+        loading its batch; this rank did not wait for others in ``own_s`` of them."""
+
+    def end(self) -> None:
         """Called after the last step."""
 
 
@@ -146,13 +160,19 @@ def own_batches(
     rank: int,
     epochs: int | None = None,
     look: Callable[[Any], Any] = lambda batch: batch,
-) -> Iterator[Any]:
+    *,
+    may_follow: bool = False,
+) -> Feed:
     """This rank's share of the job's batches, none a view that would keep the whole batch alive. ``look`` is
-    given each batch before it is cut, and returns it."""
-    share = partial(shard_batches, plan=plan, rank=rank, model=job.model)
+    given each batch before it is cut, and returns it. Of a job without data, whose one batch is cut once,
+    another plan may follow only if it ``may_follow``: then each rank keeps the whole batch."""
+    followed = Followed(plan)
+    share = partial(shard_batches_by, followed, rank=rank, model=job.model)
     if job.data is not None:
-        return map(owned, share(map(look, endless(job.data, None, epochs))))
-    return endless(None, owned(next(share([look(job.batch)]))), epochs)
+        return Feed(map(owned, share(map(look, endless(job.data, None, epochs)))), followed.follow)
+    if may_follow:
+        return Feed(map(owned, share(endless(None, look(job.batch), epochs))), followed.follow)
+    return Feed(endless(None, owned(next(share([look(job.batch)]))), epochs))
 
 
 def owned(batch: Any) -> Any:
@@ -187,6 +207,7 @@ def train(
     check_model: bool = False,
     on_nan: OnNan = OnNan.IGNORE,
     keeper: Keeper | None = None,
+    balancer: Balancer | None = None,
     initial: Callable[[ParallelModel], object] = lambda model: None,
     on_start: Callable[[], object] = lambda: None,
     on_step: Callable[[int, float, float], object] = lambda step, loss, step_s: None,
@@ -196,7 +217,8 @@ def train(
     limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
     ``initial`` may give the model other values before the first step; a ``keeper`` decides on that by itself.
     It may go on with an earlier training, whose steps count, and may stop this one after any step;
-    then ``on_end`` is not called. The report is of this start's steps.
+    then ``on_end`` is not called. A ``balancer`` may change the shares after any step. The report is of this
+    start's steps.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
@@ -222,10 +244,13 @@ def train(
     first = 0
     if keeper is None:
         initial(parallel)
-        batches = own_batches(job, plan, comm.rank, epochs, ComparesFirst(parallel))
+        look, may_follow = ComparesFirst(parallel), balancer is not None
+        batches = own_batches(job, plan, comm.rank, epochs, look, may_follow=may_follow)
     else:
         batches, first = keeper.begin(parallel, optimizer, job)
     del job, model  # frees what this rank does not need of them
+    if balancer is not None:
+        balancer.begin(parallel, optimizer, batches)
     on_start()
     dist.barrier()
     step_s: list[float] = []
@@ -239,6 +264,7 @@ def train(
         if batch is None:
             with comm.call(END_OF_DATA):  # where others go on, the watch tells all
                 break
+        loaded, waited_s = time.perf_counter(), comm.waits.time_s
         guard.backward(batch)
         may_step = guard.may_step(number + 1, batch)
         del batch  # before the next one is loaded
@@ -252,10 +278,16 @@ def train(
             span = recording.after_optimizer(number - first)
         losses.append(guard.loss(number + 1))
         step_s.append(time.perf_counter() - started)
+        computing_s = time.perf_counter() - loaded
+        own_s = computing_s - (comm.waits.time_s - waited_s)
         on_step(number, losses[-1], step_s[-1])
+        if balancer is not None:
+            balancer.after_step(number + 1, computing_s, own_s)
         is_stopped = keeper is not None and keeper.after_step(number + 1)
         if is_stopped:
             break
+    if balancer is not None:
+        balancer.end()
     if keeper is not None:
         keeper.end(first + len(losses))
     with comm.call("the end of training"):

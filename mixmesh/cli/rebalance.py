@@ -1,0 +1,64 @@
+"""The option of ``mixmesh run`` for shares that follow the speeds of devices."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..cluster import Cluster
+from ..cost import Profile
+from ..plan_file import Plan
+
+if TYPE_CHECKING:
+    from ..rebalance import RunBalancer
+
+Rebalance = Annotated[
+    bool,
+    typer.Option(
+        "--rebalance/--no-rebalance",
+        help="On CPUs: change shares in mid-run where a device gets slower or faster than planned.",
+    ),
+]
+
+
+def balancer_of(
+    is_wanted: bool,
+    plan: Plan,
+    job: Any,
+    known: Callable[[], tuple[Cluster | None, Profile | None]],
+    num_steps: int | None,
+) -> RunBalancer | None:
+    """The balancer of a run on the cluster that is ``known`` on the first rank, with its profile if there is
+    one. Collective. None where it is not wanted, where one device trains alone, and on GPUs, where a rank's
+    own seconds are not known; and where the cluster is not known, which the first rank says."""
+    if not is_wanted or plan.program.world_size == 1:
+        return None
+    from ..job import optimizer_states
+    from ..rebalance import RunBalancer, Solver
+    from ..runtime.comm import default_device
+    from ..runtime.first_rank import from_first_rank
+
+    if default_device().type != "cpu":
+        return None
+    is_first = os.environ.get("RANK", "0") == "0"
+
+    def say(text: str) -> None:
+        if is_first:
+            print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+
+    solvers: list[Solver] = []  # of the first rank, which is the one that is asked
+
+    def find() -> bool:
+        cluster, profile = known()
+        if cluster is not None and cluster.fingerprint == plan.cluster_fingerprint:
+            solvers.append(Solver(cluster, profile, optimizer_states(job.optimizer)))
+        return bool(solvers)
+
+    if not from_first_rank(find):
+        say("shares stay as planned: the plan's cluster is not known (--cluster C.toml, or --no-rebalance)")
+        return None
+    return RunBalancer(solvers[0] if solvers else None, num_steps, say)

@@ -1,0 +1,97 @@
+"""Which device drifts: own seconds of ranks over those that are counted on, for long enough."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How much has to drift, and for how long. A window is ``least_steps`` steps or more, and lasts
+    ``window_s`` at least; a device drifts if in each of ``num_windows`` windows its own time, over that which
+    is counted on, is ``threshold`` times that of another. After a move back the way that the last one came
+    from twice as many windows must agree, and so on up to ``most_windows``; after ``calm`` times as many
+    windows without a move half as many. A device that computes less than ``idle`` of a step says nothing."""
+
+    threshold: float = 1.15
+    least_steps: int = 5
+    most_steps: int = 200
+    window_s: float = 2.0
+    num_windows: int = 4
+    most_windows: int = 24
+    calm: int = 10
+    idle: float = 0.05
+
+
+def window_steps(step_s: float, settings: Sensitivity) -> int:
+    """The steps of a window where one takes ``step_s``."""
+    steps = math.ceil(settings.window_s / step_s) if step_s > 0 else settings.least_steps
+    return max(settings.least_steps, min(steps, settings.most_steps))
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that decides whether a device drifts. ``expected_s``: per rank, the own seconds of a step that are
+    counted on; ``windows``: per rank, those that were measured since shares were looked at last, the newest
+    last. ``patience`` windows must agree; ``num_calm`` have passed without a move. ``last_move`` is the drift
+    that shares were changed for last (``direction``)."""
+
+    expected_s: tuple[float, ...]
+    windows: tuple[tuple[float, ...], ...] = ()
+    patience: int = 0
+    num_calm: int = 0
+    last_move: tuple[float, ...] = ()
+
+    def add(self, own_s: Sequence[float], settings: Sensitivity) -> Observed:
+        """With one window more."""
+        patience = self.patience or settings.num_windows
+        num_calm = self.num_calm + 1
+        if patience > settings.num_windows and num_calm >= settings.calm * patience:
+            patience, num_calm = max(settings.num_windows, patience // 2), 0
+        windows = (*self.windows, tuple(own_s))[-patience:]
+        return replace(self, windows=windows, patience=patience, num_calm=num_calm)
+
+    def watched(self, step_s: float, settings: Sensitivity) -> list[int]:
+        """The ranks that compute for long enough to say something."""
+        return [r for r, s in enumerate(self.expected_s) if s > settings.idle * step_s and self._is_known(r)]
+
+    def _is_known(self, rank: int) -> bool:
+        return all(window[rank] > 0 for window in self.windows)
+
+    def drifts(self, step_s: float, settings: Sensitivity) -> bool:
+        """Whether a rank has taken longer than another, over what is counted on of both, in every window that
+        must agree."""
+        if len(self.windows) < (self.patience or settings.num_windows):
+            return False
+        ranks = self.watched(step_s, settings)
+        factors = [[window[r] / self.expected_s[r] for r in ranks] for window in self.windows]
+        limit = settings.threshold
+        pairs = ((i, j) for i in range(len(ranks)) for j in range(len(ranks)) if i != j)
+        return any(all(window[i] > limit * window[j] for window in factors) for i, j in pairs)
+
+    def own_s(self) -> tuple[float, ...]:
+        """Per rank, the median of the windows."""
+        return tuple(map(statistics.median, zip(*self.windows)))
+
+    def direction(self) -> tuple[float, ...]:
+        """Per rank, the logarithm of its own time over what is counted on, less the mean of all; 0 for a rank
+        that does not compute."""
+        pairs = zip(self.own_s(), self.expected_s)
+        logs = [math.log(own / expected) if own > 0 and expected > 0 else None for own, expected in pairs]
+        known = [x for x in logs if x is not None]
+        mean = statistics.fmean(known) if known else 0.0
+        return tuple(0.0 if x is None else x - mean for x in logs)
+
+    def settled(self) -> Observed:
+        """After a decision to leave shares as they are: what was measured is counted on from now on."""
+        return replace(self, expected_s=self.own_s(), windows=())
+
+    def moved(self, expected_s: Sequence[float], settings: Sensitivity) -> Observed:
+        """After a change of shares, with which ``expected_s`` are counted on."""
+        direction, patience = self.direction(), self.patience or settings.num_windows
+        if sum(a * b for a, b in zip(direction, self.last_move)) < 0:
+            patience = min(2 * patience, settings.most_windows)
+        return Observed(tuple(expected_s), (), patience, 0, direction)

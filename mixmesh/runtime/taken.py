@@ -1,0 +1,168 @@
+"""The tensors of a model on their way into the parallel one: pieces of those of the original, or of those
+that a parallel model holds already and that have moved to other ranks (``reshare``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..ir import REPLICATE, Program, owned_type, stage_of
+from .comm import Comm
+from .layout import Layout
+from .original import TakenOver
+from .owned import Owned, WholeParams
+from .shard_numbers import Off
+from .shard_tensor import ShardTensor, plain, shard
+from .shard_whole import Whole
+from .shards import Stored
+
+
+@dataclass(frozen=True)
+class Before:
+    """A tensor that a parallel model shows, and what it had of it before its pieces moved: the ``piece`` that
+    it holds now, and the tensor that its program ran on, which for an owned parameter was a working copy."""
+
+    piece: Tensor
+    used: Tensor
+
+
+@dataclass
+class Taken:
+    """The tensors of a model on their way into the parallel one: ``shown`` by the original's, ``inner`` by
+    the shown parameter, ``params`` and ``buffers`` the shown ones by every name. With ``before``, by shown
+    tensor, these are the ones that a parallel model shows already: the same objects, of other pieces."""
+
+    comm: Comm
+    stored: Mapping[str, Stored]
+    owners: Mapping[Tensor, tuple[Layout, int]]
+    before: Mapping[Tensor, Before] | None = None
+
+    def __post_init__(self) -> None:
+        self.shown: dict[Tensor, Tensor] = {}
+        self.swapped: dict[Tensor, tuple[Tensor, Stored]] = {}
+        self.inner: dict[nn.Parameter, nn.Parameter] = {}
+        self.wholes: WholeParams | None = None
+        self._owned: dict[nn.Parameter, Owned] = {}
+        self.params: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+
+    def param(self, name: str, whole: nn.Parameter) -> nn.Parameter:
+        if whole in self.shown:
+            return self.shown[whole]
+        stored, comm = self.stored[name], self.comm
+        used_as, stage = self.owners.get(whole, (stored.held, 0))
+        if self.before is not None:
+            shown, mine = self._again(name, whole.heir(), stored, used_as, stage)
+        elif isinstance(whole, TakenOver):
+            shown = _shared(whole, stored, comm, is_owned=bool(stage))
+            mine = nn.Parameter(plain(shown).detach(), requires_grad=whole.requires_grad)
+        else:
+            # a rank that does not use it holds no rows of it, and no elements
+            held = replace(stored, held=used_as) if comm.rank in used_as.ranks else stored
+            piece = held.piece(whole, comm.rank, comm.device)
+            mine = nn.Parameter(piece, requires_grad=whole.requires_grad)
+            written = None
+            if stage and comm.rank in used_as.ranks:
+                owned = Owned.of(name, mine, stored.held, used_as.ranks, comm.rank, stage)
+                mine = owned.piece
+            if stage:
+                written = self._written
+            shown = _show(mine, stored, comm, written)
+            if stage and comm.rank in used_as.ranks:
+                self._owned[shown] = owned
+        self.shown[whole] = shown
+        self.swapped[whole] = (shown, stored)
+        self.inner[shown] = mine
+        return shown
+
+    def _again(
+        self, name: str, shown: nn.Parameter, stored: Stored, used_as: Layout, stage: int
+    ) -> tuple[nn.Parameter, nn.Parameter]:
+        """A parameter that is shown already, on its new piece, and what the program runs on: new, as hooks
+        that sum gradients are on the one before."""
+        before, rank = self.before[shown], self.comm.rank
+        if stage and rank in used_as.ranks:
+            working = nn.Parameter(before.used.detach(), requires_grad=before.used.requires_grad)
+            self._owned[shown] = owned = Owned.of(name, working, stored.held, used_as.ranks, rank, stage)
+            mine = owned.piece
+        else:
+            mine = nn.Parameter(before.piece, requires_grad=before.used.requires_grad)
+        self._put(shown, mine.detach(), stored, self._written if stage else None)
+        return shown, mine
+
+    def _put(
+        self, shown: Tensor, piece: Tensor, stored: Stored, written: Callable[[], object] | None = None
+    ) -> None:
+        """Gives a tensor that is shown another piece."""
+        with Off():
+            shown.data = piece
+        if isinstance(shown, ShardTensor):
+            shown.whole = Whole(stored, self.comm, written)
+
+    def buffer(self, name: str, whole: Tensor) -> Tensor:
+        if whole not in self.shown:
+            stored, comm = self.stored[name], self.comm
+            if self.before is not None:
+                self.shown[whole] = shown = whole.heir()
+                self._put(shown, self.before[shown].piece, stored)
+            elif isinstance(whole, TakenOver):
+                self.shown[whole] = _shared(whole, stored, comm, is_owned=False)
+            else:
+                piece = stored.piece(whole, comm.rank, comm.device)
+                self.shown[whole] = piece if is_whole(stored, comm) else shard(piece, Whole(stored, comm))
+        return self.shown[whole]
+
+    def owned_by_name(self, params: Mapping[str, nn.Parameter]) -> dict[str, Owned]:
+        return {name: self._owned[p] for name, p in params.items() if p in self._owned}
+
+    def _written(self) -> None:
+        self.wholes.changed()
+
+
+def is_whole(stored: Stored, comm: Comm) -> bool:
+    """Whether every rank holds all of it."""
+    return not (stored.held.sizes or stored.copies) and len(stored.held.ranks) == comm.world_size
+
+
+def _show(mine: nn.Parameter, stored: Stored, comm: Comm, written) -> nn.Parameter:
+    if is_whole(stored, comm):
+        return nn.Parameter(mine.detach(), requires_grad=mine.requires_grad)
+    whole = Whole(stored, comm, written)
+    return shard(mine, whole, is_parameter=True, requires_grad=mine.requires_grad)
+
+
+def _shared(whole: TakenOver, stored: Stored, comm: Comm, *, is_owned: bool) -> Tensor:
+    """The tensor that another parallel model shows for the same original. Raises InputError if this one would
+    hold it otherwise: then there would be two, trained apart."""
+    shown = whole.heir()
+    if isinstance(shown, ShardTensor):
+        alike = shown.whole.stored.held == stored.held and shown.whole.written is None
+    else:
+        alike = shown is not None and is_whole(stored, comm)
+    if not alike or is_owned:
+        raise InputError(
+            "two parallel models share a parameter or buffer, and their plans hold it differently"
+            if shown is not None
+            else "the model was taken over by parallelize before, and that parallel model is gone",
+            expected=f"{stored.name} whole on every rank in both plans, or cut alike",
+            got="" if shown is None else f"{stored.name}: another layout in this plan",
+            hint=(
+                'plan both with planner="ddp-proportional"',
+                "one model whose forward returns the sum of both losses",
+                "model.load_state_dict(parallel.full_state_dict()) makes the original whole again",
+            ),
+        )
+    return shown
+
+
+def owners_of(program: Program, model: nn.Module) -> dict[Tensor, tuple[Layout, int]]:
+    """For each parameter with shard owners: the layout in which it is used, and the ZeRO stage."""
+    params = dict(model.named_parameters(remove_duplicate=False))
+    return {
+        params[i.args[0]]: (Layout(REPLICATE, program.participants(i.type)), stage_of(i))
+        for i in program.params
+        if owned_type(program, i) is not None
+    }
