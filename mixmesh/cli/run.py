@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,6 @@ from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError, JobError
-from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
 from .checkpoint import (
     CheckpointEvery,
     CheckpointFolder,
@@ -26,17 +24,18 @@ from .checkpoint import (
     keeper_of,
 )
 from .launch import launched_plan, meet
+from .live import Live, LogJson, PrintEvery, TensorBoard, check_targets
 from .on_nan import AllowNan, OnNanName, on_nan_of
-from .output import Json, print_json, seconds, size, table
+from .output import Json, print_json
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
 from .rebalance import Rebalance, balancer_of
+from .run_results import Results, save_measured
 from .testbed import CLUSTER_VARIABLE
 from .weights import InitialWeights, initial_weights
 
 if TYPE_CHECKING:
     from ..runtime.parallel import ParallelModel
-    from ..runtime.train import RunReport
 
 DEFAULT_STEPS = 10
 
@@ -99,12 +98,16 @@ def run(
     is_anew: CheckpointFresh = False,
     weights: InitialWeights = None,
     is_rebalanced: Rebalance = True,
+    print_every: PrintEvery = 1,
+    log: LogJson = None,
+    tensorboard: TensorBoard = None,
     as_json: Json = False,
 ) -> None:
     """Train a job: one process per device, under torchrun or inside the testbed. Without --plan the start
     detects the cluster, profiles and plans the job, and keeps what it found for the next start."""
     if save is not None:
         check_weights_file(save, timeout_s)
+    check_targets(log, tensorboard, timeout_s)
     initial = initial_weights(weights, timeout_s)
     what_on_nan = on_nan_of(on_nan, allow_nan)
     kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
@@ -128,7 +131,7 @@ def run(
         if described is not None:
             predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
     from ..check import check_program
-    from ..job import load_job
+    from ..job import batch_size, load_job
     from ..runtime.comm import leave
     from ..runtime.train import train
     from ..testbed import enter_device
@@ -137,15 +140,13 @@ def run(
     if plan is not None and CLUSTER_VARIABLE in os.environ:
         check_plan(loaded_plan, Cluster.load(os.environ[CLUSTER_VARIABLE]), where=str(plan))
 
-    def say(number: int, loss: float, step_s: float) -> None:
-        if not rank and not as_json:
-            print(f"step {number + 1}  loss {loss:.5g}  {seconds(step_s)}", flush=True)
-
     if not jobs:
         jobs.append(load_job(job))
     balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps)
     is_quiet, may_follow = bool(rank) or as_json, balancer is not None
     keeper = keeper_of(kept, loaded_plan, epochs, initial, is_quiet=is_quiet, may_follow=may_follow)
+    samples, goes_to = batch_size(jobs[0].batch), (None, None) if rank else (log, tensorboard)
+    live = Live(loaded_plan, samples, num_steps, goes_to, is_quiet=is_quiet, print_every=print_every)
     report = train(
         jobs.pop(),
         loaded_plan,
@@ -160,56 +161,22 @@ def run(
         balancer=balancer,
         initial=initial,
         on_start=enter_device,
-        on_step=say,
+        on_step=live.after_step,
         on_end=writer(save),
     )
+    live.close()
     leave()
     status = keeper.close() if keeper is not None else 0
     if rank:
         raise typer.Exit(status)
     if not report.step_s and keeper is None:
         raise JobError("the job's data has no batch", expected="at least one batch", where=job)
-    median = report.step_s_median if report.step_s else None
-    compared = None
-    if trace is not None:
-        measured = measured_step(report, trace)
-        devices = [] if described is None else [device.name for device in described.devices]
-        save_trace(to_chrome_trace(measured, name="measured", devices=devices), trace)
-        compared = None if predicted is None else compare(predicted, measured)
+    compared = None if trace is None else save_measured(report, trace, described, predicted)
+    results = Results(loaded_plan, report, keeper, balancer, save, trace, compared, is_stopped=bool(status))
     if as_json:
-        print_json(
-            {
-                "step_s_median": median,
-                "predicted_step_s": loaded_plan.predicted_step_s,
-                "losses": list(report.losses),
-                "peak_memory_bytes": list(report.peak_memory_bytes),
-                "step_s": list(report.step_s),
-                "world_size": loaded_plan.program.world_size,
-                "skipped_steps": report.num_skipped,
-                "emulation": os.environ.get("MIXMESH_EMULATION"),
-                **({} if keeper is None else keeper.figures()),
-                **({} if balancer is None else balancer.figures()),
-                **({} if compared is None else {"comparison": asdict(compared)}),
-            }
-        )
-        raise typer.Exit(status)
-    if keeper is not None:
-        print(keeper.summary())
-    if not report.losses:
-        raise typer.Exit(status)
-    print(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
-    if report.num_skipped:
-        print(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
-    print(f"step {seconds(median)} (median), predicted {seconds(loaded_plan.predicted_step_s)}")
-    if not status and (save is not None or keeper is None):
-        print("the weights are not kept: --save FILE" if save is None else f"weights written to {save}")
-    print("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
-    if trace is not None:
-        print(f"timeline of one step written to {trace}")
-        if compared is None:
-            print("what was predicted of it needs the cluster: --cluster C.toml")
-        else:
-            print(comparison_table(compared))
+        print_json(results.object())
+    else:
+        print("\n".join(results.lines()), flush=True)
     raise typer.Exit(status)
 
 
@@ -258,22 +225,3 @@ def check_trace(trace: Path, steps: int | None) -> None:
         raise InputError(
             "the timeline could not be written", where=str(trace), got=f"no folder {trace.parent}"
         )
-
-
-def measured_step(report: RunReport, trace: Path) -> Timeline:
-    from ..runtime.recording import typical
-
-    if not report.timelines:
-        raise JobError("the job's data ended before a step was measured", where=str(trace))
-    return typical(report.timelines)
-
-
-def comparison_table(compared: Comparison) -> str:
-    """The step, the streams, and the events that differ most."""
-    rows = []
-    for d in (compared.step, *compared.streams, *compared.largest):
-        one, two = d.predicted_s, d.measured_s
-        factor = f"{two / one:.2f}" if one and two is not None else "-"
-        times = ("-" if s is None else seconds(s) for s in (one, two))
-        rows.append((d.what, "all" if d.rank is None else str(d.rank), *times, factor))
-    return table(("one step", "rank", "predicted", "measured", "measured/predicted"), rows)

@@ -1,0 +1,168 @@
+"""Progress of ``mixmesh run`` while it trains: a bar or lines, a file of JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
+import typer
+
+from ..errors import InputError
+from .launch import meet
+from .output import seconds
+
+if TYPE_CHECKING:
+    from ..plan_file import Plan
+
+LAST_STEPS = 20  # whose median says how fast a training is now
+PrintEvery = Annotated[
+    int, typer.Option("--print-every", min=1, metavar="N", help="Without a terminal, a line every N steps.")
+]
+LogJson = Annotated[
+    Path | None,
+    typer.Option("--log-json", metavar="FILE", help="Add a JSON object to this file for every step."),
+]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option("--tensorboard", metavar="DIR", help="Write loss and throughput there for TensorBoard."),
+]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step as it is told: its ``number`` from 1, the global loss, its seconds on this rank, and the
+    samples per second of all ranks, None where the job has no batch with dims."""
+
+    number: int
+    loss: float
+    step_s: float
+    samples_per_s: float | None
+
+
+def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> None:
+    """Raises InputError on all ranks if the first one cannot write the file or for TensorBoard: before
+    anything is planned, not after it. Collective where one of them is given."""
+    if log is None and folder is None:
+        return
+    from ..runtime.first_rank import from_first_rank
+
+    def check() -> None:
+        for place in filter(None, (log, folder)):
+            try:
+                if place is log:
+                    place.open("a").close()
+                else:
+                    place.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                message = f"what a training tells cannot be written: {error.strerror}"
+                raise InputError(message, where=str(place)) from None
+        if folder is not None:
+            summary_writer()
+
+    if meet(timeout_s):
+        from_first_rank(check)
+    else:
+        check()
+
+
+def summary_writer() -> Callable[..., Any]:
+    """The writer of PyTorch for TensorBoard. Raises InputError where TensorBoard is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise InputError(
+            "TensorBoard is not installed", expected="the package tensorboard", hint="pip install tensorboard"
+        ) from None
+    return SummaryWriter
+
+
+class Live:
+    """What the first rank tells of a training, step by step; ``close`` at its end. ``samples``: those of a
+    global batch, None where that is not known. ``num_steps``: how many steps there are in all, if that is
+    known. ``goes_to``: the file of JSON lines and TensorBoard's folder, where they are wanted."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        samples: int | None,
+        num_steps: int | None,
+        goes_to: tuple[Path | None, Path | None] = (None, None),
+        *,
+        is_quiet: bool,
+        print_every: int = 1,
+    ) -> None:
+        log, folder = goes_to
+        self._plan, self._samples, self._num_steps, self._every = plan, samples, num_steps, print_every
+        self._open = ExitStack()
+        self._times: deque[float] = deque(maxlen=LAST_STEPS)
+        self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
+        self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
+        self._is_quiet, self._bar = is_quiet, None
+
+    def after_step(self, number: int, loss: float, step_s: float) -> None:
+        """Tells of the step ``number``, counted from 0."""
+        self._times.append(step_s)
+        samples_per_s = None if self._samples is None or step_s <= 0 else self._samples / step_s
+        step = Step(number + 1, loss, step_s, samples_per_s)
+        if self._log is not None:
+            self._log.write(json_line(step))
+            self._log.flush()
+        if self._board is not None:
+            self._board.add_scalar("loss", loss, step.number)
+            self._board.add_scalar("step_s", step_s, step.number)
+            if samples_per_s is not None:
+                self._board.add_scalar("samples_per_s", samples_per_s, step.number)
+        if self._is_quiet:
+            return
+        if sys.stdout.isatty():
+            self._show(step)
+        elif step.number % self._every == 0 or step.number == self._num_steps:
+            print(self.line(step), flush=True)
+
+    def line(self, step: Step) -> str:
+        """One line: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  2 min left``."""
+        parts = [f"step {step.number}", f"loss {step.loss:.5g}", seconds(step.step_s)]
+        if step.samples_per_s is not None:
+            parts.append(f"{step.samples_per_s:.3g} samples/s")
+        now_s = statistics.median(self._times)
+        if self._plan.bound_s:
+            parts.append(f"{self._plan.bound_s / now_s:.0%} of the bound")
+        if self._num_steps is not None and step.number < self._num_steps:
+            parts.append(f"{left_text((self._num_steps - step.number) * now_s)} left")
+        return "  ".join(parts)
+
+    def _show(self, step: Step) -> None:
+        """A bar at the foot of the terminal."""
+        if self._bar is None:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+            self._bar = self._open.enter_context(Progress(*columns))
+            self._task = self._bar.add_task("", total=self._num_steps)
+        self._bar.update(self._task, completed=step.number, description=self.line(step))
+
+    def close(self) -> None:
+        """Ends the bar, and closes the files."""
+        self._open.close()
+
+
+def json_line(step: Step) -> str:
+    """A step as a line of a file; a loss that is not finite is null."""
+    told = {**asdict(step), "loss": step.loss if math.isfinite(step.loss) else None}
+    return json.dumps({"step": told.pop("number"), **told, "time_s": time.time()}, allow_nan=False) + "\n"
+
+
+def left_text(time_s: float) -> str:
+    """A time that is left, to read: ``40 s``, ``12 min``, ``3.5 h``."""
+    if time_s < 100:
+        return f"{time_s:.0f} s"
+    return f"{time_s / 60:.0f} min" if time_s < 6000 else f"{time_s / 3600:.3g} h"

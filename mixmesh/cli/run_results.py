@@ -1,0 +1,112 @@
+"""The results of a training as ``mixmesh run`` tells them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..cluster import Cluster
+from ..errors import JobError
+from ..plan_file import Plan
+from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from .output import seconds, size, table
+
+if TYPE_CHECKING:
+    from ..checkpoint.run import RunCheckpoints
+    from ..rebalance import RunBalancer
+    from ..runtime.train import RunReport
+
+
+@dataclass(frozen=True)
+class Results:
+    """The report of a run, with what was kept and changed in it. ``save`` is the file of weights and
+    ``trace`` that of the timeline, if there is one; ``is_stopped``: a signal has ended it."""
+
+    plan: Plan
+    report: RunReport
+    keeper: RunCheckpoints | None
+    balancer: RunBalancer | None
+    save: Path | None
+    trace: Path | None
+    compared: Comparison | None
+    is_stopped: bool
+
+    @property
+    def median_s(self) -> float | None:
+        """The median step; None where no step was made."""
+        return self.report.step_s_median if self.report.step_s else None
+
+    def object(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "step_s_median": self.median_s,
+            "predicted_step_s": self.plan.predicted_step_s,
+            "losses": list(self.report.losses),
+            "peak_memory_bytes": list(self.report.peak_memory_bytes),
+            "step_s": list(self.report.step_s),
+            "world_size": self.plan.program.world_size,
+            "skipped_steps": self.report.num_skipped,
+            "emulation": os.environ.get("MIXMESH_EMULATION"),
+            **({} if self.keeper is None else self.keeper.figures()),
+            **({} if self.balancer is None else self.balancer.figures()),
+            **({} if self.compared is None else {"comparison": asdict(self.compared)}),
+        }
+
+    def lines(self) -> list[str]:
+        """The same for people."""
+        report, keeper = self.report, self.keeper
+        lines = [] if keeper is None else [keeper.summary()]
+        if not report.losses:
+            return lines
+        lines.append(f"{len(report.losses)} steps, loss {report.losses[0]:.5g} -> {report.losses[-1]:.5g}")
+        if report.num_skipped:
+            lines.append(f"{report.num_skipped} steps left out, whose loss or gradients were not finite")
+        lines.append(
+            f"step {seconds(self.median_s)} (median), predicted {seconds(self.plan.predicted_step_s)}"
+        )
+        if self.save is not None and not self.is_stopped:
+            lines.append(f"weights written to {self.save}")
+        elif keeper is None and not self.is_stopped:
+            lines.append("the weights are not kept: --save FILE")
+        lines.append("peak memory " + ", ".join(size(b) if b else "-" for b in report.peak_memory_bytes))
+        return lines + self._trace_lines()
+
+    def _trace_lines(self) -> list[str]:
+        if self.trace is None:
+            return []
+        written = f"timeline of one step written to {self.trace}"
+        if self.compared is None:
+            return [written, "what was predicted of it needs the cluster: --cluster C.toml"]
+        return [written, comparison_table(self.compared)]
+
+
+def save_measured(
+    report: RunReport, trace: Path, cluster: Cluster | None, predicted: Timeline | None
+) -> Comparison | None:
+    """Writes the measured step to ``trace``, and compares it with what was ``predicted``, if that is
+    known."""
+    measured = measured_step(report, trace)
+    devices = [] if cluster is None else [device.name for device in cluster.devices]
+    save_trace(to_chrome_trace(measured, name="measured", devices=devices), trace)
+    return None if predicted is None else compare(predicted, measured)
+
+
+def measured_step(report: RunReport, trace: Path) -> Timeline:
+    from ..runtime.recording import typical
+
+    if not report.timelines:
+        raise JobError("the job's data ended before a step was measured", where=str(trace))
+    return typical(report.timelines)
+
+
+def comparison_table(compared: Comparison) -> str:
+    """The step, the streams, and the events that differ most."""
+    rows = []
+    for d in (compared.step, *compared.streams, *compared.largest):
+        one, two = d.predicted_s, d.measured_s
+        factor = f"{two / one:.2f}" if one and two is not None else "-"
+        times = ("-" if s is None else seconds(s) for s in (one, two))
+        rows.append((d.what, "all" if d.rank is None else str(d.rank), *times, factor))
+    return table(("one step", "rank", "predicted", "measured", "measured/predicted"), rows)

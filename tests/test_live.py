@@ -1,0 +1,92 @@
+"""The progress of a training: lines, a file of JSON lines, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixmesh.cli.live import Live, check_targets, left_text
+from mixmesh.errors import InputError
+from mixmesh.ir import Program
+from mixmesh.plan_file import Plan
+
+ROOT = Path(__file__).parents[1]
+PLAN = Plan(Program("p", 1, (), (), ""), "hap", 0.1, (), "", bound_s=0.1)
+JOB = """import torch, mixmesh
+def job():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 2), torch.nn.Flatten(0))
+    model.forward = lambda x: torch.nn.Sequential.forward(model, x).square().mean()
+    return mixmesh.Job(model, (torch.randn(16, 8),))
+"""
+
+
+def test_a_line_says_how_fast_and_how_long(capsys):
+    live = Live(PLAN, 32, 100, is_quiet=False, print_every=10)
+    for number in range(10):
+        live.after_step(number, 2.5, 0.2)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == "step 10  loss 2.5  200 ms  160 samples/s  50% of the bound  18 s left"
+
+
+def test_the_last_step_is_always_told(capsys):
+    live = Live(PLAN, None, 3, is_quiet=False, print_every=10)
+    for number in range(3):
+        live.after_step(number, 2.5, 0.2)
+    assert capsys.readouterr().out == "step 3  loss 2.5  200 ms  50% of the bound\n"
+
+
+@pytest.mark.parametrize("time_s, text", ((12.3, "12 s"), (150, "2 min"), (7200, "2 h"), (100_000, "27.8 h")))
+def test_times_left(time_s, text):
+    assert left_text(time_s) == text
+
+
+def test_a_file_goes_on_and_has_no_number_that_json_lacks(tmp_path):
+    file = tmp_path / "log.jsonl"
+    for first in (0, 2):
+        live = Live(PLAN, 32, None, (file, None), is_quiet=True)
+        live.after_step(first, 2.5, 0.2)
+        live.after_step(first + 1, math.nan, 0.2)
+        live.close()
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows] == [2.5, None, 2.5, None]
+    assert rows[0]["samples_per_s"] == 160
+
+
+def test_what_cannot_be_written_is_refused_before_the_training(tmp_path):
+    with pytest.raises(InputError, match="cannot be written: No such file") as caught:
+        check_targets(tmp_path / "none" / "log.jsonl", None, 10)
+    assert "log.jsonl" in str(caught.value)
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot be written") as caught:
+        check_targets(None, tmp_path / "file", 10)
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_run_tells_all_three(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    job, log, board = tmp_path / "train.py", tmp_path / "log.jsonl", tmp_path / "board"
+    job.write_text(JOB)
+    words = [str(job), "--profile-seconds=0", "--steps=4", "--print-every=2"]
+    words += ["--log-json", str(log), "--tensorboard", str(board), "--cache", str(tmp_path / "cache")]
+    done = subprocess.run(
+        [sys.executable, "-m", "mixmesh", "run", *words],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^step (\d+)  loss ", done.stdout, re.M) == ["2", "4"]
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[0]["samples_per_s"] > 0
+    found = EventAccumulator(str(board))
+    found.Reload()
+    assert [e.step for e in found.Scalars("loss")] == [1, 2, 3, 4]
+    assert [e.value for e in found.Scalars("loss")] == pytest.approx([row["loss"] for row in rows])
