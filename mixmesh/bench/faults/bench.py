@@ -145,6 +145,8 @@ class Chaos:
                     self.say(f"step {scene.step}, machine {machine}: {kind.text}")
                     faults.append(Fault(kind.name, machine, scene.step))
                     disturb(scene, kind, faults[-1], rng)
+                    if (faults[-1].noticed_s or 0.0) > NOTICED_S:
+                        faults[-1].said = scene.output.last()  # why, perhaps
                     damage_seen += unreadable(scene.checkpoints, scene.damaged)
                 scene.wait(lambda: scene.is_over, "the end of the training")
             except Stuck as stuck:
