@@ -222,7 +222,7 @@ def durations(steps: Sequence[Step]) -> list[float]:
 
 
 def recovery(steps: Sequence[Step], figures: dict, changed_at: int, optimum_s: float) -> Recovery:
-    """What came of a change after the step ``changed_at``, where the optimum takes ``optimum_s`` a step."""
+    """The outcome of a change after the step ``changed_at``, where the optimum takes ``optimum_s`` a step."""
     taken_s = durations(steps)  # that of step n + 1 is number n - 1
     before, after = taken_s[WARMUP : changed_at - 1], taken_s[changed_at:]
     told = figures["rebalancing"]

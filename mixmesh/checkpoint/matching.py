@@ -140,7 +140,7 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 
 def hints_for(original: nn.Module, place: Path) -> tuple[str, ...]:
-    """What to do about names that differ."""
+    """The hint for names that differ."""
     if not is_pretrained(original):
         return (
             "the model that the weights were saved of",

@@ -61,9 +61,9 @@ def save(
     all).
 
     Each rank writes its own pieces, one tensor at a time. The checkpoint has its name when all of it is on
-    the disk. What cannot be written, as where the disk is full, is a warning of the first rank, None on all
-    ranks, and changes nothing that was there. Raises InputError on all ranks for a folder that is none to
-    write to, or a value that cannot be kept (``values.encode``).
+    the disk. If it cannot be written, as where the disk is full, the first rank warns, all ranks get None,
+    and nothing that was there is changed. Raises InputError on all ranks for a folder that is none to write
+    to, or a value that cannot be kept (``values.encode``).
     """
     parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
     with _begun("checkpoint.save", model, optimizer, step, parts, extra, keep) as begun:

@@ -52,8 +52,8 @@ def with_elements(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def entries_of_empty(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """What a manifest says of the tensors that have no elements, and so no pieces. Raises InputError for a
-    dtype that cannot be kept."""
+    """The entries of a manifest for the tensors that have no elements, and so no pieces. Raises InputError
+    for a dtype that cannot be kept."""
     entries = {}
     for name, tensor in tensors.items():
         if not tensor.numel():

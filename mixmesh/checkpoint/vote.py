@@ -20,7 +20,7 @@ class Vote:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def cast(self, first: int, second: int) -> tuple[int, int]:
-        """The largest numbers that any rank said in the call before; 0 and 0 in the first one. Of a single
+        """The largest numbers that any rank said in the call before; 0 and 0 in the first one. For a single
         rank, those that it says now. Collective."""
         if self._group is None:
             return first, second

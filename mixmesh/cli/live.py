@@ -86,7 +86,7 @@ def summary_writer() -> Callable[..., Any]:
 
 
 class Live:
-    """What the first rank tells of a training, step by step; ``close`` at its end. ``samples``: those of a
+    """The words of the first rank on a training, step by step; ``close`` at its end. ``samples``: those of a
     global batch, None where that is not known. ``num_steps``: how many steps there are in all, if that is
     known. ``goes_to``: the file of JSON lines and TensorBoard's folder, where they are wanted."""
 

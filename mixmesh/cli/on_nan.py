@@ -24,7 +24,7 @@ AllowNan = Annotated[bool, typer.Option("--allow-nan", hidden=True, help="The sa
 
 
 def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
-    """What is done about them. Raises InputError for another word, and for two that differ."""
+    """The answer to them. Raises InputError for another word, and for two that differ."""
     from ..runtime.finite import OnNan
 
     given = name if name is not None else "ignore" if allow_nan else "stop"

@@ -40,8 +40,8 @@ def what_if(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """What would change the step most: a device or a machine left out, faster links, another device, more
-    memory, twice the batch."""
+    """Rank what would change the step most: a device or a machine left out, faster links, another device,
+    more memory, twice the batch."""
     from ..planner import check_planner
     from ..whatif import Change, answers, changes
     from ..whatif.answers import advice, ranked
@@ -68,7 +68,7 @@ def what_if(
 
 
 def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
-    """What answers are made from: the traced model for so many times the batch, the samples of a batch, the
+    """The sources of answers: the traced model for so many times the batch, the samples of a batch, the
     planner with the job's optimizer, and the profile."""
     from ..api import load_profile, plan_traced
     from ..job import batch_size, load_job, needs_whole_parameters, optimizer_states

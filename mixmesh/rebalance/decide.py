@@ -28,7 +28,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided on these ``terms``; ``reason`` says why shares stay, and is empty where they do
+    """The decision on these ``terms``; ``reason`` says why shares stay, and is empty where they do
     not."""
 
     terms: Terms

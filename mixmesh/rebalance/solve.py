@@ -39,7 +39,7 @@ class Solved:
 
 
 class Solver:
-    """What a plan is expected to take on its cluster, and which shares are right where devices take
+    """The time that a plan is expected to take on its cluster, and which shares are right where devices take
     longer."""
 
     def __init__(self, cluster: Cluster, profile: Profile | None, optimizer_states: OptimizerStates) -> None:

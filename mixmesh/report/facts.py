@@ -1,4 +1,4 @@
-"""What a report shows of a plan: the same simulation that chose it, and data parallelism beside it."""
+"""All that a report shows of a plan: the same simulation that chose it, and data parallelism beside it."""
 
 from __future__ import annotations
 

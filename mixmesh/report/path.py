@@ -11,7 +11,7 @@ SAME_S = 1e-9  # two moments closer than this are one
 
 
 def critical_path(events: Sequence[Event]) -> list[int]:
-    """The indices of the events that the last one waits for, in their order. Of several that end when one
+    """The indices of the events that the last one waits for, in their order. Where several end when one
     begins the one on its own rank comes first, then the longest. The chain stops where nothing ends."""
     if not events:
         return []

@@ -22,7 +22,7 @@ def name_of(facts: Facts, rank: int) -> str:
 
 
 def pace(facts: Facts) -> str:
-    """What the step waits for: a device, or links."""
+    """The thing that the step waits for: a device, or links."""
     compute_s, step_s = facts.timeline.compute_s, facts.timeline.step_s
     rank = max(range(len(compute_s)), key=compute_s.__getitem__)
     busy = f"computes for {compute_s[rank] / step_s:.0%} of the step of {seconds_text(step_s)}"
@@ -61,7 +61,7 @@ def why(facts: Facts) -> str:
 
 
 def links(facts: Facts) -> str:
-    """What the same program would gain from faster links; empty for one device."""
+    """The gain of the same program from faster links; empty for one device."""
     if facts.faster_s is None:
         return ""
     saved, step = 1 - facts.faster_s / facts.timeline.step_s, seconds_text(facts.faster_s)

@@ -1,4 +1,4 @@
-"""What a run does about a loss or gradients that are not finite."""
+"""The answer of a run to a loss or gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SAID_EVERY = 100  # steps at most, that one was left out
 
 
 class OnNan(Enum):
-    """What is done about a loss or gradients that are not finite."""
+    """The answer to a loss or gradients that are not finite."""
 
     STOP = "stop"  # an error, and the optimizer makes no step
     SKIP = "skip"  # the batch is left out, on all ranks
@@ -136,7 +136,7 @@ def call(function: Callable[..., T], batch: Any) -> T:
 
 
 def gradients_of(params: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds of gradients, as plain tensors with elements."""
+    """The parts of gradients that this rank holds, as plain tensors with elements."""
     with Off():
         held = [plain(g) if isinstance(g, ShardTensor) else g for p in params if (g := p.grad) is not None]
         values = [g._values() if g.is_sparse else g for g in held]

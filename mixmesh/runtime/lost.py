@@ -11,7 +11,7 @@ from ..errors import CollectiveError, MixmeshError
 
 
 class Waiting(NamedTuple):
-    """What a rank waits in, the moment since when, and the instruction with its place, if it is one.
+    """The call that a rank waits in, the moment since when, and the instruction with its place, if it is one.
     ``is_call`` is False for a message between two calls: a rank that has failed in one may go on there."""
 
     what: str

@@ -3,7 +3,7 @@ next.
 
 Parameters, buffers and optimizer state that are cut go from the ranks that had them to those that have them
 from now on, one tensor at a time. All objects stay: the model, its parameters, the optimizer with its groups
-and hooks, and a learning rate scheduler on it. What runs the program on them is made anew.
+and hooks, and a learning rate scheduler on it. All that runs the program on them is made anew.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _moved(comm: Comm, what: str, piece: Tensor, old: Stored, new: Stored) -> Te
 
 
 def _moved_params(run: Runtime, stored: Mapping[str, Stored]) -> dict[Tensor, Before]:
-    """By shown parameter, its new piece. Of an owned one, whose rows lie in a working copy of the whole, the
+    """By shown parameter, its new piece. For an owned one, whose rows lie in a working copy of the whole, the
     program's tensor alone."""
     owned = {id(o.piece): o for o in run.owned.values()}
     before = {}

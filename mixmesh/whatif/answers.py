@@ -21,8 +21,8 @@ Planned = Callable[[Any, Cluster, Profile | None], Plan]
 
 @dataclass(frozen=True)
 class Answer:
-    """What a change does. ``step_s`` is infinite where nothing fits; ``price_per_hour`` of all machines, None
-    where it is not known. ``samples`` are those of one step."""
+    """The effect of a change. ``step_s`` is infinite where nothing fits; ``price_per_hour`` of all machines,
+    None where it is not known. ``samples`` are those of one step."""
 
     change: Change
     step_s: float
@@ -86,7 +86,7 @@ def ranked(found: Sequence[Answer]) -> list[Answer]:
 
 
 def advice(found: Sequence[Answer]) -> list[str]:
-    """What follows, in a few sentences: the largest gain, machines and devices that bring nothing, and what
+    """The conclusions in a few sentences: the largest gain, machines and devices that bring nothing, and what
     is cheapest."""
     now, *rest = found
     if not math.isfinite(now.step_s):

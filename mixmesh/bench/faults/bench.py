@@ -162,7 +162,7 @@ class Chaos:
             )  # fmt: skip
 
     def _judge(self, lines: Sequence[Line], why_stuck: str, expected: dict[int, float]) -> Trained:
-        """What the steps of a training say of it. Of one that is stuck no more is asked than losses."""
+        """All that the steps of a training say of it; no more than the losses where it is stuck."""
         history, training = last_executions(lines), self.setting.training
         losses = losses_of(history)
         whole = [*check_steps(history, training), *check_samples(history, training)]

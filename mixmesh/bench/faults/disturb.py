@@ -31,7 +31,7 @@ def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
 
 
 def check_start(checkpoint: str, first_step: int) -> str:
-    """What is wrong with a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
+    """The problem of a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
     step = int(NAME.fullmatch(checkpoint)[2])
     if first_step > step:
         return ""

@@ -1,4 +1,4 @@
-"""What every rank writes down: that it has started, and each of its steps with the samples that it loaded.
+"""The journal that every rank writes: its start, and each of its steps with the samples that it loaded.
 
 A training under faults makes many steps more than once. Its *committed history* has the last execution of
 each step: those before it were undone by a start from an older checkpoint.

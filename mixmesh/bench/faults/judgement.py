@@ -1,4 +1,4 @@
-"""What must hold of a training that was disturbed: every step was made, every sample was seen once in an
+"""All that must hold of a training that was disturbed: every step was made, every sample was seen once in an
 epoch, and the losses are those of the training that was not."""
 
 from __future__ import annotations
