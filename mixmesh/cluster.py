@@ -245,6 +245,20 @@ class Cluster:
         return "\n".join(lines) + "\n"
 
 
+def with_faster_links(cluster: Cluster, *, inside: float = 1.0, between: float = 1.0) -> Cluster:
+    """``cluster`` with links inside machines, and those between them, so many times as fast."""
+    machines = tuple(
+        dataclasses.replace(
+            machine,
+            link_bytes_per_s=inside * machine.link_bytes_per_s,
+            nic_bytes_per_s=between * machine.nic_bytes_per_s,
+        )
+        for machine in cluster.machines
+    )
+    bandwidth = between * cluster.bandwidth_bytes_per_s
+    return dataclasses.replace(cluster, machines=machines, bandwidth_bytes_per_s=bandwidth)
+
+
 def presets() -> tuple[str, ...]:
     """Names that ``Cluster.load`` knows, the small ones of a family first."""
     names = (path.stem for path in PRESETS.glob("*.toml"))

@@ -59,10 +59,8 @@ def checkpoint_settings(
     from ..runtime.first_rank import from_first_rank
 
     settings = Settings(folder, Every.parse(every or DEFAULT_EVERY), keep, is_fresh)
-    if meet(timeout_s):
-        from_first_rank(settings.check_folder)
-    else:
-        settings.check_folder()
+    meet(timeout_s)
+    from_first_rank(settings.check_folder)
     return settings
 
 

@@ -68,10 +68,8 @@ def check_targets(log: Path | None, folder: Path | None, timeout_s: float) -> No
         if folder is not None:
             summary_writer()
 
-    if meet(timeout_s):
-        from_first_rank(check)
-    else:
-        check()
+    meet(timeout_s)
+    from_first_rank(check)
 
 
 def summary_writer() -> Callable[..., Any]:

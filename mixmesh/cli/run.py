@@ -192,10 +192,8 @@ def check_weights_file(path: Path, timeout_s: float) -> None:
     from ..runtime.first_rank import from_first_rank
     from ..runtime.saving import check_file
 
-    if meet(timeout_s):
-        from_first_rank(lambda: check_file(path))
-    else:
-        check_file(path)
+    meet(timeout_s)
+    from_first_rank(lambda: check_file(path))
 
 
 def writer(path: Path | None) -> Callable[[ParallelModel], None]:

@@ -34,11 +34,9 @@ def initial_weights(path: Path | None, timeout_s: float) -> Callable[[ParallelMo
     from ..checkpoint.weight_files import held_tensors
     from ..runtime.first_rank import from_first_rank
 
-    def check() -> None:
+    def check() -> None:  # what it reads is not sent to the other ranks
         held_tensors(path)
 
-    if meet(timeout_s):
-        from_first_rank(check)
-    else:
-        check()
+    meet(timeout_s)
+    from_first_rank(check)
     return lambda model: load_weights(model, path)

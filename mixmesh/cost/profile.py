@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -173,6 +173,10 @@ class Profile:
     devices: dict[str, DeviceProfile]
     collectives: tuple[LinkMeasurement, ...]
     provenance: dict[str, str | int | float | list[str]] = field(default_factory=dict)
+
+    def without_links(self) -> Profile:
+        """The profile of the devices alone, for links that were not measured."""
+        return replace(self, collectives=())
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:

@@ -25,11 +25,11 @@ from ..optimizer_states import ADAM, OptimizerStates
 from ..placement.lift import operator_name, ratios_of
 from ..placement.split import is_joined, split
 from ..plan_file import Plan
-from ..units import size_text
+from ..units import seconds_text, size_text
 from ..zero import zero_stage
 from .changes import collectives
 from .judge import Judge
-from .summary import kinds, seconds_text
+from .summary import kinds
 
 Ranks = tuple[int, ...]
 

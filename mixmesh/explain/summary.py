@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from ..units import size_text
+from ..units import seconds_text, size_text
 from .changes import Collective
 
 if TYPE_CHECKING:
@@ -86,9 +86,3 @@ def kinds(found: Iterable[Collective]) -> list[tuple[str, float]]:
         count = f"{article} {name}" if len(members) == 1 else f"{len(members)} {name}s"
         out.append((f"{count} of {size} {PHASES[phase]} ({seconds_text(seconds)})", seconds))
     return sorted(out, key=lambda part: -part[1])
-
-
-def seconds_text(value: float) -> str:
-    if value >= 1:
-        return f"{value:.3g} s"
-    return f"{value * 1e3:.3g} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..api import simulate
-from ..cluster import Cluster
+from ..cluster import Cluster, with_faster_links
 from ..cost import CostModel, Profile
 from ..errors import Infeasible
 from ..explain.headline import samples_per_rank
@@ -84,10 +84,11 @@ def facts_of(
     evenly = even_step(plan, cluster, profile)
     faster_s = None
     if cluster.world_size > 1:
-        costs = CostModel(with_faster_links(cluster), None if profile is None else no_links(profile))
+        faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
+        costs = CostModel(faster, None if profile is None else profile.without_links())
         faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
         if profile is not None:  # what links bring, by the same costs of links
-            now = CostModel(cluster, no_links(profile))
+            now = CostModel(cluster, profile.without_links())
             now_s = run(plan.program, now, micro_batches=plan.micro_batches).step_s
             faster_s *= timeline.step_s / now_s
     return Facts(
@@ -103,25 +104,6 @@ def facts_of(
         tuple(program_lines(plan, timeline.events)),
         measured,
     )
-
-
-def no_links(profile: Profile) -> Profile:
-    """The profile of the devices alone: nothing was measured on links that are not there."""
-    return replace(profile, collectives=())
-
-
-def with_faster_links(cluster: Cluster) -> Cluster:
-    """The cluster with all links ``FASTER_LINKS`` times as fast."""
-    machines = tuple(
-        replace(
-            machine,
-            link_bytes_per_s=FASTER_LINKS * machine.link_bytes_per_s,
-            nic_bytes_per_s=FASTER_LINKS * machine.nic_bytes_per_s,
-        )
-        for machine in cluster.machines
-    )
-    bandwidth = FASTER_LINKS * cluster.bandwidth_bytes_per_s
-    return replace(cluster, machines=machines, bandwidth_bytes_per_s=bandwidth)
 
 
 def even_step(plan: Plan, cluster: Cluster, profile: Profile | None) -> Timeline | None:

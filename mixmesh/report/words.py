@@ -3,7 +3,7 @@ what faster links would bring."""
 
 from __future__ import annotations
 
-from ..explain.summary import seconds_text
+from ..units import seconds_text
 from .facts import FASTER_LINKS, Facts
 
 BUSY = 0.9  # of the step: from there on a device sets the pace, and below it what is waited for

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ..cluster import Cluster
@@ -61,7 +61,7 @@ def answers(
     ``planned`` makes a plan. Of ``profile`` what devices take counts; links are those that the cluster says,
     as nothing was measured on changed ones.
     """
-    devices_only = None if profile is None else replace(profile, collectives=())
+    devices_only = None if profile is None else profile.without_links()
     for change in (now, *asked):
         progress(change.text)
         step_s, planner = math.inf, "nothing fits"

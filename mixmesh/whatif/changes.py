@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..catalogue import CATALOGUE, rows_named
-from ..cluster import Cluster, Device, Machine
+from ..cluster import Cluster, Device, Machine, with_faster_links
 from ..errors import InputError
 from ..units import GIB
 
@@ -85,7 +85,7 @@ def faster_network(cluster: Cluster, others: Sequence[Device]) -> Iterator[Chang
         return
     slowest = min(cluster.bandwidth_bytes_per_s, *(m.nic_bytes_per_s for m in cluster.machines))
     twice = f"links between machines {FASTER}x as fast"
-    yield Change("network", twice, _with_network(cluster, FASTER), adds_price=True)
+    yield Change("network", twice, with_faster_links(cluster, between=FASTER), adds_price=True)
     for gbit_per_s in CARDS_GBIT_PER_S:
         if gbit_per_s * GBIT_PER_S > slowest:
             at_least = _with_network_of(cluster, gbit_per_s * GBIT_PER_S)
@@ -149,11 +149,6 @@ def devices_text(devices: Sequence[Device]) -> str:
 def _with_machine(cluster: Cluster, index: int, machine: Machine) -> Cluster:
     machines = (*cluster.machines[:index], machine, *cluster.machines[index + 1 :])
     return replace(cluster, machines=machines)
-
-
-def _with_network(cluster: Cluster, factor: float) -> Cluster:
-    machines = tuple(replace(m, nic_bytes_per_s=factor * m.nic_bytes_per_s) for m in cluster.machines)
-    return replace(cluster, machines=machines, bandwidth_bytes_per_s=factor * cluster.bandwidth_bytes_per_s)
 
 
 def _with_network_of(cluster: Cluster, bytes_per_s: float) -> Cluster:
