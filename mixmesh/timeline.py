@@ -50,13 +50,16 @@ class Event:
 @dataclass(frozen=True)
 class Timeline:
     """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank (peaks
-    none, where it was enough to know that they fit); ``communication_s`` counts a collective once."""
+    none, where it was enough to know that they fit); ``communication_s`` counts a collective once.
+    ``link_busy_s``, of a predicted step with events: for how long each link carries something, by its way
+    ("out", "in" or "inside") and the number of its machine."""
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]
     compute_s: tuple[float, ...]
     communication_s: float
     events: tuple[Event, ...] = ()
+    link_busy_s: tuple[tuple[str, int, float], ...] = ()
 
 
 def gradient_name(result: str) -> str:

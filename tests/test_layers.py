@@ -42,9 +42,9 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"policies"}, {"detection"}),
     ({"planner", "explain"},),
     ({"api"}, {"tuning"}),
-    ({"preparation"}, {"whatif"}, {"report"}),
+    ({"preparation"}, {"whatif"}),
     ({"checkpoint"}, {"rebalance"}),
-    ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}),
+    ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}, {"report"}),
     ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )

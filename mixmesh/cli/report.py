@@ -26,6 +26,10 @@ def report(
         Path | None,
         typer.Option("--measured", metavar="T.json", help="A timeline of `mixmesh run --trace`, below."),
     ] = None,
+    asks_what_if: Annotated[
+        bool,
+        typer.Option("--what-if", help="Also plan for the cluster after each change, as mixmesh what-if."),
+    ] = False,
     out: Annotated[Path, typer.Option("--out", metavar="R.html", help="Write the page here.")] = Path(
         "report.html"
     ),
@@ -34,7 +38,7 @@ def report(
     """Write a plan as a page to look at: the cluster, the step's timeline, why it is fast, the program. One
     file, which asks no other host for anything."""
     from ..api import load_profile
-    from ..report import facts_of, save_page
+    from ..report import facts_of, plan_page, save_page
     from ..report.measured import read_trace
     from ..report.words import sentences
 
@@ -42,8 +46,10 @@ def report(
     described = cluster_of(loaded, plan, None, cluster)
     check_loaded(loaded, str(plan))
     timeline = None if measured is None else read_trace(measured, described.world_size)
-    facts = facts_of(loaded, described, profile=load_profile(profile), measured=timeline)
-    save_page(facts, out)
+    facts = facts_of(
+        loaded, described, profile=load_profile(profile), measured=timeline, asks_what_if=asks_what_if
+    )
+    save_page(plan_page([facts]), out)
     if as_json:
         print_json({"report": str(out), "size_bytes": out.stat().st_size, "sentences": sentences(facts)})
         return

@@ -23,7 +23,7 @@ from mixmesh.demo.job import BATCH, job
 from mixmesh.errors import MixmeshError
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
-from mixmesh.report import facts_of, save_page
+from mixmesh.report import facts_of, plan_page, save_page
 from mixmesh.trace import trace
 
 CLUSTER = """\
@@ -103,7 +103,7 @@ def run(out: Path, steps: int) -> int:
     (out / "results.json").write_text(json.dumps({**summary, **found, "reference": reference}, indent=1))
     report(found, reference, summary)
     page = out / "report.html"
-    save_page(facts_of(plans["plan"], cluster, profile=measured), page)
+    save_page(plan_page([facts_of(plans["plan"], cluster, profile=measured)]), page)
     print(f"the plan as a page to look at: {page}")
     say("done")
     print(json.dumps({**summary, "report": str(page)}))

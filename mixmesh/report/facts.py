@@ -1,49 +1,33 @@
-"""All that a report shows of a plan: the same simulation that chose it, and data parallelism beside it."""
+"""All that a report shows of a plan: the simulation that chose it, and the other candidates beside it."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..api import simulate
+from ..check import check_loaded, check_plan
 from ..cluster import Cluster, with_faster_links
 from ..cost import CostModel, Profile
-from ..errors import Infeasible
 from ..explain.headline import samples_per_rank
 from ..ir import print_program
-from ..plan_file import Plan
+from ..plan_file import Plan, accumulates
 from ..planner import make_plan
+from ..simulator import Simulation
 from ..simulator import simulate as run
+from ..simulator.memory import MemoryCourse, memory_courses
 from ..timeline import Event, Timeline
+from ..whatif import Answer, Change, answers, changes
+from .candidates import EVENLY, Rival, rivals_of
+from .parts import KindOf, Parts, kinds_of
 from .path import critical_path
 
-EVENLY = "ddp-even"
 FASTER_LINKS = 2
 COMMENT = re.compile(r"\s+#.*$")
 SOURCE = re.compile(r"#.*?(\S+:\d+)\s*$")
 RESULT = re.compile(r"\s*%([^\s,=]+)")
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts that a step is the sum of: computing at its best (``ideal_s``), what the busiest device takes
-    longer than that, and what is waited for that no computing hides."""
-
-    ideal_s: float
-    imbalance_s: float
-    exposed_s: float
-
-    @classmethod
-    def of(cls, timeline: Timeline, ideal_s: float) -> Parts:
-        busiest_s = max(timeline.compute_s)
-        ideal_s = min(ideal_s, busiest_s)
-        return cls(ideal_s, busiest_s - ideal_s, max(timeline.step_s - busiest_s, 0.0))
-
-    @property
-    def step_s(self) -> float:
-        return self.ideal_s + self.imbalance_s + self.exposed_s
 
 
 @dataclass(frozen=True)
@@ -58,61 +42,107 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """All that is on the page. ``evenly`` is data parallelism with equal parts, None where it does not fit;
-    ``faster_s`` the step of the same program with links twice as fast, None for one device."""
+class WhatIf:
+    """The answers to what would change the step, the cluster as it is first, and how long asking took."""
 
+    answers: tuple[Answer, ...]
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is on the page of one plan. ``name`` tells it from other plans on the page. ``memory`` has an
+    entry per rank. ``faster_s`` is the step of the same program with links twice as fast, None for one
+    device; ``rivals`` are the other candidates, none where nothing is compared."""
+
+    name: str
     plan: Plan
     cluster: Cluster
     timeline: Timeline
+    kind_of: KindOf
     critical: tuple[int, ...]
     samples: tuple[int, ...]
     parts: Parts
-    evenly: Timeline | None
-    evenly_parts: Parts | None
+    memory: tuple[MemoryCourse, ...]
+    rivals: tuple[Rival, ...]
     faster_s: float | None
     lines: tuple[Line, ...]
     measured: Timeline | None = None
+    what_if: WhatIf | None = None
+
+    @property
+    def evenly(self) -> Rival | None:
+        """Data parallelism with equal parts on all devices; None where the plan is not compared with it."""
+        return next((rival for rival in self.rivals if rival.planner == EVENLY), None)
 
 
 def facts_of(
-    plan: Plan, cluster: Cluster, *, profile: Profile | None = None, measured: Timeline | None = None
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    profile: Profile | None = None,
+    measured: Timeline | None = None,
+    name: str = "",
+    is_compared: bool = True,
+    asks_what_if: bool = False,
 ) -> Facts:
-    """Raises PlanError for a plan of another cluster."""
-    timeline = simulate(plan, cluster, profile=profile, events=True)
+    """The facts of ``plan``, with its candidates if it ``is_compared``. Raises PlanError for a plan of
+    another cluster, VerificationError for one that was edited and is not valid."""
+    if plan.edited:
+        check_loaded(plan)
+    check_plan(plan, cluster)
+    costs = CostModel(cluster, profile)
+    simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
+    timeline = simulation.run(plan.program, plan.micro_batches, events=True)
+    held = simulation.held_bytes(plan.program, plan.micro_batches)
     ideal_s = plan.bound_s or sum(timeline.compute_s) / len(timeline.compute_s)
-    evenly = even_step(plan, cluster, profile)
-    faster_s = None
-    if cluster.world_size > 1:
-        faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
-        costs = CostModel(faster, None if profile is None else profile.without_links())
-        faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
-        if profile is not None:  # what links bring, by the same costs of links
-            now = CostModel(cluster, profile.without_links())
-            now_s = run(plan.program, now, micro_batches=plan.micro_batches).step_s
-            faster_s *= timeline.step_s / now_s
+    kind_of = kinds_of(plan.program)
+    parts = Parts.of(timeline, ideal_s, kind_of)
     return Facts(
+        name or plan.planner,
         plan,
         cluster,
         timeline,
+        kind_of,
         tuple(critical_path(timeline.events)),
         samples_per_rank(plan),
-        Parts.of(timeline, ideal_s),
-        evenly,
-        None if evenly is None else Parts.of(evenly, ideal_s),
-        faster_s,
+        parts,
+        memory_courses(held, timeline),
+        rivals_of(plan, cluster, parts, profile, ideal_s) if is_compared else (),
+        with_faster(plan, cluster, profile, timeline.step_s),
         tuple(program_lines(plan, timeline.events)),
         measured,
+        what_if(plan, cluster, profile) if asks_what_if else None,
     )
 
 
-def even_step(plan: Plan, cluster: Cluster, profile: Profile | None) -> Timeline | None:
-    """A step of data parallelism with equal parts on all devices; None where it does not fit."""
-    try:
-        made = make_plan(plan.program.graph, cluster, planner=EVENLY, profile=profile)
-    except Infeasible:
+def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: float) -> float | None:
+    """The step of the same program with links ``FASTER_LINKS`` times as fast; None for one device."""
+    if cluster.world_size == 1:
         return None
-    return run(made.program, CostModel(cluster, profile), micro_batches=made.micro_batches)
+    faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
+    costs = CostModel(faster, None if profile is None else profile.without_links())
+    faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
+    if profile is not None:  # what links bring, by the same costs of links
+        now = CostModel(cluster, profile.without_links())
+        faster_s *= step_s / run(plan.program, now, micro_batches=plan.micro_batches).step_s
+    return faster_s
+
+
+def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
+    """What would change the step, for the program's own batch: a plan does not have the model, so that
+    another batch is not asked about."""
+    started = time.perf_counter()
+    asked = [change for change in changes(cluster) if change.batches == 1]
+    found = answers(
+        Change("now", "as it is", cluster),
+        asked,
+        lambda _: plan.program.graph,
+        sum(samples_per_rank(plan)) or 1,
+        lambda graph, changed, costs: make_plan(graph, changed, profile=costs),
+        profile,
+    )
+    return WhatIf(tuple(found), time.perf_counter() - started)
 
 
 def program_lines(plan: Plan, events: Sequence[Event]) -> list[Line]:

@@ -56,6 +56,7 @@ class Run:
         self.free = [0.0] * len(simulation.channels)  # when each channel is
         self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
         self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
+        self.link_busy_s = [0.0] * len(simulation.links)  # counted with events
         self.ready: dict[str, tuple[float, Call]] = {}  # results that nobody has waited for yet
         self.arriving: list[tuple[float, Call, int, str]] = []  # gradients to be taken in at the end
         self.communication = 0.0
@@ -253,6 +254,8 @@ class Run:
             for k in self.kinds[channel]:
                 self.under_way[k] = max(self.under_way[k], end)
         if self.keep_events:
+            for link, seconds in call.links:
+                self.link_busy_s[link] += seconds
             what = (name, start, end, exchange.name, exchange.size_bytes)
             self.events += [Event(r, "communication", *what) for r in exchange.ranks]
         return end

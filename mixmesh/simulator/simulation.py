@@ -137,11 +137,18 @@ class Simulation:
             tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
+            tuple((*link, run.link_busy_s[n]) for link, n in self.links.items()) if events else (),
         )
 
     def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
         """Per rank."""
         return self.memory.peaks(program, self._schedule(program, micro_batches))
+
+    def held_bytes(
+        self, program: Program, micro_batches: MicroBatches = None
+    ) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Per rank, the bytes held at every moment of a step (``PeakMemory.moments``)."""
+        return self.memory.moments(program, self._schedule(program, micro_batches))
 
     def step_s(
         self, program: Program, micro_batches: MicroBatches = None, buckets: Buckets | None = None

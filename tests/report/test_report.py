@@ -18,12 +18,14 @@ import mixmesh
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.report import facts_of, page_text
+from mixmesh.report import facts_of, page_text, plan_page
 from mixmesh.report.facts import Facts
 from mixmesh.report.measured import read_trace
+from mixmesh.report.parts import EXCHANGES, GATHERS, GRADIENTS, OTHERS, waits
 from mixmesh.report.path import critical_path
+from mixmesh.report.plan_page import rank_object
 from mixmesh.report.words import sentences
-from mixmesh.timeline import Event, save_trace, to_chrome_trace
+from mixmesh.timeline import Event, Timeline, save_trace, to_chrome_trace
 
 CLUSTER = """
 name = "<b>two</b> boxes"
@@ -37,6 +39,7 @@ devices = ["RTX4090-24GB", "RTX3090-24GB"]
 name = "old"
 devices = ["RTX2080Ti-11GB"]
 """
+SMALL = '{ name = "small", tflop_per_s = 10, memory_gib = 0.9, memory_gbyte_per_s = 500 }'
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -88,7 +91,8 @@ def test_the_path_of_a_plan_has_no_gap(facts):
 
 def test_the_parts_are_the_whole_step(facts):
     assert facts.parts.step_s == pytest.approx(facts.timeline.step_s)
-    assert facts.evenly_parts.step_s == pytest.approx(facts.evenly.step_s)
+    for rival in facts.rivals:
+        assert rival.remade.parts.step_s == pytest.approx(rival.remade.timeline.step_s)
 
 
 def test_sentences_where_a_device_sets_the_pace(facts):
@@ -109,15 +113,74 @@ def test_sentences_where_links_do():
 
 
 def test_where_equal_parts_do_not_fit(facts):
-    alone = replace(facts, evenly=None, evenly_parts=None)
+    (evenly,) = (rival for rival in facts.rivals if rival.planner == "ddp-even")
+    alone = replace(facts, rivals=(replace(evenly, fits=False),))
     assert sentences(alone)[1] == "Data parallelism with equal parts does not fit in memory; the plan does."
+
+
+# --- parts, memory, links, candidates ---------------------------------------------------------------------
+
+
+def test_what_a_device_waits_for(facts):
+    """By hand: rank 0 computes 0-2 and 6-7 of 8 s, its sum of gradients is under way from 3 to 5."""
+    events = (
+        Event(0, "compute", "a", 0, 2), Event(0, "compute", "b", 6, 7),
+        Event(0, "communication", "gradients of w", 3, 5), Event(1, "compute", "a", 0, 8),
+    )  # fmt: skip
+    timeline = Timeline(8.0, (), (3.0, 8.0), 2.0, events)
+    assert waits(timeline, 0, facts.kind_of) == {GRADIENTS: 2.0, GATHERS: 0.0, EXCHANGES: 0.0, OTHERS: 3.0}
+    assert sum(waits(timeline, 1, facts.kind_of).values()) == 0
+
+
+def test_memory_over_the_step_peaks_where_the_plan_says(facts):
+    peaks = facts.timeline.peak_memory_bytes
+    assert tuple(course.peak_bytes for course in facts.memory) == peaks
+    for rank, course in enumerate(facts.memory):
+        times_s = [time_s for time_s, _ in course.points]
+        assert times_s == sorted(set(times_s)) and times_s[0] == 0 and times_s[-1] < facts.timeline.step_s
+        assert len(times_s) > 10 and len({size for _, size in course.points}) > 5  # it rises and falls
+        drawn = rank_object(facts, rank)["memory"]
+        assert max(size for _, size in drawn) == max(size for _, size in course.points)
+
+
+def test_links_are_busy_for_as_long_as_their_collectives(facts):
+    """One machine of two devices and one of one: a ring crosses each network card once each way."""
+    sums = {(e.name, e.start_s): e for e in facts.timeline.events if e.stream == "communication"}
+    carried = sum(e.size_bytes for e in sums.values())
+    busy = {(way, number): busy_s for way, number, busy_s in facts.timeline.link_busy_s}
+    card = facts.cluster.machines[0].nic_bytes_per_s
+    assert busy["out", 0] == busy["in", 1] == pytest.approx(2 * 2 / 3 * carried / card)
+    assert busy["inside", 0] > 0 and ("inside", 1) not in busy
+
+
+def test_why_data_parallelism_lost(facts):
+    (even,) = facts.rivals
+    assert re.fullmatch(
+        r"[\d.]+ ms more, as rank 2 \(RTX2080Ti-11GB, machine old\) computes for [\d.]+ ms", even.why
+    )
+
+
+def test_why_what_does_not_fit_lost(facts):
+    """Three devices, of which none has the memory for all samples."""
+    text = CLUSTER.format(network=1000)
+    for name in ("RTX4090-24GB", "RTX3090-24GB", "RTX2080Ti-11GB"):
+        text = text.replace(f'"{name}"', SMALL)
+    cluster = Cluster.parse(text)
+    plan = mixmesh.plan(Model(), {"x": torch.randn(16384, 1024)}, cluster)
+    single = next(r for r in facts_of(plan, cluster).rivals if r.planner == "single")
+    assert not single.fits
+    assert re.search(
+        r" more, as rank 0 \(small, machine new & fast\) computes for .*s; and rank 0 \(small, .*\) "
+        r"would need 1\d+ MiB and may use 8\d\d MiB$",
+        single.why,
+    )
 
 
 # --- the page ----------------------------------------------------------------------------------------------
 
 
 def test_the_page_asks_nobody_and_shows_names_as_text(facts):
-    page = page_text(facts)
+    page = page_text(plan_page([facts]))
     own = page.replace((Path(mixmesh.__file__).parent / "report/assets/echarts.min.js").read_text(), "")
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", own)
     assert "<b>two</b>" not in own and "&lt;b&gt;two&lt;/b&gt; boxes" in own and "new &amp; fast" in own
@@ -125,9 +188,10 @@ def test_the_page_asks_nobody_and_shows_names_as_text(facts):
 
 
 def test_the_numbers_of_the_page(facts):
-    data = data_of(page_text(facts))
+    (data,) = data_of(page_text(plan_page([facts])))["variants"]
     assert [rank["samples"] for rank in data["ranks"]] == list(facts.samples) and sum(facts.samples) == 16384
-    assert data["parts"][0]["plan"] == facts.plan.planner and data["parts"][1]["plan"] == "ddp-even"
+    assert {row["name"] for row in data["candidates"]} == {facts.plan.planner, "ddp-even"}
+    assert sum(time_s for _, time_s in data["waterfall"]) == pytest.approx(facts.timeline.step_s)
     events = data["predicted"]["events"]
     assert max(e[4] + e[5] for e in events) == pytest.approx(1e9 * facts.timeline.step_s, rel=1e-6)
     names = data["predicted"]["names"]
@@ -141,7 +205,9 @@ def test_a_measured_timeline(facts, tmp_path):
     measured = read_trace(file, 3)
     assert measured.step_s == pytest.approx(facts.timeline.step_s)
     assert measured.compute_s == pytest.approx(facts.timeline.compute_s, rel=1e-6)
-    assert data_of(page_text(replace(facts, measured=measured)))["measured"]["events"]
+    assert data_of(page_text(plan_page([replace(facts, measured=measured)])))["variants"][0]["measured"][
+        "events"
+    ]
     with pytest.raises(InputError, match="other devices"):
         read_trace(file, 2)
     file.write_text("{}")
@@ -207,7 +273,7 @@ setTimeout(() => {
 @pytest.mark.parametrize("width", (400, 1280))
 def test_the_page_in_a_browser(facts, tmp_path, width, scheme):
     page = tmp_path / "r.html"
-    text, _, end = page_text(replace(facts, measured=facts.timeline)).rpartition("</body>")
+    text, _, end = page_text(plan_page([replace(facts, measured=facts.timeline)])).rpartition("</body>")
     page.write_text(text + LOOK + end)
     dark = ["--force-dark-mode", "--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     command = [

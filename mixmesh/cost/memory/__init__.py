@@ -21,10 +21,11 @@ from ..placed import cut_shares
 from ..sums import Summed, order_of_sums
 from .bound import EVERYWHERE, Bound, has_bound
 from .repeats import kept_inputs
-from .walk import NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
+from .walk import BEFORE, NO_FLIGHT, Flight, Held, Moment, Sizes, Walk, bucket_moments
 
 __all__ = [
     "ALLOWANCE",
+    "BEFORE",
     "HEAP_BYTES",
     "Held",
     "Memory",
@@ -136,9 +137,9 @@ class Memory:
         ]
         return np.array(shares).reshape(len(self.cuts), program.world_size)
 
-    def held_bytes(self, program: Program) -> np.ndarray:
-        """Bytes (moment, rank) under the ratios of ``program``."""
-        return self.sizes @ self.shares(program)
+    def held_bytes(self, program: Program, part: Part = None) -> np.ndarray:
+        """Bytes (moment, rank) under the ratios of ``program``, in a micro-step of this ``part``."""
+        return self.sizes @ self.shares(program, part)
 
     def peaks(self, program: Program, part: Part = None) -> tuple[float, ...]:
         """Bytes per rank."""
@@ -203,20 +204,50 @@ class PeakMemory:
         Among several micro-steps that of the most samples counts, with the gradients of those before it and
         the sums of the last.
         """
+        part, step, keys = self._walks(program, planned)
+        tensors = {key: self.of(step, *key).peaks(step, part) for key in dict.fromkeys(keys)}
+        constant = self._constants(program)
+        return tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
+
+    def moments(
+        self, program: Program, planned: Schedule | None = None
+    ) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """The bytes that each rank holds at every moment of a step, in the order of the walk, with the event
+        of a timeline that each moment belongs to (``BEFORE`` for those before the first step; empty where it
+        goes with the moment before it). The largest of them is the peak.
+
+        Buckets of gradients are filled beside the walk: their moments come last. Among several micro-steps
+        these are of the one that ``peaks`` counts.
+        """
+        part, step, keys = self._walks(program, planned)
+        held = {key: self.of(step, *key).held_bytes(step, part) for key in dict.fromkeys(keys)}
+        constant = self._constants(program)
+        return tuple(
+            tuple(
+                (moment.event, round(constant[rank] + size_bytes))
+                for moment, size_bytes in zip(self.of(step, *key).moments, held[key][:, rank].tolist())
+            )
+            for rank, key in enumerate(keys)
+        )
+
+    def _walks(
+        self, program: Program, planned: Schedule | None
+    ) -> tuple[Part, Program, list[tuple[str, Held, Flight]]]:
+        """The part of the samples and the program of the micro-step that counts, and what tells the walks of
+        the ranks apart."""
         part = None if planned is None else largest_parts(planned)
         step = program if planned is None else costed_micro_step(program, self.samples)
         flight = NO_FLIGHT if planned is None else flight_of(program, self.samples, planned)
-        kinds = []
+        keys = []
         for rank, device in enumerate(self.costs.cluster.devices):
             several = planned is not None and len(planned.sizes[rank]) > 1
-            held = Held.of(planned.scatters) if several else Held.NOTHING
-            kinds.append((device.kind, held))
-        tensors = {key: self.of(step, *key, flight).peaks(step, part) for key in dict.fromkeys(kinds)}
+            keys.append((device.kind, Held.of(planned.scatters) if several else Held.NOTHING, flight))
+        return part, step, keys
+
+    def _constants(self, program: Program) -> list[float]:
+        """Bytes that the process itself takes, per rank."""
         constant, working = self.costs.memory_constant_bytes, set(program.working_ranks)
-        return tuple(
-            round(constant(rank, idle=rank not in working) + tensors[key][rank])
-            for rank, key in enumerate(kinds)
-        )
+        return [constant(rank, idle=rank not in working) for rank in range(program.world_size)]
 
     def at_most(self, program: Program) -> tuple[int, ...] | None:
         """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without

@@ -33,6 +33,7 @@ from ...ir import (
 )
 from ...optimizer_states import OptimizerStates
 from ...rules import Call
+from ...timeline import bucket_name, gradient_name, repeated_name, wgrad_name
 from ..calls import Kind, kinds_of
 from ..micro_steps import unmarked
 from ..placed import (
@@ -49,6 +50,8 @@ from .views import contiguous, is_dense, reshaped, view_of
 
 Sizes = dict[Cut, float]
 BUCKET = "a bucket of gradients"
+BEFORE = "before the first step"  # in the place of an event
+OPTIMIZER = "optimizer"  # the event
 LOOKUPS = ("aten.embedding", "aten.gather", "aten.index.Tensor", "aten.index_select")
 OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
 EXCHANGES = (None, "all_to_all")  # forms of a reduce_scatter by which each rank has all addends of its piece
@@ -57,11 +60,13 @@ BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``
 
 class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
     """Bytes in whole that are held at one time, by how they are cut; ``small`` are those of them that come
-    and go in a CPU's heap."""
+    and go in a CPU's heap, ``event`` the name of what a timeline has then (see ``timeline``), empty where it
+    has nothing of its own."""
 
     what: str
     held: Sizes
     small: Mapping[Cut, float] = MappingProxyType({})
+    event: str = ""
 
 
 @dataclass(slots=True)
@@ -153,16 +158,21 @@ class _Ledger:
                     self.small[s.cut] -= s.size_bytes
                     self.same_small = None
 
-    def moment(self, what: str, *beside: tuple[float, Cut]) -> None:
-        self.moments.append(self.now(what, *beside))
+    def moment(self, what: str, *beside: tuple[float, Cut], event: str = "") -> None:
+        self.moments.append(self.now(what, *beside, event=event))
 
-    def now(self, what: str, *beside: tuple[float, Cut]) -> Moment:
+    def now(self, what: str, *beside: tuple[float, Cut], event: str = "") -> Moment:
         held = self.held.copy()
         for size_bytes, cut in beside:
             held[cut] = held.get(cut, 0.0) + size_bytes
         if self.same_small is None:
             self.same_small = self.small.copy()
-        return Moment(what, held, self.same_small)
+        return Moment(what, held, self.same_small, event)
+
+
+def result_name(i: Instruction) -> str:
+    """The name that a computation's events have."""
+    return next((r for r in i.results if r is not None), i.op)
 
 
 def whole(t: TensorType) -> Cut:
@@ -208,7 +218,7 @@ class Flight:
                 continue  # moved once per step, before its micro-steps
             for t in (program.types[i.inputs[0]], i.type):
                 held[t.cut] = held.get(t.cut, 0.0) + 2.0 * t.value.size_bytes
-        return [Moment(m.what, _sum(m.held, held), _sum(m.small, small)) for m in moments]
+        return [m._replace(held=_sum(m.held, held), small=_sum(m.small, small)) for m in moments]
 
 
 NO_FLIGHT = Flight()
@@ -305,14 +315,14 @@ class Walk:
             held: Sizes = {everywhere: 2.0 * group}
             for i in leaves:
                 held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
-            self.ledger.moments.append(Moment("the initial values", held))
+            self.ledger.moments.append(Moment("the initial values", held, event=BEFORE))
             return
         self.ledger.moments.append(
-            Moment("the initial values", {everywhere: model + batch + group + largest})
+            Moment("the initial values", {everywhere: model + batch + group + largest}, event=BEFORE)
         )
         if cut is not None and isinstance(cut.type.placement, Shard):
             held = {everywhere: float(model + batch), cut.type.cut: float(largest)}
-            self.ledger.moments.append(Moment("cutting the model", held))
+            self.ledger.moments.append(Moment("cutting the model", held, event=BEFORE))
 
     def stored(self) -> None:
         """Adds what is held between steps, and the batch, which comes whole."""
@@ -412,7 +422,9 @@ class Walk:
                 kept_here.append(self.ledger.take(footprint.extra, footprint.cut))
             if keeps:
                 self.saved[n] = kept_here
-        self.ledger.moment(f"%{i.results[0] or i.op}" + " again" * again, *footprint.forward)
+        name = result_name(i)
+        event = repeated_name(name) if again else name
+        self.ledger.moment(f"%{i.results[0] or i.op}" + " again" * again, *footprint.forward, event=event)
         if not keeps:
             self.ledger.drop(*kept_here)
         for name, view in zip(i.results, made):
@@ -478,7 +490,8 @@ class Walk:
             return
         made = self._new(i.type)
         self.values[i.result] = made
-        self.ledger.moment(f"%{i.result}", *self._staging(i.op, source, i.type, i.attr("algorithm")))
+        beside = self._staging(i.op, source, i.type, i.attr("algorithm"))
+        self.ledger.moment(f"%{i.result}", *beside, event=i.result)
 
     def _arrive(self, name: str, n: int) -> None:
         """At its first use a gathered value is put in order, if rank order is not memory order; an owned
@@ -545,7 +558,7 @@ class Walk:
                 )
                 moved = program.producers[name]
                 beside = self._staging("all_gather", program.types[moved.inputs[0]], moved.type)
-                self.ledger.moment(f"%{name} again", *beside)
+                self.ledger.moment(f"%{name} again", *beside, event=repeated_name(name))
         if n in self.repeats:
             self._compute_again(self.repeats[n], again)
         if self.kinds[n] is not None:
@@ -565,7 +578,8 @@ class Walk:
         """The gradient of a weight, of what was held until now."""
         weight = self.program.instructions[n].inputs[1]
         made = self._new(self.program.types[weight])
-        self.ledger.moment(f"gradient of %{weight}", *self._footprint(self.kinds[n]).backward)
+        event = wgrad_name(self.program.instructions[n].result)
+        self.ledger.moment(f"gradient of %{weight}", *self._footprint(self.kinds[n]).backward, event=event)
         self.ledger.drop(*self.late.pop(n))
         self._accumulate(weight, made)
         if self.later[n] in complete:
@@ -621,7 +635,8 @@ class Walk:
         if i.attrs and i.attr("sfb", False):  # the factors of all ranks
             sizes = call.inputs[0].size_bytes + call.outputs[0].size_bytes
             beside = (*beside, (float(sizes), whole(i.type)))
-        self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside)
+        event = gradient_name(result_name(i))
+        self.ledger.moment(f"gradient of %{i.results[0] or i.op}", *beside, event=event)
         done = *(g.storage for g in outgoing), *self.saved.pop(n, ())
         if n in self.later:
             self.late[n] = done
@@ -690,14 +705,14 @@ class Walk:
         if _back(i) == "reduce_scatter" and self._is_sent_as_it_is(i.type, source, algorithm):
             carried, leaving = carried + leaving, []
         if is_stored(self.program, i):
-            self.ledger.moment(f"gradient of %{i.result}")
+            self.ledger.moment(f"gradient of %{i.result}", event=gradient_name(i.result))
             self.ledger.drop(*leaving)
             self._fly(float(i.type.value.size_bytes), *carried)
             self._land_above(IN_FLIGHT_BYTES)
             self._accumulate(i.inputs[0], self._new(source))
             return
         arriving = self._new(source)
-        self.ledger.moment(f"gradient of %{i.result}")
+        self.ledger.moment(f"gradient of %{i.result}", event=gradient_name(i.result))
         self.ledger.drop(*leaving)
         self.returning[i.result] = arriving, carried
 
@@ -713,7 +728,7 @@ class Walk:
         """A bucket goes to its owners: in one buffer, and the whole gradients are let go of."""
         cut = whole(s.params[0].type)
         flat = self.ledger.take(s.size_bytes, cut) if len(s.params) > 1 else None
-        self.ledger.moment(BUCKET)
+        self.ledger.moment(BUCKET, event=bucket_name([p.result for p in s.params]))
         wholes = [self.gradients.pop(p.result).storage for p in s.params if p.result in self.gradients]
         if flat is not None:
             self.ledger.drop(*wholes)
@@ -780,14 +795,15 @@ class Walk:
             size, cut = float(t.value.size_bytes), t.cut
             beside[cut] = beside.get(cut, 0.0) + size if self.cuda else max(beside.get(cut, 0.0), size)
         if self.cuda:
-            self.ledger.moment("the optimizer", *((size, cut) for cut, size in beside.items()))
+            every = ((size, cut) for cut, size in beside.items())
+            self.ledger.moment("the optimizer", *every, event=OPTIMIZER)
             return
         # tensors of the backward pass are gone, but the heap still keeps what it lost to them
         smalls = {id(m.small): m.small for m in self.ledger.moments}.values()
         lost = {cut: max(small.get(cut, 0.0) for small in smalls) for cut in self.ledger.small}
         made = [((self.states.beside * size, cut),) for cut, size in beside.items()]
         for tensors in made or [()]:
-            now = self.ledger.now("the optimizer", *tensors)
+            now = self.ledger.now("the optimizer", *tensors, event=OPTIMIZER)
             self.ledger.moments.append(now._replace(small=lost))
 
 
@@ -803,13 +819,15 @@ def bucket_moments(
         last = min(first_use[i.result] for i in bucket.params)
         if last not in complete or bucket.owned is not None:
             continue
+        event = bucket_name([p.result for p in bucket.params], bucket.ranks if bucket.cells else ())
         if bucket.cells:
             ends = _completed(program, bucket, every_use)
-            yield from (_with_copies(program, bucket, complete[n]) for n in ends if n in complete)
+            copied = (_with_copies(program, bucket, complete[n]) for n in ends if n in complete)
+            yield from (moment._replace(event=event) for moment in copied)
         elif len(bucket.params) > 1:
             at, cut = complete[last], whole(bucket.params[0].type)
             held = {**at.held, cut: at.held.get(cut, 0.0) + bucket.size_bytes}
-            yield at._replace(held=held)
+            yield at._replace(held=held, event=event)
 
 
 def _completed(program: Program, bucket: GradientSum, first_use: Mapping[str, int]) -> tuple[int, ...]:

@@ -1,0 +1,65 @@
+'use strict';
+const data = JSON.parse(document.getElementById('data').textContent);
+const dark = matchMedia('(prefers-color-scheme: dark)');
+const charts = {};
+
+function seconds(s) {
+  if (s === null || s === undefined) return '-';
+  if (s === 0) return '0';
+  const sign = s < 0 ? '-' : '', a = Math.abs(s);
+  if (a >= 1) return sign + +a.toPrecision(3) + ' s';
+  return sign + (a >= 1e-3 ? +(a * 1e3).toPrecision(3) + ' ms' : +(a * 1e6).toPrecision(3) + ' us');
+}
+function bytes(b) {
+  for (const unit of ['B', 'KiB', 'MiB', 'GiB']) { if (b < 1000) return +b.toPrecision(3) + ' ' + unit; b /= 1024; }
+  return +b.toPrecision(3) + ' TiB';
+}
+function percent(x) { return Math.round(100 * x) + ' %'; }
+function escaped(text) { return text.replace(/[&<>"]/g, c => ({ '&': '&amp;', '<': '&lt;', '>': '&gt;', '"': '&quot;' })[c]); }
+function style(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
+function colours() { return [1, 2, 3, 4, 5, 6, 7, 8].map(n => style('--series-' + n)); }
+function isNarrow() { return innerWidth < 600; }
+
+// columns named in `words` hold text
+function table(id, header, rows, words = [0]) {
+  const kind = n => (words.includes(n) ? (n ? ' class="words"' : '') : ' class="number"');
+  const cells = (tag, row) => row.map((x, n) => `<${tag}${kind(n)}>${escaped(String(x))}</${tag}>`).join('');
+  document.getElementById(id).innerHTML = `<table><thead><tr>${cells('th', header)}</tr></thead><tbody>` +
+    rows.map(row => `<tr>${cells('td', row)}</tr>`).join('') + '</tbody></table>';
+}
+function tip(extra) {
+  return Object.assign({ backgroundColor: style('--box'), borderColor: style('--line'), textStyle: { color: style('--text') }, confine: true }, extra);
+}
+function axis(extra) {
+  return Object.assign({ axisLabel: { color: style('--text'), hideOverlap: true }, axisLine: { lineStyle: { color: style('--line') } },
+    splitLine: { lineStyle: { color: style('--line') } }, nameTextStyle: { color: style('--faint') } }, extra);
+}
+function timeAxis(extra) { return axis(Object.assign({ type: 'value', splitNumber: isNarrow() ? 3 : 5, axisLabel: { color: style('--text'), formatter: seconds, hideOverlap: true } }, extra)); }
+function bars(names) {
+  const width = isNarrow() ? 120 : 220;
+  return axis({ type: 'category', data: names, inverse: true, axisLabel: { color: style('--text'), width, overflow: 'break', interval: 0, lineHeight: 14, fontSize: 12 } });
+}
+const GRID = { left: 8, right: 24, top: 56, bottom: 8, containLabel: true };
+// a legend may need several rows: the charts below it begin where it ends
+function legend(names) {
+  return { data: names, textStyle: { color: style('--text') }, type: 'scroll', top: 0, left: 0, right: 0, pageTextStyle: { color: style('--text') },
+    pageIconColor: style('--text'), pageIconInactiveColor: style('--line') };
+}
+function draw(id, label, option, height) {
+  const place = document.getElementById(id);
+  if (height) place.style.height = height + 'px';
+  if (charts[id]) charts[id].dispose();
+  charts[id] = echarts.init(place, null, { renderer: id === 'timeline' ? 'canvas' : 'svg' });
+  charts[id].setOption(Object.assign({ textStyle: { color: style('--text'), fontFamily: 'system-ui, sans-serif' }, animation: false,
+    aria: { enabled: true }, color: colours(), backgroundColor: 'transparent', tooltip: tip() }, option));
+  place.setAttribute('aria-label', label);
+}
+// rows of bars: as high as they are many
+function barHeight(count, top = 96) { return top + count * (isNarrow() ? 44 : 32); }
+
+function redrawn(drawAll) {
+  drawAll();
+  dark.addEventListener('change', drawAll);
+  let width = innerWidth;
+  addEventListener('resize', () => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });
+}
