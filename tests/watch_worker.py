@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -175,7 +176,7 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     print("DONE", flush=True)
 
 
-def fork_rank(scenario: str, rank: int, port: int, folder: Path) -> int:
+def fork_rank(scenario: str, rank: int, port: int, folder: Path, run: Callable[[str, int], None]) -> int:
     output = os.open(folder / f"{scenario}-{rank}.txt", os.O_WRONLY | os.O_CREAT, 0o644)
     if pid := os.fork():
         os.close(output)
@@ -185,25 +186,26 @@ def fork_rank(scenario: str, rank: int, port: int, folder: Path) -> int:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     status = 0
     try:
-        train_in_trouble(scenario, rank)
+        run(scenario, rank)
     except MixmeshError as error:
         print(f"MIXMESH {type(error).__name__}: {error}", flush=True)
         status = 3
     except BaseException:
         traceback.print_exc()
         status = 4
+    threading._shutdown()  # as at the end of a script
     atexit._run_exitfuncs()
     os._exit(status)
 
 
-def main(folder: Path, scenarios: list[str]) -> None:
+def main(folder: Path, scenarios: list[str], run: Callable[[str, int], None] = train_in_trouble) -> None:
     ranks = {}
     ports = set()
     while len(ports) < len(scenarios):
         ports.add(free_port())
     for scenario, port in zip(scenarios, ports):
         for rank in range(WORLD):
-            ranks[scenario, rank] = fork_rank(scenario, rank, port, folder)
+            ranks[scenario, rank] = fork_rank(scenario, rank, port, folder, run)
     began: dict[str, float] = {}
     ends: dict[tuple[str, int], tuple[int, float]] = {}
     deadline = time.monotonic() + LIMIT_S

@@ -25,6 +25,7 @@ class Preemption:
     def __enter__(self) -> Preemption:
         with self._ranks.meeting("checkpoint.Preemption"):
             self._vote = Vote(self._ranks)
+        self._ranks.ends_when_told(self._signals)
         self._signals.__enter__()
         return self
 

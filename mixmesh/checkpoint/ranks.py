@@ -18,6 +18,7 @@ from ..preparation.saving import parallel_models
 from ..runtime.comm import Comm
 from ..runtime.first_rank import everyones, from_first_rank
 from ..runtime.lost import Waiting
+from .signals import Signals
 
 # where a rank is alone that is as it should be; a thread cannot say so for itself
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -79,6 +80,12 @@ class Ranks:
         """Has errors name the step by the ``num_steps`` that have been made in all."""
         if self.comm is not None and self.comm.watch is not None:
             self.comm.watch.set_step(num_steps)
+
+    def ends_when_told(self, signals: Signals) -> None:
+        """Has a signal, which is noted for the end of a step, end this process where a rank was lost and no
+        step has an end."""
+        if self.comm is not None and self.comm.watch is not None:
+            self.comm.watch.is_told_to_stop = lambda: bool(signals.number)
 
     @property
     def unwatched(self) -> Ranks:

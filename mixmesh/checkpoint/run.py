@@ -120,7 +120,9 @@ class RunCheckpoints:
             self._initial(model)
         self._number = self._newest_number()  # of the newest checkpoint that this training knows
         self._signals = self._open.enter_context(Signals())
-        self._vote = Vote(Ranks.of(model))
+        ranks = Ranks.of(model)
+        ranks.ends_when_told(self._signals)
+        self._vote = Vote(ranks)
         self._saved_at = time.monotonic()
         return self._batches(job), self.first_step
 

@@ -115,7 +115,7 @@ def run(
     if plan is None:
         with checkpoint_stays(kept):
             loaded, prepared, rank = prepared_plan(
-                job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster
+                job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster, heartbeat_s
             )
         jobs.append(loaded)
         del loaded

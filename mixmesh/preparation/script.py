@@ -41,6 +41,7 @@ def prepare(
     cache: str | Path | None = None,
     cluster: str | Path | None = None,
     timeout_s: float = 300.0,
+    heartbeat_s: float = 20.0,
     seed: int = 0,
     batch_norm: str = "exact",
     outputs: tuple[str | int, ...] = (),
@@ -57,7 +58,8 @@ def prepare(
     ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what of
     the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows, and
     by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under, or
-    its dtype; without one it is the context that ``prepare`` is called under. Without torchrun the model,
+    its dtype; without one it is the context that ``prepare`` is called under. A rank that is silent for
+    ``heartbeat_s`` seconds is lost, and ends the others; 0 turns that off. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
     ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
@@ -89,6 +91,7 @@ def prepare(
             profile_s=profile_s,
             planner=planner,
             timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
@@ -109,8 +112,14 @@ def prepare(
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
         parallel, optimizer = parallelize(
-            model, optimizer, prepared.plan, timeout_s=timeout_s, seed=seed, check_model=False
-        )  # it was traced just now
+            model,
+            optimizer,
+            prepared.plan,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            seed=seed,
+            check_model=False,  # it was traced just now
+        )
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     return parallel, optimizer, loader if inputs is not None else own_loader(loader, prepared.plan)
 

@@ -24,10 +24,12 @@ from ..plan_devices import planned_devices
 from ..plan_file import Plan
 from ..profiler import profile as measure_profile
 from ..profiler import profile_links
-from ..runtime.comm import default_device, initialise
+from ..runtime.comm import LEAST_S, default_device, initialise
 from ..runtime.first_rank import from_first_rank
 from ..runtime.original import traceable
 from ..runtime.start import compare_first
+from ..runtime.taking_part import taking_part
+from ..runtime.watch import watch_of_process
 from ..testbed import enter_device, leave_device
 from ..trace import Traced, trace
 from .kinds import Kinds
@@ -43,6 +45,7 @@ class Options:
     planner: str = "auto"
     search_s: float | None = None
     timeout_s: float = 300.0
+    heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 looks at none
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
@@ -76,6 +79,7 @@ class Prepared:
     phases: tuple[Phase, ...]
 
 
+@taking_part("the preparation")
 def prepare_job(
     job: Any,
     world_size: int,
@@ -92,11 +96,13 @@ def prepare_job(
     Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
     devices and links, which are detected without one. An error of the first rank is raised on all ranks:
     TraceError for a model that cannot be exported, Infeasible if nothing fits, InputError for a cluster file
-    of another number of devices.
+    of another number of devices; CollectiveError for a rank that is lost meanwhile.
     """
     options, device = options or Options(), device or Device()
     where = default_device()
     initialise(world_size, where, options.timeout_s)
+    if options.heartbeat_s:
+        watch_of_process(options.heartbeat_s, max(options.timeout_s, LEAST_S))
     phases = _Phases(cache or Cache(None), progress)
     phases.new("comparison of the ranks", lambda: compare_first(job.model))
     versions = version("mixmesh"), torch.__version__
@@ -118,9 +124,10 @@ def prepare_job(
             (Profile.load, lambda made, path: made.save(path)),
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
         )
+    what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
     plan = phases.kept(
         "plan",
-        f"plans/{key_of(job_key, options, traced.output_has_loss, traced.returned)}.plan",
+        f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
         (Plan.load, lambda made, path: made.save(path)),
         lambda: from_first_rank(
             lambda: plan_traced(

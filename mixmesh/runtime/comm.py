@@ -22,6 +22,7 @@ from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
 from .lost import Waiting
 from .processes import end_with_launcher, open_sockets
+from .taking_part import taking_part
 from .watch import Watch
 from .works import begin_threads
 
@@ -271,6 +272,7 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
         atexit.register(release_last_tensors)
 
 
+@taking_part("the end of all ranks")
 def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
     dist.barrier()

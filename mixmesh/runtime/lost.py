@@ -12,16 +12,18 @@ from ..errors import CollectiveError, MixmeshError
 
 class Waiting(NamedTuple):
     """The call that a rank waits in, the moment since when, and the instruction with its place, if it is one.
-    ``is_call`` is False for a message between two calls: a rank that has failed in one may go on there."""
+    ``is_call`` is False for a message between two calls: a rank that has failed in one may go on there.
+    ``is_met`` is False for a rank that computes there, and does not wait."""
 
     what: str
     since: float
     where: str = ""
     is_call: bool = True
+    is_met: bool = True
 
     @classmethod
-    def now(cls, what: str, where: str = "") -> Waiting:
-        return cls(what, time.monotonic(), where)
+    def now(cls, what: str, where: str = "", *, is_met: bool = True) -> Waiting:
+        return cls(what, time.monotonic(), where, is_met=is_met)
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,11 @@ class Position:
         return f"rank {rank} ({self.devices[rank]})" if rank < len(self.devices) else f"rank {rank}"
 
     def error(self, lost: Lost, waiting: Waiting, world_size: int) -> CollectiveError:
-        """The error of a rank that waits for the one that was lost."""
+        """The error of a rank that waits for the one that was lost, or would wait for it next."""
         at_step = "" if self.step is None else f", at step {self.step}"
+        wait = "the others wait for it in" if waiting.is_met else "this rank needs it, and has come to"
         return CollectiveError(
-            f"{self.name(lost.rank)} {lost.how}, and the others wait for it in {waiting.what}{at_step}",
+            f"{self.name(lost.rank)} {lost.how}, and {wait} {waiting.what}{at_step}",
             where=waiting.where or waiting.what,
             expected=f"{world_size} ranks to take part",
             got=lost.word,

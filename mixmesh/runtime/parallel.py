@@ -40,6 +40,7 @@ from .shards import Stored, agree, stored_tensors
 from .shells import parallel_class
 from .start import check_values, start_together
 from .taken import Taken, owners_of
+from .taking_part import taking_part
 from .whole_model import own_module
 
 __all__ = [
@@ -55,6 +56,7 @@ def planned_bytes(plan: Any, comm: Comm) -> int:
     return peaks[comm.rank] if peaks and comm.device.type == "cpu" else 0
 
 
+@taking_part("parallelize")
 def parallelize(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .awake import AwakeClock
 from .processes import LAUNCHER_VARIABLE, is_gone, is_stopped, process_place, process_state
 
 
@@ -37,8 +37,15 @@ class Seen:
 class Peers:
     """The other ranks as this one has seen them. ``store_is_lost``: the store does not answer any more."""
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        heartbeat_s: float,
+        clock: AwakeClock | None = None,
+    ) -> None:
+        self._store, self._clock = store, clock or AwakeClock()
         store.set_timeout(timedelta(seconds=max(heartbeat_s, 2.0)))
         self.store_is_lost = False
         self._rank = rank
@@ -63,7 +70,7 @@ class Peers:
             return
         for rank, seen in states.items():
             if rank not in self._seen or self._seen[rank][0].beat != seen.beat:
-                self._seen[rank] = (seen, time.monotonic())
+                self._seen[rank] = (seen, self._clock.now_s)
 
     def meet(self, store: dist.Store) -> None:
         """Looks at those that have not been seen yet: all of them have written. A rank that stops before the
@@ -74,7 +81,7 @@ class Peers:
             self.store_is_lost = True
             return
         for rank, seen in states.items():
-            self._seen.setdefault(rank, (seen, time.monotonic()))
+            self._seen.setdefault(rank, (seen, self._clock.now_s))
 
     def end_stopped(self, rank: int) -> None:
         """Kills the process of a rank on this machine that was lost because it is stopped. torchrun would
@@ -98,7 +105,7 @@ class Peers:
                 self._gone.add(rank)
                 return ""
             return "has ended without a word: it was killed, for instance as it took too much memory"
-        silent_s = time.monotonic() - heard_at
+        silent_s = self._clock.now_s - heard_at
         if silent_s < heartbeat_s:
             return ""
         if is_here:
@@ -106,6 +113,12 @@ class Peers:
         if self.store_is_lost and rank:
             return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
         return f"has not been heard of for {silent_s:.0f} s"
+
+    def why_silent(self, rank: int, heartbeat_s: float) -> str:
+        """The same of a rank that nobody waits for yet: only after silence, as one that has come to its end
+        by itself may be gone before its last word is read."""
+        is_silent = self._clock.now_s - self._seen[rank][1] >= heartbeat_s
+        return self.why_lost(rank, heartbeat_s) if is_silent else ""
 
 
 def _read(store: dist.Store, ranks: Sequence[int]) -> dict[int, Seen]:

@@ -31,7 +31,8 @@ from .first_rank import everyones
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
-from .watch import END_OF_DATA
+from .taking_part import taking_part
+from .verdicts import END_OF_DATA
 
 WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
 HERE = Path(__file__).parent.parent
@@ -192,6 +193,7 @@ def default_optimizer(params: Iterable) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-3)
 
 
+@taking_part("the training")
 @memory_errors_named()
 def train(
     job: Any,

@@ -9,7 +9,12 @@ rank is in, and reads what the others wrote. A rank that waits in a collective f
   machine that runs is not taken for lost, as its thread may wait for the interpreter's lock;
 - a rank is between two calls (it writes a file): a notice, and the wait goes on up to the time-out.
 
-A thread that is blocked in gloo is woken by shutting the sockets of this program's groups.
+A rank that is silent for ``heartbeat_s`` ends the others also where they do not wait for it: in a call
+that computes, and in a stretch in which a process does nothing but take part (``taking_part``).
+
+A thread that is blocked in gloo is woken by shutting the sockets of this program's groups. A process that is
+still there ``GRACE_S`` later, whatever holds it up, is ended by the watch itself, with the message. Code of a
+script outside of calls is left alone: its next call raises the error.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -27,19 +32,22 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveError
-from .agreement import Facts, Round, by_value, ranks_text
+from .agreement import Facts, Round
+from .awake import AwakeClock
 from .launch_store import is_of_launcher, store_of_start
 from .lost import Lost, Position, Waiting, error_of, fields_of
 from .peers import Peers, Seen
 from .processes import process_place, shut
+from .taking_part import current_stretch
+from .verdicts import different_calls, late_ranks
 
 BEAT_S = 1.0
 STUCK_S = 5.0  # in one collective, from when on others are looked at
 NOTICE_S = 10.0
 MISSED_S = 3.0
-TOLD_S = 10.0  # for the computing thread to raise what the watch has found, before the process is ended
-END_OF_DATA = "the end of the data"  # a call
+GRACE_S = 5.0  # for a process to end by itself after the watch has found that a rank is lost
 KEPT_CALLS = 16  # that are compared
+STDERR = 2
 
 
 class Watch:
@@ -48,17 +56,20 @@ class Watch:
     def __init__(self, store: dist.Store, rank: int, world_size: int, heartbeat_s: float) -> None:
         self.rank, self.world_size, self.heartbeat_s = rank, world_size, heartbeat_s
         # connections of their own: a thread that waits for an answer holds its one
-        self._peers, self._store = Peers(store.clone(), rank, world_size, heartbeat_s), store.clone()
+        self._clock = AwakeClock()
+        self._peers = Peers(store.clone(), rank, world_size, heartbeat_s, self._clock)
+        self._store = store.clone()
         self.sockets: dict[int, str] = {}
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
         self.position = Position()
+        self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
         self._calls: dict[int, str] = {}
         self._failed = self._ended = ""
         self._verdict: CollectiveError | None = None
         self._lost: Lost | None = None  # the rank that the verdict is about
         self._decided_at = 0.0
-        self._told = self._noticed = self._asked = False
+        self._noticed = self._asked = False
         self._beat = 0
         self._over = threading.Event()
         self._write()  # before anything is exchanged: whoever was met can be looked at
@@ -138,7 +149,6 @@ class Watch:
 
     def raise_verdict(self) -> None:
         if self._verdict is not None:
-            self._told = True
             raise self._verdict
 
     def explain(self) -> CollectiveError | None:
@@ -147,7 +157,6 @@ class Watch:
         deadline = time.monotonic() + 5 * BEAT_S
         while self._verdict is None and time.monotonic() < deadline and not self._over.is_set():
             time.sleep(0.05)
-        self._told = self._verdict is not None
         return self._verdict
 
     def close(self) -> None:
@@ -172,7 +181,7 @@ class Watch:
     def _tell(self) -> None:
         """Writes and reads; a store whose process is stopped does not answer."""
         while not self._peers.store_is_lost:
-            self._asked_at = time.monotonic()
+            self._asked_at = self._clock.now_s
             self._write()
             self._peers.read()
             self._asked_at = None
@@ -181,20 +190,27 @@ class Watch:
 
     def _watch(self) -> None:
         while not self._over.wait(self._pause_s):
+            self._clock.tick(most_s=3 * self._pause_s)
             asked_at = self._asked_at
-            if asked_at is not None and time.monotonic() - asked_at > self.heartbeat_s:
+            if asked_at is not None and self._clock.now_s - asked_at > self.heartbeat_s:
                 self._peers.store_is_lost = True
             if self._verdict is None:
                 self._judge()
-            elif not self._told and time.monotonic() - self._decided_at > TOLD_S:
+            elif self._clock.now_s - self._decided_at > GRACE_S and self._is_taking_part:
                 self._end_process()
 
+    @property
+    def _is_taking_part(self) -> bool:
+        """Whether this process is of no use without the others: not while code of a script runs, which may
+        save something. A script that is over may be held up by a thread that writes a checkpoint."""
+        is_in_mixmesh = bool(current_stretch() or self.doing or self.waiting)
+        return is_in_mixmesh or self.is_told_to_stop() or not threading.main_thread().is_alive()
+
     def _end_process(self) -> None:
-        """The last resort, where the computing thread could not be woken."""
-        waiting = self.waiting
-        if waiting is not None and time.monotonic() - waiting.since > TOLD_S:
-            print(f"{type(self._verdict).__name__}: {self._verdict}", file=sys.stderr, flush=True)
-            os._exit(self._verdict.exit_status)
+        """The last resort, where the process has not ended by itself. Takes no lock that another thread may
+        hold."""
+        os.write(STDERR, f"{type(self._verdict).__name__}: {self._verdict}\n".encode())
+        os._exit(self._verdict.exit_status)
 
     def _write(self) -> None:
         self._beat += 1
@@ -218,7 +234,8 @@ class Watch:
                 return self._conclude(error, lost)
         if waiting is None:
             self._noticed = False
-            return None
+            doing = Waiting.now(self.doing or current_stretch() or "the end of its script", is_met=False)
+            return self._judge_silent(states, doing) if self._is_taking_part else None
         what, waited_s = waiting.what, time.monotonic() - waiting.since
         for rank, seen in states.items():
             has_failed = seen.failed and seen.number == self.number and not seen.doing
@@ -227,7 +244,7 @@ class Watch:
             if seen.ended:
                 return self._lose(Lost(rank, "has ended", seen.ended), waiting)
         if waited_s < STUCK_S and not self._asked:
-            return None
+            return self._judge_silent(states, waiting)
         # where a connection has failed, a rank of another machine that misses some beats is the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
@@ -235,35 +252,19 @@ class Watch:
                 return self._lose(Lost(rank, how), waiting)
         if not waiting.is_call:
             return None
-        if (error := self._other_call(states, what)) is not None:
+        if (error := different_calls(self.rank, dict(self._calls), states, what)) is not None:
             return self._conclude(error)
         return self._notice(states, what, waited_s)
 
-    def _other_call(self, states: dict[int, Seen], what: str) -> CollectiveError | None:
-        """The first call that is of different kinds on different ranks, if one is."""
-        for number, kind in sorted(self._calls.items()):
-            kinds = {self.rank: kind}
-            kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}
-            groups = by_value(kinds)
-            if len(groups) > 1:
-                (one, first), *others = groups.items()
-                rest = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in others)
-                return CollectiveError(
-                    f"{ranks_text(first)} in {one}, {rest}: call {number} must be the same on all ranks",
-                    where=what,
-                    expected="every rank to make the same calls in the same order",
-                    got=f"{ranks_text(first)}: {one}; "
-                    + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
-                    hint="data of as many batches on every rank"
-                    if END_OF_DATA in groups
-                    else "take the call out of `if rank == 0:`, for all ranks to make it",
-                )
-        return None
+    def _judge_silent(self, states: dict[int, Seen], waiting: Waiting) -> None:
+        """Looks for a rank that was lost before this one waits for it, or waits for long."""
+        for rank, seen in states.items():
+            if not seen.ended and (how := self._peers.why_silent(rank, self.heartbeat_s)):
+                return self._lose(Lost(rank, how), waiting)
 
     def _notice(self, states: dict[int, Seen], what: str, waited_s: float) -> None:
-        late = {r: s for r, s in states.items() if not s.doing and s.number < self.number}
-        waits_first = not any(s.waiting and r < self.rank for r, s in states.items())
-        if waited_s < NOTICE_S or self._noticed or not late or not waits_first:
+        late = late_ranks(self.rank, self.number, states)
+        if waited_s < NOTICE_S or self._noticed or not late:
             return
         self._noticed = True
         for rank, seen in late.items():
@@ -278,11 +279,14 @@ class Watch:
         self._conclude(self.position.error(lost, waiting, self.world_size), lost)
 
     def _conclude(self, error: CollectiveError, lost: Lost | None = None) -> None:
-        self._lost, self._verdict, self._decided_at = lost, error, time.monotonic()
+        self._lost, self._verdict, self._decided_at = lost, error, self._clock.now_s
         if lost is not None:
             self._peers.end_stopped(lost.rank)
-        if self.waiting is not None:
-            shut(self.sockets)
+        if not self._is_taking_part:
+            text = f"mixmesh: {error.message}; the next call on this rank raises it"
+            print(text, file=sys.stderr, flush=True)
+        # whatever this process does: a thread that writes a checkpoint may wait in its own group
+        shut(self.sockets)
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,0 +1,31 @@
+"""The stretches of a process in which it does nothing but take part in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ..errors import CollectiveError
+
+_stretches: list[str] = []  # of this process, the innermost last
+
+
+@contextmanager
+def taking_part(what: str) -> Iterator[None]:
+    """Marks a stretch in which this process is of no use without the other ranks, between two calls too: the
+    watch may end it wherever it is when one is lost. Such an error leaves it only to end the process."""
+    _stretches.append(what)
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except BaseException:
+        _stretches.pop()
+        raise
+    else:
+        _stretches.pop()
+
+
+def current_stretch() -> str:
+    """The name of the stretch that is under way; empty outside of all."""
+    return _stretches[-1] if _stretches else ""

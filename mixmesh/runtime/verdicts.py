@@ -1,0 +1,44 @@
+"""Conclusions from the states of all ranks that need nothing but these states: other calls, late ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import CollectiveError
+from .agreement import by_value, ranks_text
+from .peers import Seen
+
+END_OF_DATA = "the end of the data"  # a call
+
+
+def different_calls(
+    rank: int, own_calls: Mapping[int, str], states: Mapping[int, Seen], what: str
+) -> CollectiveError | None:
+    """The error of the first call that is of different kinds on different ranks; None if there is none.
+    ``own_calls`` are those of ``rank`` by number, which waits in ``what``."""
+    for number, kind in sorted(own_calls.items()):
+        kinds = {rank: kind}
+        kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}
+        groups = by_value(kinds)
+        if len(groups) > 1:
+            (one, first), *others = groups.items()
+            rest = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in others)
+            return CollectiveError(
+                f"{ranks_text(first)} in {one}, {rest}: call {number} must be the same on all ranks",
+                where=what,
+                expected="every rank to make the same calls in the same order",
+                got=f"{ranks_text(first)}: {one}; "
+                + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
+                hint="data of as many batches on every rank"
+                if END_OF_DATA in groups
+                else "take the call out of `if rank == 0:`, for all ranks to make it",
+            )
+    return None
+
+
+def late_ranks(rank: int, number: int, states: Mapping[int, Seen]) -> dict[int, Seen]:
+    """The ranks outside of mixmesh that have not come to call ``number``; none where a rank before ``rank``
+    waits, which says so itself."""
+    if any(seen.waiting and other < rank for other, seen in states.items()):
+        return {}
+    return {other: seen for other, seen in states.items() if not seen.doing and seen.number < number}
