@@ -161,9 +161,10 @@ class Cluster:
         return tuple(i for i, machine in enumerate(self.machines) for _ in machine.devices)
 
     def machine_index_of(self, rank: int) -> int:
-        if not 0 <= rank < self.world_size:
-            raise IndexError(f"rank {rank} of a cluster of {self.world_size} devices")
-        return self._machine_indices[rank]
+        indices = self._machine_indices
+        if not 0 <= rank < len(indices):
+            raise IndexError(f"rank {rank} of a cluster of {len(indices)} devices")
+        return indices[rank]
 
     def machine_of(self, rank: int) -> Machine:
         return self.machines[self.machine_index_of(rank)]

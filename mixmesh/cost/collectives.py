@@ -174,8 +174,10 @@ def on_gpus(cluster: Cluster, ranks: tuple[int, ...]) -> bool:
 def level_fits(cluster: Cluster, collective: str, ranks: tuple[int, ...]) -> tuple[CollectiveFit, ...]:
     """The stages of a collective by levels: between the leaders of machines, and to them, from them, or
     both."""
-    machines = dict.fromkeys(cluster.machine_index_of(r) for r in ranks)
-    parts = [tuple(r for r in ranks if cluster.machine_index_of(r) == m) for m in machines]
+    by_machine: dict[int, list[int]] = {}
+    for r in ranks:
+        by_machine.setdefault(cluster.machine_index_of(r), []).append(r)
+    parts = [*map(tuple, by_machine.values())]
     within = [ring_fit(cluster, "reduce", part) for part in parts]
     inside = CollectiveFit(max(f.latency_s for f in within), max(f.s_per_byte for f in within))
     between = ring_fit(cluster, collective, tuple(part[0] for part in parts))

@@ -23,7 +23,6 @@ from ..ir import (
     stage_of,
     support,
 )
-from ..lazy import lazy
 from .placed import Exchange, summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
@@ -32,7 +31,7 @@ BUCKET_CAP_BYTES = 4 * 2**20
 IN_FLIGHT_BYTES = 32 * 2**20
 
 
-@dataclass(frozen=True)  # no slots: its bytes are worked out once
+@dataclass(frozen=True, slots=True)
 class GradientSum:
     """A bucket: parameters of one dtype whose gradients are summed together between ``ranks``; to their
     owners by the ratio ``owned``, in that ``stage`` of ZeRO, if they have any; ``rooted`` if that is one. Of
@@ -40,18 +39,13 @@ class GradientSum:
 
     params: tuple[Instruction, ...]
     ranks: tuple[int, ...]
+    size_bytes: int
     owned: str | None = None
     stage: int = 0
     rooted: bool = False
     cells: tuple[Cell | None, ...] = ()  # by parameter; empty if none has copies
     late: bool = False  # summed when all gradients that redistributions bring are there
     parts: Parts = ()  # the ranks by machine, if they are summed by levels
-
-    @lazy
-    def size_bytes(self) -> int:
-        if not self.cells:
-            return sum([p.type.value.size_bytes for p in self.params])
-        return sum(gradient_bytes(p, cell) for p, cell in zip(self.params, self.cells))
 
     @property
     def exchange(self) -> Exchange:
@@ -166,10 +160,19 @@ def gradient_sums(
     def made(kind: SumKind, late: bool, members: list[Summed]) -> GradientSum:
         cells = tuple([s.cell for s in members]) if program.copies else ()
         gradients = tuple([params[s.place] for s in members])
-        fields = (gradients, *kind[1:], rooted(kind.owned), cells if any(cells) else (), late)
-        flat = GradientSum(*fields)
-        parts = parts_of(program, flat.size_bytes, flat.ranks, flat.owned)
-        return GradientSum(*fields, parts) if parts else flat
+        size_bytes = sum([gradient_bytes(params[s.place], s.cell) for s in members])
+        parts = parts_of(program, size_bytes, kind.ranks, kind.owned)
+        return GradientSum(
+            gradients,
+            kind.ranks,
+            size_bytes,
+            kind.owned,
+            kind.stage,
+            rooted(kind.owned),
+            cells if any(cells) else (),
+            late,
+            parts,
+        )
 
     ordered = sorted(groups.items(), key=ready)
     return tuple(made(kind, late, members) for (_, kind, late), members in ordered)

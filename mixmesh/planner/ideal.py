@@ -34,17 +34,21 @@ from ..synthesis import Choices
 DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
 
 
-def ideal_s(choices: Choices, ranks: Sequence[int] | None = None) -> float:
-    """Seconds of a step that no plan for the graph of ``choices`` is faster than, on these or all devices."""
-    costs = choices.costs
-    ranks = range(costs.cluster.world_size) if ranks is None else ranks
-    counts = Counter(costs.class_of[r] for r in ranks)
+def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) -> float:
+    """Seconds of a step that no plan is faster than on some devices, by the ``seconds_by_class`` of its graph
+    and the class of every rank."""
+    counts = Counter(class_of[r] for r in ranks)
     classes = sorted(counts)
-    table = np.array([*operator_s(choices, classes), optimizer_s(choices, classes)])
-    return bound_s(table, np.array([counts[c] for c in classes]))
+    return bound_s(np.ascontiguousarray(seconds[:, classes]), np.array([counts[c] for c in classes]))
 
 
-def operator_s(choices: Choices, classes: Sequence[int]) -> list[list[float]]:
+def seconds_by_class(choices: Choices) -> np.ndarray:
+    """Seconds of all that a step computes, whole, on each class of devices: a row for every kind of operator,
+    and one for the optimizer."""
+    return np.array([*operator_s(choices), optimizer_s(choices)])
+
+
+def operator_s(choices: Choices) -> list[list[float]]:
     """Per kind of operator the seconds of all that are of it, by class of devices."""
     costs, graph = choices.costs, choices.graph
     parts = has_parts(costs)
@@ -58,7 +62,8 @@ def operator_s(choices: Choices, classes: Sequence[int]) -> list[list[float]]:
     for key, node in firsts.items():
         call = call_of(node, graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
-        out.append([weights[key] * costs.least_op_s(call, grads, c, parts=parts) for c in classes])
+        least_s = (costs.least_op_s(call, grads, c, parts=parts) for c in range(len(costs.classes)))
+        out.append([weights[key] * op_s for op_s in least_s])
     return out
 
 
@@ -68,12 +73,12 @@ def has_parts(costs: CostModel) -> bool:
     return len(machines) > 1 and any(len(m.devices) > 1 for m in machines)
 
 
-def optimizer_s(choices: Choices, classes: Sequence[int]) -> list[float]:
+def optimizer_s(choices: Choices) -> list[float]:
     """Seconds of the optimizer's step over all parameters, by class of devices."""
     costs, graph = choices.costs, choices.fold.whole
     params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
     size_bytes = sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
-    return [costs.optimizer_s(costs.class_of.index(c), size_bytes) for c in classes]
+    return [costs.optimizer_s(costs.class_of.index(c), size_bytes) for c in range(len(costs.classes))]
 
 
 def bound_s(seconds: np.ndarray, counts: np.ndarray) -> float:

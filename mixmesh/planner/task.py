@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from ..baselines import data_parallel, device_seconds, ratio_of_speeds
 from ..buckets import bucketings, numbered
 from ..cost import CostModel
@@ -41,7 +43,7 @@ from ..rules import RULES, Units
 from ..simulator import MicroBatches, Simulation, Timeline
 from ..synthesis import Choices, Found, Problem, emit
 from ..zero import zero_stage
-from .ideal import ideal_s
+from .ideal import ideal_s, seconds_by_class
 from .tried import Tried
 
 HEADROOM = 0.05  # of a device's memory that a plan leaves free
@@ -176,7 +178,7 @@ class Task:
         """The same task for some of its ranks: what is found is remembered for both."""
         if ranks == self.ranks:
             return self
-        self.choices  # noqa: B018 - the copy has them too
+        self.choices, self.seconds_by_class  # noqa: B018 - the copy has them too
         made = copy(self)
         for name in ("proportional", "bound_s"):
             made.__dict__.pop(name, None)
@@ -217,7 +219,12 @@ class Task:
     @lazy
     def bound_s(self) -> float:
         """Seconds of a step that no plan is faster than."""
-        return ideal_s(self.choices, self.ranks)
+        return ideal_s(self.seconds_by_class, self.costs.class_of, self.ranks)
+
+    @lazy
+    def seconds_by_class(self) -> np.ndarray:
+        """Seconds of all that a step computes, whole, on each class of devices."""
+        return seconds_by_class(self.choices)
 
     @property
     def levels(self) -> Levels | None:

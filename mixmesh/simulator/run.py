@@ -12,6 +12,7 @@ import numpy as np
 from ..cost.micro_steps import Pass
 from ..cost.sums import IN_FLIGHT_BYTES
 from ..ir import Program
+from ..lazy import lazy
 from ..timeline import ACCUMULATION, LOSS_SUM, Event
 from .sums import AT_THE_END, Sums
 from .values import Alike, Call, Seconds
@@ -63,7 +64,6 @@ class Run:
         self.turn_s = 0.0  # when the first rank ends its forward pass
         self.events: list[Event] = []
         self.active = [True] * count  # whether the kind takes this micro-step
-        self.added_s: list[float] = []  # by kind, seconds of adding a micro-step's gradients to earlier ones
         self.has_gradients = [False] * count
         self.gathers, self.gather_of = sums.gathers, sums.gather_of
         self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not awaited it
@@ -131,14 +131,17 @@ class Run:
 
     def accumulate(self, kinds: Iterable[int]) -> None:
         """A backward pass: every one but the first of a rank adds to gradients that are there."""
-        if not self.added_s:
-            seconds = self.simulation.sheet.accumulation_s(self.program)
-            self.added_s = [seconds[rank] for rank in self.alike.firsts]
         for kind in kinds:
             if self.active[kind]:
                 if self.has_gradients[kind]:
                     self.compute(kind, ACCUMULATION, self.added_s[kind])
                 self.has_gradients[kind] = True
+
+    @lazy
+    def added_s(self) -> list[float]:
+        """By kind, seconds of adding a micro-step's gradients to earlier ones."""
+        seconds = self.simulation.sheet.accumulation_s(self.program)
+        return [seconds[rank] for rank in self.alike.firsts]
 
     def start_gathers(self) -> None:
         """Begins to gather what the owners have stepped, no more at a time than the runtime does."""
