@@ -187,6 +187,27 @@ def test_inputs_are_what_the_loop_makes_of_a_batch():
     assert made == {"x": 2, "y": 1}
 
 
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_on_one_device_a_block_of_the_whole_model_is_without_the_loss(is_compiled):
+    original = nn.Linear(3, 2)
+    model = with_loss(original, F.mse_loss)
+    if is_compiled:
+        model.compile(backend="eager")
+    x, y = torch.ones(4, 3), torch.zeros(4, 2)
+    expected = F.mse_loss(original(x), y)
+    assert torch.equal(model(x, y), expected)
+    with mixmesh.whole(model) as m:
+        assert m is original and torch.equal(model(x), original(x))
+    assert torch.equal(model(x, y), expected)
+
+
+def test_a_state_on_one_device_is_written_as_by_torch(tmp_path):
+    state = {"model": nn.Linear(3, 2).state_dict(), "losses": [1.0, 2.0]}
+    mixmesh.save(state, tmp_path / "file")
+    kept = torch.load(tmp_path / "file")
+    assert torch.equal(kept["model"]["weight"], state["model"]["weight"]) and kept["losses"] == [1.0, 2.0]
+
+
 def test_saving_on_one_device_is_that_of_torch(tmp_path):
     model = with_loss(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)), F.mse_loss)
     optimizer = torch.optim.AdamW(model.parameters())

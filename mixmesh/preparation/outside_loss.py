@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import Returned
 from ..runtime.outputs import Output
-from ..runtime.whole_model import WITHOUT_LOSS
+from ..runtime.whole_model import IS_LENT, WITHOUT_LOSS
 from ..trace.outputs import parts_of
 
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -38,6 +38,8 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(IS_LENT):
+            return (own_forward or original.forward)(self, *args, **kwargs)
         own = {name: value for name, value in kwargs.items() if name in names}
         others = {name: value for name, value in kwargs.items() if name not in names}
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))

@@ -2,41 +2,104 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from ..errors import InputError
-from ..runtime.first_rank import from_first_rank
+from ..runtime.first_rank import everyones, from_first_rank
 from ..runtime.parallel import full_optimizer_state_dict
+from ..runtime.shard_tensor import ShardTensor
 from ..runtime.whole_model import whole
 
 
-def save(path: str | Path, **parts: Any) -> None:
-    """Writes the file that ``torch.save({"model": model.state_dict(), ...}, path)`` writes on one device.
+def save(path_or_state: Any, path: Any = None, /, **parts: Any) -> None:
+    """Writes the file that ``torch.save`` writes on one device: ``save(state, path)`` in place of
+    ``torch.save(state, path)``, or ``save(path, model=model, ...)``.
 
-    ``parts`` are models (parallel ones, averages of them, any module), optimizers, schedulers and whatever
-    else has a ``state_dict``, and plain values. An optimizer's state is made whole where its model is among
+    ``state`` is what a script has put together, with ``model.state_dict()`` and ``optimizer.state_dict()``
+    anywhere in its dicts, lists and tuples; pieces of tensors are made whole. A parallel model itself is
+    written as the user's own module. ``path`` may be an open file.
+
+    ``parts`` are written as ``torch.save({"model": model.state_dict(), ...}, path)`` does: models (parallel
+    ones, averages of them, any module), optimizers, schedulers and whatever else has a ``state_dict``, and
+    plain values. An optimizer's state is made whole where its model is among
     the parts. Collective: call it on every rank, outside of ``if rank == 0``. The first rank writes, and all
     go on when the file is there; what it cannot write is raised on all ranks. Without torchrun it is
     ``torch.save``. Raises InputError, before anything is sent, for a loader without ``state_dict``: a
-    DataLoader, an iterator, or what else gives batches and has ``loader`` in its name.
+    DataLoader, an iterator, or what else gives batches and has ``loader`` in its name; and for a ``state``
+    that has pieces of other tensors on some ranks.
     """
+    if path is not None:
+        if parts:
+            raise InputError(
+                "a file holds a state, or parts by name",
+                expected="mixmesh.save(state, path), or mixmesh.save(path, model=model)",
+                got=f"mixmesh.save(state, path, {', '.join(f'{name}=...' for name in parts)})",
+            )
+        save_state(path_or_state, path)
+        return
     for name, part in parts.items():
         check_has_state(name, part)
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
     states = {name: full_state(part, models) for name, part in parts.items()}
-    if dist.is_initialized():
-        from_first_rank(lambda: torch.save(states, path))
-    else:
-        torch.save(states, path)
+    from_first_rank(lambda: torch.save(states, path_or_state))
+
+
+def save_state(state: Any, path: Any) -> None:
+    """Writes ``state``, in which pieces of tensors may be anywhere, whole. Collective."""
+    if isinstance(state, nn.Module):
+        with whole(state) as module:
+            from_first_rank(lambda: torch.save(module, path))
+        return
+    names = tuple(f"{place}: {x.whole.stored.name} {list(x.shape)}" for place, x in pieces(state))
+    names_of_ranks = everyones(names)
+    if len(set(names_of_ranks)) > 1:
+        first = set(names_of_ranks[0])
+        missing = sorted({name for others in names_of_ranks for name in first.symmetric_difference(others)})
+        raise InputError(
+            "the ranks have pieces of other tensors in their states",
+            expected="the same state on every rank",
+            got=f"{', '.join(missing[:3])} on some ranks alone",
+            hint="mixmesh.save(path, model=model, optimizer=optimizer, ...), which makes the states itself",
+        )
+    values = with_whole_tensors(state)
+    from_first_rank(lambda: torch.save(values, path))
+
+
+def pieces(state: Any, place: str = "state") -> Iterator[tuple[str, ShardTensor]]:
+    """The pieces of tensors within dicts, lists and tuples, each with its place."""
+    if isinstance(state, ShardTensor):
+        yield place, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from pieces(value, f"{place}[{key!r}]")
+    elif isinstance(state, list | tuple):
+        for number, value in enumerate(state):
+            yield from pieces(value, f"{place}[{number}]")
+
+
+def with_whole_tensors(state: Any) -> Any:
+    """``state`` with whole tensors in place of pieces. What holds no piece is not copied. Collective."""
+    if isinstance(state, ShardTensor):
+        return state.full_tensor().detach().clone()
+    if next(pieces(state), None) is None:
+        return state
+    if isinstance(state, Mapping):
+        values = {key: with_whole_tensors(value) for key, value in state.items()}
+        if not isinstance(state, dict):
+            return values
+        filled = copy.copy(state)  # with its class, and what PyTorch notes beside a module's state
+        filled.update(values)
+        return filled
+    values = [with_whole_tensors(value) for value in state]
+    return type(state)(*values) if hasattr(state, "_fields") else type(state)(values)
 
 
 def check_has_state(name: str, part: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,18 @@ from torch import Tensor, nn
 from ..errors import InputError
 from .shells import check_attribute, dress
 from .whole_model import Lending, copy_tensors, own_module
+
+
+@dataclass(frozen=True, eq=False)
+class LentPart:
+    """Finds a module of the user's own model while that is lent with whole weights; else None."""
+
+    runtime: Any
+    name: str
+
+    def __call__(self) -> nn.Module | None:
+        lent = self.runtime.lent
+        return None if lent is None else lent.get_submodule(self.name)
 
 
 class Face(nn.Module):
@@ -26,6 +39,9 @@ class Face(nn.Module):
             for name, tensor in tensors.items():
                 owner, _, leaf = name.rpartition(".")
                 getattr(self.get_submodule(owner), kind)[leaf] = tensor
+        for name, shell in self.named_modules():
+            if shell is not self:
+                shell.__dict__["_lent"] = LentPart(self._runtime, name)
 
     def whole(self) -> AbstractContextManager[nn.Module]:
         """The original module with whole weights, for the time of a ``with`` block: its class, attributes and

@@ -74,7 +74,9 @@ class ParallelModel(Face):
     @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
         """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
-        Inputs are whole batches or this rank's parts."""
+        Inputs are whole batches or this rank's parts. While the whole model is lent, what that returns."""
+        if (lent := self._runtime.lent) is not None:
+            return lent(*args, **kwargs)
         random = self._runtime.random
         if random.step == random.first_step and not self.comm.rank:
             warn_if_compiled()
@@ -255,6 +257,13 @@ class ParallelModel(Face):
         with Off():
             nn.Module.zero_grad(self, set_to_none)
         self._runtime.reducer.drop()
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """As of any module; also of the whole model, while it is lent."""
+        nn.Module.train(self, mode)
+        if (lent := self._runtime.lent) is not None:
+            lent.train(mode)
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ParallelModel:
         """Refuses ``to``, ``half``, ``cuda`` and the like where they would change anything."""

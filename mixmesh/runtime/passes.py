@@ -80,6 +80,11 @@ class Runtime:
     summed: Program | None = None  # of the batch that ran last
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
 
+    @property
+    def lent(self) -> nn.Module | None:
+        """The user's own module with whole weights, while it is lent."""
+        return next((loan.module for loan in self.loans), None)
+
     def values_changed(self) -> None:
         """Called after values of parameters were written in place."""
         self.wholes.changed()

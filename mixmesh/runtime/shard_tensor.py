@@ -238,6 +238,7 @@ def _refuse_pickling(_func: Callable, args: tuple, _kwargs: dict) -> Any:
         expected="a file of whole tensors, or one that all ranks write together",
         got=args[0].whole.text,
         hint=(
+            "mixmesh.save(state, path)  # in place of torch.save, on every rank",
             "state = model.full_state_dict()  # on every rank; then torch.save(state, path) on rank 0",
             "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)  # on every rank",
         ),

@@ -3,7 +3,8 @@
 ``print(model)``, ``isinstance(model.a, nn.Linear)``, ``model.config`` and the model's own methods are as on
 one device. A module within a parallel model holds pieces of parameters, and its operators are those of the
 program: calling it is refused, and so are the few methods that could only be wrong (``generate``, say). The
-user's own module, with whole weights, is ``with model.whole() as m``.
+user's own module, with whole weights, is ``with model.whole() as m``; within that block the parallel model
+and its modules run it too.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Shell(nn.Module):
     __eq__ = object.__eq__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        lent = self.__dict__["_lent"]() if "_lent" in self.__dict__ else None
+        if lent is not None:
+            return lent(*args, **kwargs)
         raise InputError(
             "a module within a parallel model does not run by itself: the program runs the whole model",
             expected="a call of the parallel model",
@@ -141,7 +145,9 @@ def _derived(base: type, original: type, extra: dict[str, Any]) -> type:
 
 
 def _refusal(name: str) -> Callable[..., Any]:
-    def refuse(self: nn.Module, *_: Any, **__: Any) -> Any:
+    def refuse(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (lent := self._runtime.lent) is not None:
+            return getattr(lent, name)(*args, **kwargs)
         raise InputError(
             f"{name} needs the whole model, of which a rank holds a part",
             expected="a module with whole weights",

@@ -7,8 +7,8 @@ it is empty again, so that it is never stale.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -25,16 +25,33 @@ from .shard_tensor import plain
 from .shards import Stored
 
 WITHOUT_LOSS = "_without_loss"  # where a model that was wrapped with a loss keeps the one it was made of
+IS_LENT = "_is_lent"  # set in such a model while it is to run without its loss
 
 
 def whole(model: nn.Module) -> AbstractContextManager[nn.Module]:
     """The user's own module with whole weights, for the time of a ``with`` block: of a parallel model
-    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too. A
-    module that holds parallel models, an average of one for instance, has them whole within the block."""
+    ``model.whole()``, which is collective; of any other itself, so that a script runs on one device too.
+    Within the block ``model`` itself runs what is lent as well, and so do its modules. A module that holds
+    parallel models, an average of one for instance, has them whole within the block."""
     if hasattr(model, "_runtime"):
         return model.whole()
     places = _lent_places(model)
-    return _WholeParts(model, places) if places else nullcontext(own_module(model))
+    return _WholeParts(model, places) if places else _own(model)
+
+
+@contextmanager
+def _own(model: nn.Module) -> Iterator[nn.Module]:
+    """The user's module of a model on one device, which runs without its loss within the block."""
+    wrapped = uncompiled(model)
+    if WITHOUT_LOSS not in wrapped.__dict__:
+        yield wrapped
+        return
+    before = wrapped.__dict__.get(IS_LENT, False)
+    wrapped.__dict__[IS_LENT] = True
+    try:
+        yield own_module(wrapped)
+    finally:
+        wrapped.__dict__[IS_LENT] = before
 
 
 def _lent_places(model: nn.Module) -> list[tuple[nn.Module, str]]:

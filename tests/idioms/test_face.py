@@ -14,6 +14,7 @@ from gloo_world import assert_passed
 from plans import PLANS, Mlp, batch, close, named, plan_of, program
 from torch import nn
 
+import mixmesh
 from mixmesh.errors import InputError
 from mixmesh.integrations.lending import Lender
 from mixmesh.runtime.parallel import parallelize
@@ -132,6 +133,25 @@ def check_the_whole_model_is_the_users_own(_) -> None:
         close(model(**inputs()), single(**inputs()))
 
 
+def check_the_parallel_model_runs_what_is_lent(_) -> None:
+    """Scripts evaluate the model by a global name, which the block does not change."""
+    for stage in (0, 2):
+        single, _, model = speaker(stage)
+        few = inputs(5)["x"][:5]
+        with mixmesh.whole(model) as m, torch.no_grad():
+            model.eval()
+            assert not m.training and not m.layers[0].training
+            close(model(few, inputs(5)["y"][:5]), single(few, inputs(5)["y"][:5]))
+            close(model.logits(few), single.logits(few))
+            close(model.layers[1](few.new_ones(2, 8)), single.layers[1](few.new_ones(2, 8)))
+            assert torch.equal(model.generate(few), single.generate(few))
+        model.train()
+        for use in (model.layers[0], model.generate):
+            with pytest.raises(InputError, match="model.whole"):
+                use(few)
+        close(model(**inputs()), single(**inputs()))
+
+
 def check_under_every_plan(_) -> None:
     for name in PLANS:
         single, original = Mlp(0), Mlp(0)
@@ -237,6 +257,7 @@ IDIOMS = named(
     check_what_would_run_pieces_is_refused,
     check_an_attribute_that_was_planned_cannot_change,
     check_the_whole_model_is_the_users_own,
+    check_the_parallel_model_runs_what_is_lent,
     check_under_every_plan,
     check_changes_within_are_given_back_or_refused,
     check_an_original_that_was_made_whole_stays,

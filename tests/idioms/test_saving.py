@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from gloo_world import assert_passed, shared_folder
 from plans import CUT, PLANS, Mlp, batch, build, close, named, same_weights
 
+import mixmesh
 from mixmesh.errors import InputError, PlanError
 from mixmesh.runtime.parallel import load_full_optimizer_state_dict
 
@@ -48,6 +49,7 @@ def check_torch_save(_) -> None:
         for state in (model.state_dict(), optimizer.state_dict()):
             with pytest.raises(InputError, match="one rank's piece") as caught:
                 torch.save(state, io.BytesIO())
+            assert "mixmesh.save(state, path)" in str(caught.value)
             assert "full_state_dict()" in str(caught.value) and "checkpoint.save" in str(caught.value)
     single, optimizer, model, sharded = trained("data_parallel")
     for ours, theirs in ((model, single), (sharded, optimizer)):
@@ -60,6 +62,54 @@ def check_torch_save(_) -> None:
             if ours is model
             else theirs.state_dict()["state"][1]["exp_avg"],
         )
+
+
+def check_mixmesh_save_in_place_of_torch_save(_) -> None:
+    """What a script puts together is written whole, once, under every plan."""
+    for name in PLANS:
+        single, optimizer, model, sharded = trained(name)
+        folder = shared_folder()
+        for of, made in ((single, optimizer), (model, sharded)):
+            state = {"nets": [of.state_dict()], "optimizer": made.state_dict(), "epoch": (3, None)}
+            if of is model:
+                mixmesh.save(state, folder / "ours")
+            elif not dist.get_rank():
+                torch.save(state, folder / "plain")
+        ours = torch.load(folder / "ours")
+        plain = torch.load(folder / "plain") if not dist.get_rank() else ours
+        assert ours["epoch"] == plain["epoch"] and ours["nets"][0]._metadata == plain["nets"][0]._metadata
+        for key, value in plain["nets"][0].items():
+            if key != "count":
+                close(ours["nets"][0][key], value, key)
+        assert list(ours["optimizer"]["state"]) == list(plain["optimizer"]["state"])
+        for n, entries in plain["optimizer"]["state"].items():
+            for key, value in entries.items():
+                assert type(ours["optimizer"]["state"][n][key]) is torch.Tensor
+                close(ours["optimizer"]["state"][n][key].to(value.dtype), value, f"{n} {key}")
+
+
+def check_mixmesh_save_of_a_model_and_to_an_open_file(_) -> None:
+    single, _, model, _ = trained("fsdp")
+    folder = shared_folder()
+    with open(folder / "model.pt", "wb") as file:
+        mixmesh.save(model, file)
+    dist.barrier()
+    whole = torch.load(folder / "model.pt", weights_only=False)
+    assert type(whole) is Mlp
+    for key, value in single.state_dict().items():
+        close(whole.state_dict()[key], value, key)
+
+
+def check_mixmesh_save_refuses_unlike_states(_) -> None:
+    model = trained("fsdp")[2]
+    state = model.state_dict()
+    if dist.get_rank() == 1:
+        del state["fc1.weight"]
+    with pytest.raises(InputError, match="pieces of other tensors") as caught:
+        mixmesh.save(state, shared_folder() / "file")
+    assert "fc1.weight" in str(caught.value)
+    with pytest.raises(InputError, match="a state, or parts by name"):
+        mixmesh.save(state, "file", epoch=3)
 
 
 def check_files_of_safetensors_are_refused(_) -> None:
@@ -189,6 +239,9 @@ def check_spoilt_states_change_nothing(_) -> None:
 IDIOMS = named(
     check_sizes_and_printing_are_the_wholes,
     check_torch_save,
+    check_mixmesh_save_in_place_of_torch_save,
+    check_mixmesh_save_of_a_model_and_to_an_open_file,
+    check_mixmesh_save_refuses_unlike_states,
     check_files_of_safetensors_are_refused,
     check_a_single_devices_state_is_cut,
     check_distributed_checkpoint,
