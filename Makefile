@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MINUTES ?= 60
 
-.PHONY: help setup demo test fuzz lint golden report-shots clean
+.PHONY: help setup demo test fuzz lint golden docs gallery report-shots clean
 
 help:     ## what there is to do
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -33,7 +33,14 @@ lint: setup    ## ruff: rules and format
 	$(BIN)/ruff format --check .
 
 golden: setup    ## rewrite the golden files from what the code does now
-	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_strategies_golden.py --update-golden
+	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_strategies_golden.py tests/docs --update-golden
+
+docs: setup    ## the documentation as a site, into out/site; asks no other host for anything
+	$(BIN)/python -m tools.site
+
+gallery: setup    ## the plans of the gallery with their reports, into out/gallery, and the site with them
+	$(BIN)/python -m tools.site.gallery
+	$(BIN)/python -m tools.site
 
 report-shots: setup    ## pictures of a report in Chromium, at both widths and in both schemes, into out/report
 	mkdir -p out/report

@@ -212,7 +212,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row], command: str) -> str:
-    """docs/coverage.md: a table per family, and why rows stopped."""
+    """docs/reference/architectures.md: a table per family, and why rows stopped."""
     import torch
 
     words = command.split()

@@ -1,6 +1,6 @@
 """``python -m mixmesh.rules [PART OF A NAME]`` prints the table, each row's text for one example call.
 
-Rows are grouped by their text. Markdown, as it stands in docs/rules.md.
+Rows are grouped by their text. Markdown, as it stands in docs/reference/operators.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from mixmesh.rules.__main__ import table
 from mixmesh.rules.samples import SAMPLES
 
 GOLDEN = Path(__file__).parent / "golden.txt"
-PAGE = Path(__file__).parents[2] / "docs" / "rules.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
 MARK = "<!-- the table: python -m mixmesh.rules -->\n"
 
 
@@ -30,7 +30,7 @@ def test_the_page_shows_the_table(request):
     if request.config.getoption("--update-golden"):
         PAGE.write_text(head + MARK + now)
     else:
-        assert was == now, "docs/rules.md is behind the table; run with --update-golden"
+        assert was == now, "docs/reference/operators.md is behind the table; run with --update-golden"
 
 
 def lines_of(op, sample):
