@@ -107,7 +107,8 @@ const look = () => {
   if (wide.scrollWidth > wide.clientWidth) wrong.push(`cut off: ${wide.scrollWidth} of ${wide.clientWidth}`);
   const numbers = text => text.match(/[\\d.]+/g).map(Number);
   const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
-  const luminance = c => 0.2126 * linear(c[0] / 255) + 0.7152 * linear(c[1] / 255) + 0.0722 * linear(c[2] / 255);
+  const part = (c, n) => linear(c[n] / 255);
+  const luminance = c => 0.2126 * part(c, 0) + 0.7152 * part(c, 1) + 0.0722 * part(c, 2);
   const ground = luminance(numbers(getComputedStyle(document.body).backgroundColor));
   if ((ground < 0.2) !== SCHEME_IS_DARK) wrong.push('the other colour scheme');
   for (const each of document.querySelectorAll('article h1, article h2, article p, article li, article a')) {
