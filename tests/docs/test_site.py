@@ -1,5 +1,5 @@
-"""The site: it builds without a warning (links are checked then), its pages ask no other host for anything, and,
-where there is a Chromium, how they look in it."""
+"""The site: it builds without a warning, its links lead somewhere, its pages ask no other host for anything,
+and, where there is a Chromium, how they look in it."""
 
 from __future__ import annotations
 
