@@ -23,7 +23,7 @@ demo: setup    ## plan and train a small GPT on an emulated mixed cluster, besid
 	$(BIN)/python -m mixmesh.demo
 
 test: setup    ## all tests
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 fuzz: setup    ## random models, programs and files for MINUTES=60; failures go to out/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import sys
 import tempfile
 import traceback
@@ -15,18 +14,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from fuzz.ports import free_port
 from fuzz.world import forking
 from torch import nn
 
 from mixmesh.ir import Program
 from mixmesh.runtime.comm import leave
 from mixmesh.runtime.parallel import parallelize
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def nothing() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import memory_jobs
 import torch
-from gloo_world import free_port
+from fuzz.ports import free_port
 from pipelines import cut_into
 
 from mixmesh.baselines import data_parallel, fully_sharded

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_world import assert_passed, free_port, run_world
+from fuzz.ports import free_port
+from gloo_world import assert_passed, run_world
 from torch import nn
 
 from mixmesh.doctor import Check, Ground, checks, examine, ground

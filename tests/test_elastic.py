@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from elastic_job import BATCH, SAMPLES
-from gloo_world import free_port
+from fuzz.ports import free_port
 
 from mixmesh import checkpoint
 from mixmesh.checkpoint.run import Every, Settings

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from gloo_world import free_port
+from fuzz.ports import free_port
 from torch import nn
 
 import mixmesh

@@ -21,7 +21,7 @@ from ..preparation.saving import check_has_state
 from ..runtime.versions import versions_text
 from ..trace.compiled import uncompiled
 from . import background
-from .manifest import REMOVED, Manifest, checkpoints_in
+from .manifest import REMOVED, Manifest, checkpoints_in, number_of
 from .pretrained import PRETRAINED, pretrained_files
 from .random_state import random_state
 from .ranks import FilesFailure, Ranks, text_of
@@ -194,14 +194,15 @@ def write(folder: Path, ranks: Ranks, content: Content, keep: int | None) -> Pat
         if writer.unfinished is not None:  # renamed by now, or of no use
             shutil.rmtree(writer.unfinished, ignore_errors=True)
     if keep is not None and not ranks.rank:
-        remove_old(folder, keep)
+        remove_old(folder, writer.name, keep)
     return folder / writer.name
 
 
-def remove_old(folder: Path, keep: int) -> None:
-    """Removes all checkpoints but the newest ``keep``. Each loses its name first, so that none is there in
-    part."""
-    for path in checkpoints_in(folder)[keep:]:
+def remove_old(folder: Path, newest: str, keep: int) -> None:
+    """Removes all checkpoints up to ``newest`` but the last ``keep`` of them: newer ones are another
+    training's, and do not make this one's old. Each loses its name first, so that none is there in part."""
+    own = [path for path in checkpoints_in(folder) if number_of(path) <= number_of(folder / newest)]
+    for path in own[keep:]:
         removed = path.with_name(f"{REMOVED}{path.name}-{secrets.token_hex(4)}")
         try:
             path.rename(removed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import socket
 import time
 import traceback
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from mixmesh.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
 
 from .optimizers import OPTIMIZERS
+from .ports import free_port
 from .source import build
 from .steps import Steps
 
@@ -55,12 +55,6 @@ class Answer:
     steps: Steps | None = None
     errors: tuple[str, ...] = ()
     refused: bool = False
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class World:

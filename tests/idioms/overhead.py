@@ -14,7 +14,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gloo_world import free_port  # noqa: E402
+from fuzz.ports import free_port  # noqa: E402
 
 from mixmesh.baselines import data_parallel  # noqa: E402
 from mixmesh.cluster import Cluster  # noqa: E402

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gloo_world import free_port
+from fuzz.ports import free_port
 from plans import THREE
 from safetensors.torch import load_file
 from torch import nn
