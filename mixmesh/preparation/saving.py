@@ -55,8 +55,8 @@ def save(path_or_state: Any, path: Any = None, /, **parts: Any) -> None:
 def save_state(state: Any, path: Any) -> None:
     """Writes ``state``, in which pieces of tensors may be anywhere, whole. Collective."""
     if isinstance(state, nn.Module):
-        with whole(state) as module:  # tensors that are lent cannot be pickled, copies of them can
-            from_first_rank(lambda: torch.save(copy.deepcopy(module), path))
+        with whole(state) as module:
+            from_first_rank(lambda: torch.save(module, path))
         return
     names = tuple(f"{place}: {x.whole.stored.name} {list(x.shape)}" for place, x in pieces(state))
     names_of_ranks = everyones(names)

@@ -78,7 +78,8 @@ def give_back(x: TakenOver) -> None:
     with _on_real_tensors():
         shape, stride = x.shape, x.stride()
         x.__class__ = x.was
-        x.__dict__.pop("_is_param", None)
+        for name in ("_is_param", "was", "heir"):  # whoever pickles the tensor pickles these
+            x.__dict__.pop(name, None)
         x.data = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
 
 

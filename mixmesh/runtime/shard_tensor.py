@@ -269,6 +269,12 @@ def _new_empty(func: Callable, args: tuple, kwargs: dict) -> Tensor:
     return func(x.as_subclass(Tensor), *args[1:], **kwargs)
 
 
+def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """A tensor of the shard's dtype and device, and of nothing else of it: states of a recurrent network,
+    which scripts make of any parameter."""
+    return func(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+
+
 def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Gradients unscaled, and the same word on all ranks whether one of them is not finite."""
     out = func(*args, **kwargs)
@@ -317,6 +323,7 @@ _SPECIAL: dict[str, Callable] = {
     "__deepcopy__": _deepcopy,
     "data_ptr": lambda func, args, kwargs: 0,  # as of a DTensor: the memory is not that of the whole
     "new_empty": _new_empty,
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_tensor"), _new_plain),
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
 }
 

@@ -112,6 +112,17 @@ def check_mixmesh_save_refuses_unlike_states(_) -> None:
         mixmesh.save(state, "file", epoch=3)
 
 
+def check_tensors_of_a_parameters_dtype_and_device(_) -> None:
+    """Scripts make the first state of a recurrent network so."""
+    weight = build("fsdp")[2].get_parameter("fc1.weight")
+    zeros, sevens = weight.new_zeros(2, 5), weight.new_full((3,), 7)
+    assert type(zeros) is type(sevens) is torch.Tensor and zeros.dtype == weight.dtype
+    assert zeros.shape == (2, 5) and not zeros.any() and sevens.tolist() == [7, 7, 7]
+    assert weight.new_ones(3).sum() == 3 and weight.new_tensor([1, 2]).dtype == weight.dtype
+    with pytest.raises(InputError, match="beside a plain tensor"):
+        weight + weight.new_zeros(weight.shape)
+
+
 def check_files_of_safetensors_are_refused(_) -> None:
     model = build("fsdp")[2]
     for read in (lambda t: t.numpy(), lambda t: t.untyped_storage(), lambda t: t.tolist()):
@@ -242,6 +253,7 @@ IDIOMS = named(
     check_mixmesh_save_in_place_of_torch_save,
     check_mixmesh_save_of_a_model_and_to_an_open_file,
     check_mixmesh_save_refuses_unlike_states,
+    check_tensors_of_a_parameters_dtype_and_device,
     check_files_of_safetensors_are_refused,
     check_a_single_devices_state_is_cut,
     check_distributed_checkpoint,
