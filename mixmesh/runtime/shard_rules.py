@@ -54,7 +54,8 @@ PLAIN = frozenset(
 SIZES = frozenset("shape size numel nelement nbytes dim ndim ndimension __len__".split())
 SPECIAL = frozenset(
     """
-    grad copy_ __repr__ __format__ __reduce_ex__ __deepcopy__ data_ptr new_empty new_zeros new_ones new_full new_tensor
+    grad copy_ __repr__ __format__ __reduce_ex__ __deepcopy__ data_ptr
+    new_empty new_zeros new_ones new_full new_tensor
     _amp_foreach_non_finite_check_and_unscale_
     """.split()
 )
