@@ -332,6 +332,18 @@ def test_gaussian_losses(loss):
     check(Head(lambda m, y, t: loss(y, t)).double(), (rows(), torch.rand(8, 5).double()))
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_negative_variance_makes_the_gaussian_loss_nan(reduction):
+    """PyTorch raises an error, which a rank cannot do alone."""
+    model = Head(lambda m, y, t: F.gaussian_nll_loss(y, t, t - 0.5, reduction=reduction)).double()
+    batch = (rows(), torch.ones(8, 5).double())
+    graph = trace(model, batch).graph
+    for lowest, is_finite in ((0.5, True), (0.4, False)):
+        batch[1][3, 2] = lowest
+        loss, _ = evaluate(graph, dict(model.named_parameters()), flat_inputs(batch))
+        assert bool(loss.isfinite()) == is_finite
+
+
 def test_all_labels_ignored_is_nan_as_in_torch():
     model = Head(LOSSES["plain"]).double()
     batch = (rows(), torch.full((8,), -100))

@@ -1,7 +1,8 @@
 """``gaussian_nll_loss`` while a model is exported.
 
 It raises an error for a negative variance, which needs the values, and clamps variances in place under
-``no_grad``, so that their gradient passes. Here it is the same loss without the check and without the write.
+``no_grad``, so that their gradient passes. Here it is the same loss without the write, and NaN in place of
+the error: no rank can raise one alone, and a loss that is NaN is seen on all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
-    """The loss of ``torch.nn.functional.gaussian_nll_loss``, for variances that are not negative: those of
-    less than ``eps`` count as ``eps``, with the gradient of themselves. Shapes, and errors for wrong ones,
-    are those of PyTorch's function."""
+    """The loss of ``torch.nn.functional.gaussian_nll_loss``: variances of less than ``eps`` count as ``eps``,
+    with the gradient of themselves, and a negative one makes it NaN. Shapes, and errors for wrong ones, are
+    those of PyTorch's function."""
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)
     if var.shape != input.shape:
@@ -37,7 +38,8 @@ def gaussian_nll_loss(
             raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    clamped = var.detach().clamp(min=eps) + (var - var.detach())
+    given = var.detach()
+    clamped = given.clamp(min=eps).masked_fill(given < 0, math.nan) + (var - given)
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)
