@@ -20,7 +20,7 @@ ROOT = Path(mixmesh.__file__).parent
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"errors"}, {"lazy"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
-    ({"ir"}, {"timeline"}, {"cluster", "cluster_file", "catalogue"}),
+    ({"ir"}, {"timeline"}, {"run_log"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
     ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job", "workloads"}),
     ({"cost"},),

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from mixmesh.cli.live import Live, check_targets, left_text
+from mixmesh.cli.live import Live, check_targets, lag_text, left_text
 from mixmesh.errors import InputError
 from mixmesh.ir import Program
 from mixmesh.plan_file import Plan
+from mixmesh.run_log import parse_log, read_log
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(Program("p", 1, (), (), ""), "hap", 0.1, (), "", bound_s=0.1)
@@ -34,6 +35,46 @@ def test_a_line_says_how_fast_and_how_long(capsys):
         live.after_step(number, 2.5, 0.2)
     (line,) = capsys.readouterr().out.splitlines()
     assert line == "step 10  loss 2.5  200 ms  160 samples/s  50% of the bound  18 s left"
+
+
+def test_lags_of_ranks(capsys):
+    live = Live(PLAN, None, 3, is_quiet=False)
+    live.own_seconds(2, [0.2, 0.212, 0.203])
+    live.after_step(1, 2.5, 0.2)
+    assert (
+        capsys.readouterr().out == "step 2  loss 2.5  200 ms  50% of the bound  lag 0 / 12 / 3 ms  0 s left\n"
+    )
+    assert lag_text([0.1] * 8 + [0.15]) == "rank 8 lags 50 ms"
+
+
+def test_a_log_of_two_starts(tmp_path):
+    """The second start goes on after step 2: steps 3 and 4 of the first are undone."""
+    file = tmp_path / "log.jsonl"
+    for first, count, loss in ((0, 4, 2.5), (2, 3, 1.5)):
+        live = Live(PLAN, 32, None, (file, None), is_quiet=True)
+        live.started(first)
+        for number in range(first, first + count):
+            live.after_step(number, loss, 0.2)
+            if number == 1:
+                live.saved(2)
+        live.own_seconds(first + count, [0.1, 0.2])
+        live.shares_changed(first + count, 0.4)
+        live.close()
+    file.write_text(file.read_text() + '{"step": 6, "lo')  # its process was killed
+    log = read_log(file)
+    assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5), (2, 2.5), (3, 1.5), (4, 1.5), (5, 1.5)]
+    assert [(m.step, m.num_undone, m.facts["bound_s"]) for m in log.of("start")] == [(0, 0, 0.1), (2, 2, 0.1)]
+    assert [m.step for m in log.of("checkpoint")] == [2]
+    assert [(m.step, m.facts) for m in log.of("shares")] == [(4, {"pause_s": 0.4}), (5, {"pause_s": 0.4})]
+    assert log.of("own")[1].facts == {"own_s": [0.1, 0.2]}
+
+
+def test_another_file_is_no_log():
+    with pytest.raises(InputError, match="not a log of a training") as caught:
+        parse_log(
+            '{"step": 1, "loss": 2, "step_s": 0.1, "samples_per_s": 3, "time_s": 1}\n{"a": 1}\n', "x.jsonl"
+        )
+    assert "x.jsonl:2" in str(caught.value)
 
 
 def test_the_last_step_is_always_told(capsys):
@@ -84,7 +125,8 @@ def test_a_run_tells_all_three(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert re.findall(r"^step (\d+)  loss ", done.stdout, re.M) == ["2", "4"]
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    start, *rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert start["event"] == "start" and start["step"] == 0 and start["world_size"] == 1
     assert [row["step"] for row in rows] == [1, 2, 3, 4] and rows[0]["samples_per_s"] > 0
     found = EventAccumulator(str(board))
     found.Reload()

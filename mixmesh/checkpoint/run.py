@@ -94,9 +94,12 @@ class RunCheckpoints:
         initial: Callable[[ParallelModel], object] = lambda model: None,
         *,
         may_follow: bool = False,
+        on_saved: Callable[[int], object] = lambda step: None,
     ) -> None:
         """``initial`` is called with the model where there is nothing to go on with. ``may_follow``: another
-        plan of the same form may follow in the middle of the training."""
+        plan of the same form may follow in the middle of the training. ``on_saved`` is told the step of every
+        checkpoint that is whole."""
+        self._on_saved = on_saved
         self._settings, self._plan, self._epochs, self._say = settings, plan, epochs, say
         self._initial, self._may_follow = initial, may_follow
         self._open = ExitStack()
@@ -214,6 +217,7 @@ class RunCheckpoints:
         """Notes the checkpoint of so many steps, if it could be written."""
         if path is not None:
             self._saved_step, self._number = num_steps, number_of(path)
+            self._on_saved(num_steps)
 
     def _newest_number(self) -> int:
         """The number of the newest checkpoint in the folder, 0 for none. Collective."""

@@ -87,9 +87,11 @@ def keeper_of(
     *,
     is_quiet: bool,
     may_follow: bool,
+    on_saved: Callable[[int], object],
 ) -> RunCheckpoints | None:
     """The keeper of a run's state; None without checkpoints. ``initial`` is called where a run begins.
-    ``may_follow``: another plan of the same form may follow in the middle of the run."""
+    ``may_follow``: another plan of the same form may follow in the middle of the run. ``on_saved`` is told
+    the step of every checkpoint that is whole."""
     if settings is None:
         return None
     from ..checkpoint.run import RunCheckpoints
@@ -98,4 +100,4 @@ def keeper_of(
         if not is_quiet:
             print(text, flush=True)
 
-    return RunCheckpoints(settings, plan, epochs, say, initial, may_follow=may_follow)
+    return RunCheckpoints(settings, plan, epochs, say, initial, may_follow=may_follow, on_saved=on_saved)

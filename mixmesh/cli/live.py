@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from ..errors import InputError
+from ..run_log import CHECKPOINT, OWN, SHARES, START, mark_line, step_line
 from .launch import meet
 from .output import seconds
 
 if TYPE_CHECKING:
     from ..plan_file import Plan
 
+MOST_LAGS = 8  # ranks whose lags stand in a line
 LAST_STEPS = 20  # whose median says how fast a training is now
 PrintEvery = Annotated[
     int, typer.Option("--print-every", min=1, metavar="N", help="Without a terminal, a line every N steps.")
 ]
 LogJson = Annotated[
     Path | None,
-    typer.Option("--log-json", metavar="FILE", help="Add a JSON object to this file for every step."),
+    typer.Option(
+        "--log-json",
+        metavar="FILE",
+        help="Add a JSON object to this file for every step; with --checkpoint DIR it is DIR/run.jsonl.",
+    ),
 ]
 TensorBoard = Annotated[
     Path | None,
@@ -105,6 +109,32 @@ class Live:
         self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
         self._is_quiet, self._bar = is_quiet, None
+        self._own_s: tuple[float, ...] = ()  # by rank, of the last window that was told
+
+    def mark(self, event: str, step: int, **facts: Any) -> None:
+        """Notes something that happens after ``step`` steps in the file of JSON lines."""
+        if self._log is not None:
+            self._log.write(mark_line(event, step, time.time(), **facts))
+            self._log.flush()
+
+    def started(self, step: int) -> None:
+        """Notes that the training begins, or goes on, after ``step`` steps."""
+        plan = self._plan
+        facts = {"world_size": plan.program.world_size, "planner": plan.planner, "bound_s": plan.bound_s}
+        self.mark(START, step, predicted_step_s=plan.predicted_step_s, **facts)
+
+    def saved(self, step: int) -> None:
+        """Notes that the state after ``step`` steps is kept."""
+        self.mark(CHECKPOINT, step)
+
+    def shares_changed(self, step: int, pause_s: float) -> None:
+        """Notes that shares changed after ``step`` steps, which held up the training for a while."""
+        self.mark(SHARES, step, pause_s=pause_s)
+
+    def own_seconds(self, step: int, own_s: Sequence[float]) -> None:
+        """Takes note of the seconds of a step in which each rank waited for nobody."""
+        self._own_s = tuple(own_s)
+        self.mark(OWN, step, own_s=list(own_s))
 
     def after_step(self, number: int, loss: float, step_s: float) -> None:
         """Tells of the step ``number``, counted from 0."""
@@ -112,7 +142,7 @@ class Live:
         samples_per_s = None if self._samples is None or step_s <= 0 else self._samples / step_s
         step = Step(number + 1, loss, step_s, samples_per_s)
         if self._log is not None:
-            self._log.write(json_line(step))
+            self._log.write(step_line(step.number, loss, step_s, samples_per_s, time.time()))
             self._log.flush()
         if self._board is not None:
             self._board.add_scalar("loss", loss, step.number)
@@ -127,13 +157,16 @@ class Live:
             print(self.line(step), flush=True)
 
     def line(self, step: Step) -> str:
-        """One line: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  2 min left``."""
+        """One line: ``step 20  loss 1.81  312 ms  103 samples/s  96% of the bound  lag 0 / 12 ms  2 min
+        left``. The lag of a rank is how much longer it works on a step than the one that is done first."""
         parts = [f"step {step.number}", f"loss {step.loss:.5g}", seconds(step.step_s)]
         if step.samples_per_s is not None:
             parts.append(f"{step.samples_per_s:.3g} samples/s")
         now_s = statistics.median(self._times)
         if self._plan.bound_s:
             parts.append(f"{self._plan.bound_s / now_s:.0%} of the bound")
+        if self._own_s:
+            parts.append(lag_text(self._own_s))
         if self._num_steps is not None and step.number < self._num_steps:
             parts.append(f"{left_text((self._num_steps - step.number) * now_s)} left")
         return "  ".join(parts)
@@ -153,10 +186,13 @@ class Live:
         self._open.close()
 
 
-def json_line(step: Step) -> str:
-    """A step as a line of a file; a loss that is not finite is null."""
-    told = {**asdict(step), "loss": step.loss if math.isfinite(step.loss) else None}
-    return json.dumps({"step": told.pop("number"), **told, "time_s": time.time()}, allow_nan=False) + "\n"
+def lag_text(own_s: Sequence[float]) -> str:
+    """How much longer each rank works on a step than the one that is done first; of many ranks the last."""
+    lags_s = [time_s - min(own_s) for time_s in own_s]
+    if len(lags_s) <= MOST_LAGS:
+        return f"lag {' / '.join(f'{1e3 * lag_s:.0f}' for lag_s in lags_s)} ms"
+    last = max(range(len(lags_s)), key=lags_s.__getitem__)
+    return f"rank {last} lags {seconds(lags_s[last])}"
 
 
 def left_text(time_s: float) -> str:

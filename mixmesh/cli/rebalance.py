@@ -12,6 +12,7 @@ import typer
 from ..cluster import Cluster
 from ..cost import Profile
 from ..plan_file import Plan
+from .live import Live
 
 if TYPE_CHECKING:
     from ..rebalance import RunBalancer
@@ -31,6 +32,7 @@ def balancer_of(
     job: Any,
     known: Callable[[], tuple[Cluster | None, Profile | None]],
     num_steps: int | None,
+    live: Live,
 ) -> RunBalancer | None:
     """The balancer of a run on the cluster that is ``known`` on the first rank, with its profile if there is
     one. Collective. None where it is not wanted, where one device trains alone, and on GPUs, where a rank's
@@ -61,4 +63,10 @@ def balancer_of(
     if not from_first_rank(find):
         say("shares stay as planned: the plan's cluster is not known (--cluster C.toml, or --no-rebalance)")
         return None
-    return RunBalancer(solvers[0] if solvers else None, num_steps, say)
+    return RunBalancer(
+        solvers[0] if solvers else None,
+        num_steps,
+        say,
+        on_window=live.own_seconds,
+        on_change=live.shares_changed,
+    )

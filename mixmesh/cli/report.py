@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..check import check_loaded
+from ..cost import Profile
+from ..errors import InputError
 from ..plan_file import Plan
 from .explain import cluster_of
 from .output import Json, print_json
 from .plan import ProfileFile
-from .show import PlanFile
+
+if TYPE_CHECKING:
+    from ..report import Page
+
+KINDS = {"Plan": "a plan", "Run": "a training", "Bench": "the results of a bench"}
 
 
 def report(
-    plan: PlanFile,
-    cluster: Annotated[
-        Path | None,
-        typer.Option("--cluster", metavar="C.toml", help="The cluster that the plan was made for."),
+    given: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="WHAT",
+            help="A plan, a folder of checkpoints, the log of a training, the results of a bench; or two of "
+            "one kind, side by side.",
+        ),
+    ],
+    clusters: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--cluster", metavar="C.toml", help="The cluster that the plan was made for; of two plans, twice."
+        ),
     ] = None,
     profile: ProfileFile = None,
     measured: Annotated[
@@ -35,24 +50,84 @@ def report(
     ),
     as_json: Json = False,
 ) -> None:
-    """Write a plan as a page to look at: the cluster, the step's timeline, why it is fast, the program. One
-    file, which asks no other host for anything."""
+    """Write a page to look at: of a plan the cluster, the step's timeline, why it is fast, the program; of a
+    training losses, throughput and what happened; of a bench its figures. One file, which asks no other host
+    for anything."""
     from ..api import load_profile
-    from ..report import facts_of, plan_page, save_page
-    from ..report.measured import read_trace
-    from ..report.words import sentences
+    from ..report import bench_page, run_page, save_page
+    from ..report.recognise import EXPECTED, recognise
 
-    loaded = Plan.load(plan)
-    described = cluster_of(loaded, plan, None, cluster)
-    check_loaded(loaded, str(plan))
-    timeline = None if measured is None else read_trace(measured, described.world_size)
-    facts = facts_of(
-        loaded, described, profile=load_profile(profile), measured=timeline, asks_what_if=asks_what_if
-    )
-    save_page(plan_page([facts]), out)
+    if len(given) > 2:
+        raise InputError("a page shows one or two", expected=EXPECTED, got=f"{len(given)} of them")
+    found = [recognise(path) for path in given]
+    kinds = [KINDS[type(each).__name__] for each in found]
+    if len(set(kinds)) > 1:
+        raise InputError(
+            "only two of one kind are shown side by side",
+            expected=f"two times {kinds[0]}",
+            got=" and ".join(kinds),
+        )
+    if isinstance(found[0], Plan):
+        options = (clusters or [], load_profile(profile), measured, asks_what_if)
+        page = page_of_plans(given, found, *options)
+    else:
+        check_no_options(kinds[0], clusters, profile, measured, asks_what_if)
+        page = run_page(found) if kinds[0] == KINDS["Run"] else bench_page(found)
+    save_page(page, out)
     if as_json:
-        print_json({"report": str(out), "size_bytes": out.stat().st_size, "sentences": sentences(facts)})
+        print_json({"report": str(out), "size_bytes": out.stat().st_size, "sentences": list(page.sentences)})
         return
-    for text in sentences(facts):
+    for text in page.sentences:
         print(text)
     print(f"\nwritten to {out}")
+
+
+def check_no_options(kind: str, *options: Any) -> None:
+    """Raises InputError for options that say something of a plan, where none is shown."""
+    if any(options):
+        raise InputError(
+            f"--cluster, --profile, --measured and --what-if belong to a plan, and this is {kind}",
+            expected=f"{kind} without them",
+        )
+
+
+def page_of_plans(
+    given: list[Path],
+    plans: list[Plan],
+    clusters: list[Path],
+    profile: Profile | None,
+    measured: Path | None,
+    asks_what_if: bool,
+) -> Page:
+    """The page of a plan, or of two side by side."""
+    from ..report import facts_of, plan_page
+    from ..report.measured import read_trace
+    from ..report.pair import differences, side_by_side
+
+    if len(clusters) > len(plans):
+        raise InputError("more clusters than plans", expected="--cluster once for each plan")
+    if measured is not None and len(plans) > 1:
+        raise InputError("a measured timeline is of one plan", expected="one plan with --measured")
+    names = [path.name for path in given]
+    if len(set(names)) < len(names):
+        names = [str(path) for path in given]
+    shown = []
+    for n, (path, plan) in enumerate(zip(given, plans)):
+        check_loaded(plan, str(path))
+        described = cluster_of(plan, path, None, clusters[min(n, len(clusters) - 1)] if clusters else None)
+        timeline = None if measured is None else read_trace(measured, described.world_size)
+        is_first = n == 0
+        shown.append(
+            facts_of(
+                plan,
+                described,
+                profile=profile,
+                measured=timeline,
+                name=names[n] if len(plans) > 1 else "",
+                is_compared=is_first,
+                asks_what_if=asks_what_if and is_first,
+            )
+        )
+    if len(shown) == 1:
+        return plan_page(shown)
+    return plan_page(shown, differences(*shown), side_by_side(*shown))

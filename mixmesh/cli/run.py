@@ -14,6 +14,7 @@ from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError, JobError
+from ..run_log import RUN_LOG
 from .checkpoint import (
     CheckpointEvery,
     CheckpointFolder,
@@ -35,6 +36,7 @@ from .testbed import CLUSTER_VARIABLE
 from .weights import InitialWeights, initial_weights
 
 if TYPE_CHECKING:
+    from ..checkpoint.run import RunCheckpoints
     from ..runtime.parallel import ParallelModel
 
 DEFAULT_STEPS = 10
@@ -111,6 +113,8 @@ def run(
     initial = initial_weights(weights, timeout_s)
     what_on_nan = on_nan_of(on_nan, allow_nan)
     kept = checkpoint_settings(checkpoint, every, keep, is_anew, timeout_s)
+    if kept is not None and log is None:
+        log = kept.folder / RUN_LOG
     jobs = []  # emptied when training starts, which lets go of what it does not need
     if plan is None:
         with checkpoint_stays(kept):
@@ -134,7 +138,6 @@ def run(
     from ..job import batch_size, load_job
     from ..runtime.comm import leave
     from ..runtime.train import train
-    from ..testbed import enter_device
 
     check_program(loaded_plan.program, str(plan or "the plan made at the start"))
     if plan is not None and CLUSTER_VARIABLE in os.environ:
@@ -142,11 +145,20 @@ def run(
 
     if not jobs:
         jobs.append(load_job(job))
-    balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps)
-    is_quiet, may_follow = bool(rank) or as_json, balancer is not None
-    keeper = keeper_of(kept, loaded_plan, epochs, initial, is_quiet=is_quiet, may_follow=may_follow)
-    samples, goes_to = batch_size(jobs[0].batch), (None, None) if rank else (log, tensorboard)
-    live = Live(loaded_plan, samples, num_steps, goes_to, is_quiet=is_quiet, print_every=print_every)
+    is_quiet, goes_to = bool(rank) or as_json, (None, None) if rank else (log, tensorboard)
+    live = Live(
+        loaded_plan, batch_size(jobs[0].batch), num_steps, goes_to, is_quiet=is_quiet, print_every=print_every
+    )
+    balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps, live)
+    keeper = keeper_of(
+        kept,
+        loaded_plan,
+        epochs,
+        initial,
+        is_quiet=is_quiet,
+        may_follow=balancer is not None,
+        on_saved=live.saved,
+    )
     report = train(
         jobs.pop(),
         loaded_plan,
@@ -160,7 +172,7 @@ def run(
         keeper=keeper,
         balancer=balancer,
         initial=initial,
-        on_start=enter_device,
+        on_start=starter(live, keeper),
         on_step=live.after_step,
         on_end=writer(save),
     )
@@ -178,6 +190,17 @@ def run(
     else:
         print("\n".join(results.lines()), flush=True)
     raise typer.Exit(status)
+
+
+def starter(live: Live, keeper: RunCheckpoints | None) -> Callable[[], None]:
+    """A function that is called before the first step: the log has its start, and the process its device."""
+    from ..testbed import enter_device
+
+    def start() -> None:
+        live.started(0 if keeper is None else keeper.first_step)
+        enter_device()
+
+    return start
 
 
 def described_cluster(path: Path | None) -> Cluster | None:

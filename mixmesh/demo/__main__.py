@@ -23,7 +23,8 @@ from mixmesh.demo.job import BATCH, job
 from mixmesh.errors import MixmeshError
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
-from mixmesh.report import facts_of, plan_page, save_page
+from mixmesh.report import Facts, facts_of, plan_page, save_page
+from mixmesh.report.measured import read_trace
 from mixmesh.trace import trace
 
 CLUSTER = """\
@@ -38,6 +39,8 @@ devices = [{ name = "cpu-70", cpu_share = 0.70 }, { name = "cpu-35", cpu_share =
 name = "b"
 devices = [{ name = "cpu-35", cpu_share = 0.35 }, { name = "cpu-18", cpu_share = 0.18 }]
 """
+PLAN, EVENLY = "plan", "ddp-even"
+VARIANTS = {EVENLY: EVENLY, "ddp-proportional": "ddp-proportional", PLAN: "auto"}  # with their planners
 STEPS = 20
 SHOWN_LINES = 40
 PROFILE_BUDGET_S = 20
@@ -78,7 +81,7 @@ def run(out: Path, steps: int) -> int:
     traced = trace(made.model, made.batch)
     plans = {
         name: make_plan(traced, cluster, planner=planner, profile=measured)
-        for name, planner in (("ddp-proportional", "ddp-proportional"), ("plan", "auto"))
+        for name, planner in VARIANTS.items()
     }
     paths = {name: str(out / f"{name}.plan") for name in plans}
     for name, plan in plans.items():
@@ -94,7 +97,9 @@ def run(out: Path, steps: int) -> int:
         else:
             sys.stderr.write(text)
 
-    result = testbed.run(cluster, [*worker, "compare", str(steps), json.dumps(paths)], on_output=on_output)
+    trained = json.dumps({name: paths[name] for name in paths if name != EVENLY})
+    compared = [*worker, "compare", str(steps), trained, str(out)]
+    result = testbed.run(cluster, compared, on_output=on_output)
     found = json.loads("".join(lines).strip().splitlines()[-1])
 
     say("training the same steps on one device, for the losses")
@@ -103,11 +108,27 @@ def run(out: Path, steps: int) -> int:
     (out / "results.json").write_text(json.dumps({**summary, **found, "reference": reference}, indent=1))
     report(found, reference, summary)
     page = out / "report.html"
-    save_page(plan_page([facts_of(plans["plan"], cluster, profile=measured)]), page)
+    save_page(plan_page(pages(plans, cluster, measured, out)), page)
     print(f"the plan as a page to look at: {page}")
     say("done")
     print(json.dumps({**summary, "report": str(page)}))
     return 0
+
+
+def pages(plans: dict[str, Plan], cluster: Cluster, profile: Profile, out: Path) -> list[Facts]:
+    """The three variants, predicted and measured: the plan that was found, then what it is compared with."""
+    return [
+        facts_of(
+            plans[name],
+            cluster,
+            profile=profile,
+            measured=read_trace(out / f"{name}-measured.json", cluster.world_size),
+            name=name,
+            is_compared=name == PLAN,
+            asks_what_if=name == PLAN,
+        )
+        for name in (PLAN, *(name for name in plans if name != PLAN))
+    ]
 
 
 def show(plan: Plan, path: str) -> None:

@@ -1,4 +1,5 @@
-"""One rank of the demo: first the profile, then the same steps by DDP and by two plans, taking turns.
+"""One rank of the demo: first the profile, then the same steps by DDP and by two plans, taking turns, and at
+last a few steps of each with clocks around all that they do.
 
 Taking turns in one process lets the comparison hold while the speed of a shared machine drifts.
 """
@@ -10,35 +11,58 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mixmesh.cluster import Cluster
+from mixmesh.demo.ddp import RecordedDDP
 from mixmesh.demo.job import BATCH, job
 from mixmesh.ir import shard_sizes
+from mixmesh.job import Job
 from mixmesh.plan_file import Plan
 from mixmesh.profiler import profile
-from mixmesh.runtime.comm import default_device, initialise, leave
+from mixmesh.runtime.comm import Comm, default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.optimizers import fuse
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.runtime.recording import Recorder, gather_steps, typical
 from mixmesh.testbed import enter_device
+from mixmesh.timeline import save_trace, to_chrome_trace
 from mixmesh.trace import trace
 
 ROUNDS = 5
 DDP_BUCKET_MB = 4
+EVENLY = "ddp-even"
+RECORDED_STEPS = 2  # with clocks; a step more tells where they begin
+Span = Callable[[str], AbstractContextManager]
 
 
-def compare(steps: int, plan_paths: dict[str, str]) -> None:
+@dataclass(frozen=True)
+class Variant:
+    """A way to train: ``step`` makes a step, its optimizer within a span, and gives the global loss;
+    ``recorded`` has what it does measured by a recorder within a context."""
+
+    step: Callable[[Span], float]
+    recorded: Callable[[Recorder], AbstractContextManager]
+
+
+def plain(name: str) -> AbstractContextManager:
+    """The span of a step that nobody measures."""
+    return nullcontext()
+
+
+def compare(steps: int, plan_paths: dict[str, str], traces: Path) -> None:
     initialise(int(os.environ["WORLD_SIZE"]), default_device(), 300.0)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plans = {name: Plan.load(path) for name, path in plan_paths.items()}
-    variants: dict[str, Callable[[], float]] = {"ddp-even": ddp_steps(rank, world_size)}
+    variants = {EVENLY: ddp_steps(rank, world_size)}
     for name, plan in plans.items():
-        variants[name] = plan_steps(plan)
+        variants[name], comm = plan_steps(plan)
     alone = alone_step(rank, plans["plan"])
     enter_device()
     losses: dict[str, list[float]] = {name: [] for name in variants}
@@ -47,40 +71,72 @@ def compare(steps: int, plan_paths: dict[str, str]) -> None:
     per_round = -(-steps // ROUNDS)
     for number in range(ROUNDS):
         speeds.append(total(alone()))
-        for name, step in variants.items():
+        for name, variant in variants.items():
             for _ in range(min(per_round, steps - len(losses[name]))):
                 dist.barrier()
                 started = time.perf_counter()
-                losses[name].append(step())
+                losses[name].append(variant.step(plain))
                 seconds[name].append(slowest(time.perf_counter() - started))
         if rank == 0:
             print(f"round {number + 1} of {ROUNDS}", file=sys.stderr, flush=True)
+    variants[EVENLY] = recorded_ddp_steps(rank, world_size)
+    for name, variant in variants.items():
+        save_measured(variant, comm, traces / f"{name}-measured.json")
     if rank == 0:
         print(json.dumps({"losses": losses, "seconds": seconds, "samples_per_s": speeds}), flush=True)
     leave()
 
 
-def ddp_steps(rank: int, world_size: int) -> Callable[[], float]:
+def save_measured(variant: Variant, comm: Comm, path: Path) -> None:
+    """Measures a few steps in detail, and writes the one of median length. Collective."""
+    recorder = Recorder(comm)
+    with variant.recorded(recorder):
+        dist.barrier()
+        for _ in range(RECORDED_STEPS + 1):
+            variant.step(recorder.span)
+    measured = typical(gather_steps(recorder, comm, ()))
+    if comm.rank == 0:
+        save_trace(to_chrome_trace(measured, name="measured"), path)
+
+
+def recorded_ddp_steps(rank: int, world_size: int) -> Variant:
+    """DistributedDataParallel as in ``ddp_steps``, whose buckets tell when they travel. It has made its first
+    step, after which DDP forms its buckets."""
+    made = job()
+    model = RecordedDDP(made.model, DDP_BUCKET_MB)
+    variant = ddp_variant(made, model.ddp, rank, world_size, model.recorded)
+    variant.step(plain)
+    return variant
+
+
+def ddp_steps(rank: int, world_size: int) -> Variant:
     """PyTorch's own DistributedDataParallel, equal batches."""
     made = job()
     model = nn.parallel.DistributedDataParallel(made.model, bucket_cap_mb=DDP_BUCKET_MB)
+    return ddp_variant(made, model, rank, world_size, lambda _: nullcontext())
+
+
+def ddp_variant(made: Job, model: nn.Module, rank: int, world_size: int, recorded: Callable) -> Variant:
+    """Steps of data parallelism with equal batches."""
     optimizer = made.optimizer(model.parameters())
     fuse(optimizer)  # as in our plans
     size = BATCH // world_size
     batches = iter(made.data)
 
-    def step() -> float:
+    def step(span: Span) -> float:
         batch = {k: v[rank * size : (rank + 1) * size] for k, v in next(batches).items()}
         loss = model(**batch)
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
         return total(loss.item()) / world_size
 
-    return step
+    return Variant(step, recorded)
 
 
-def plan_steps(plan: Plan) -> Callable[[], float]:
+def plan_steps(plan: Plan) -> tuple[Variant, Comm]:
+    """Steps of a plan, and the process groups that they use."""
     made = job()
     # several models share this process, so that its memory says nothing of this plan: none is promised
     free = replace(plan, predicted_peak_memory_bytes=())
@@ -88,14 +144,15 @@ def plan_steps(plan: Plan) -> Callable[[], float]:
     model, optimizer = parallelize(made.model, optimizer, free, check_model=False)
     batches = shard_batches(made.data, plan, dist.get_rank())
 
-    def step() -> float:
+    def step(span: Span) -> float:
         local, loss = model.forward_local(**next(batches))
         local.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with span("optimizer"):
+            optimizer.step()
+            optimizer.zero_grad()
         return float(loss.wait())
 
-    return step
+    return Variant(step, model.recorded), model.comm
 
 
 def alone_step(rank: int, plan: Plan) -> Callable[[], float]:
@@ -139,4 +196,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "profile":
         measure(sys.argv[2], sys.argv[3], float(sys.argv[4]))
     else:
-        compare(int(sys.argv[2]), json.loads(sys.argv[3]))
+        compare(int(sys.argv[2]), json.loads(sys.argv[3]), Path(sys.argv[4]))

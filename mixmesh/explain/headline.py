@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..cluster import Cluster
 from ..ir import Shard
 from ..plan_file import Plan
-from ..units import plural
+from ..units import plural, seconds_text
 
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
@@ -18,7 +18,7 @@ def headline(plan: Plan, cluster: Cluster) -> str:
     parts = [plan.planner]
     if any(samples):
         parts.append(" / ".join(map(str, samples)) + " samples")
-    parts.append(f"{plan.predicted_step_s * 1e3:.3g} ms")
+    parts.append(seconds_text(plan.predicted_step_s))
     steps_s = {c.planner: c.predicted_step_s for c in plan.candidates if c.feasible}
     parts += [
         f"{steps_s[name] / plan.predicted_step_s:.2g}x of {words}"

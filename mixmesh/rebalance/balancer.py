@@ -68,7 +68,8 @@ class Change:
 class RunBalancer:
     """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
     is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
-    where that is open."""
+    where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
+    ``on_change`` the step and the pause of a change of shares."""
 
     def __init__(
         self,
@@ -76,7 +77,10 @@ class RunBalancer:
         num_steps: int | None,
         say: Callable[[str], None] = lambda _: None,
         settings: Sensitivity | None = None,
+        on_window: Callable[[int, list[float]], object] = lambda step, own_s: None,
+        on_change: Callable[[int, float], object] = lambda step, pause_s: None,
     ) -> None:
+        self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
         self._pause_s = 0.0  # of the last change of shares
@@ -147,6 +151,7 @@ class RunBalancer:
         with self._comm.call("the end of a window"):
             self.end()
         own_s, step_s = table[:, 0].tolist(), max(table[:, 1].tolist())
+        self._on_window(num_steps, own_s)
         self._length = window_steps(step_s, self._settings)
         if self._skips_window:
             self._skips_window, self._since = False, num_steps
@@ -211,6 +216,7 @@ class RunBalancer:
             change_shares(self._model, self._optimizer, change.plan)
         self._pause_s = time.perf_counter() - started
         self.changes.append({"step": change.at_step, "pause_s": self._pause_s})
+        self._on_change(change.at_step, self._pause_s)
         self._observed = self._observed.moved(change.own_s, self._settings)
         self._change, self._skips_window = None, True
 

@@ -130,6 +130,20 @@ class Recorder:
 
             x.grad_fn.register_prehook(leave)
 
+    def reach(self, name: str, op: str = "") -> None:
+        """From here on this rank computes what has this ``name``, until it reaches another or leaves."""
+        self._enter(name, op)
+
+    def transfer(self, name: str, op: str, size_bytes: int) -> Callable[[], None]:
+        """A collective begins that no channel of ours carries; what is returned is called at its end."""
+        span = _Span("communication", name, op, self.clock.now(), None, size_bytes)
+        self._spans.append(span)
+
+        def arrived() -> None:
+            span.end = self.clock.now()
+
+        return arrived
+
     def _enter(self, name: str, op: str) -> None:
         if self._backward is None or self._backward.name != name:
             self.leave()

@@ -15,17 +15,22 @@ import torch
 from torch import nn
 
 import mixmesh
+import mixmesh.demo.__main__ as demo
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
+from mixmesh.demo.job import job
 from mixmesh.errors import InputError
+from mixmesh.planner import make_plan
 from mixmesh.report import facts_of, page_text, plan_page
 from mixmesh.report.facts import Facts
 from mixmesh.report.measured import read_trace
+from mixmesh.report.pair import differences, side_by_side
 from mixmesh.report.parts import EXCHANGES, GATHERS, GRADIENTS, OTHERS, waits
 from mixmesh.report.path import critical_path
 from mixmesh.report.plan_page import rank_object
 from mixmesh.report.words import sentences
 from mixmesh.timeline import Event, Timeline, save_trace, to_chrome_trace
+from mixmesh.trace import trace
 
 CLUSTER = """
 name = "<b>two</b> boxes"
@@ -61,6 +66,19 @@ def made(network: float = 1000, samples: int = 16384) -> Facts:
 @pytest.fixture(scope="module")
 def facts() -> Facts:
     return made()
+
+
+DEMO = [
+    "The bottleneck is rank 1 (cpu-35, machine a): it computes for 100% of the step of 5.52 s.",
+    "The plan is 2.1x as fast as data parallelism with equal parts (11.7 s), mostly because rank 3 "
+    "(cpu-18, machine b) would compute for 11.6 s on an equal part, and computes for 4.95 s here.",
+    "With links 2x as fast this program would take 5.51 s a step: nothing is gained by faster links.",
+]
+
+
+def demo_trace():
+    made_job = job()
+    return trace(made_job.model, made_job.batch)
 
 
 def data_of(page: str) -> dict:
@@ -225,6 +243,32 @@ def test_the_command(facts, tmp_path, capsys):
     assert printed["size_bytes"] == page.stat().st_size and len(printed["sentences"]) == 3
     assert execute([*words, str(tmp_path / "none" / "r.html")]) == 2
     assert "cannot write the report" in capsys.readouterr().err
+
+
+def test_two_plans_side_by_side(facts):
+    """Equal parts against parts by speed: the oldest device computes longest on an equal part."""
+    even = mixmesh.plan(Model(), {"x": torch.randn(16384, 1024)}, facts.cluster, planner="ddp-even")
+    a, b = replace(facts, name="a.plan"), facts_of(even, facts.cluster, name="b.plan", is_compared=False)
+    step, shares, memory = differences(a, b)
+    assert re.fullmatch(
+        r"a\.plan is [\d.]+x as fast as b\.plan: [\d.]+ ms a step, and [\d.]+ ms there. "
+        r"Of the [\d.]+ ms between them [\d.]+ ms are computing of the busiest device \(rank 2\)\.",
+        step,
+    )
+    assert shares.startswith(
+        f"Rank 0 has {facts.samples[0]} samples in a.plan and {b.samples[0]} in b.plan; rank 1"
+    )
+    assert re.match(r"a\.plan fills rank \d most, \d+% of its memory", memory)
+    page = plan_page([a, b], differences(a, b), side_by_side(a, b))
+    assert [v["name"] for v in page.data["variants"]] == ["a.plan", "b.plan"]
+    assert "Side by side" in page_text(page) and page.sentences[0] == step
+
+
+def test_the_sentences_of_the_demo():
+    """The page of ``make demo``, as its cluster file alone lets the times be expected."""
+    cluster = Cluster.parse(demo.CLUSTER)
+    plan = make_plan(demo_trace(), cluster)
+    assert sentences(facts_of(plan, cluster)) == DEMO
 
 
 # --- in a browser ------------------------------------------------------------------------------------------

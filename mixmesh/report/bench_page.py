@@ -1,0 +1,143 @@
+"""The page of a bench's results, or of two of them side by side: a table of all, and bars of one figure."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .page import Page, asset, filled, section_html, table_html
+from .recognise import Bench
+
+Row = dict[str, str | float | bool]
+LIKED = ("speedup", "times", "step_s", "total_s", "best_s")  # figures that are drawn at first
+SAME = 0.02  # of a figure: less is no difference
+CHANGED = 5  # rows that are told
+
+
+def bench_page(benches: Sequence[Bench]) -> Page:
+    """The page of one or two results. Two must be of one bench, with rows in common (``pair``)."""
+    first = benches[0]
+    flat = [[dict(flattened(row)) for row in bench.rows] for bench in benches]
+    labels = [labels_of(rows) for rows in flat]
+    figures = figures_of(flat[0])
+    words = [text for bench in benches for text in sentences(bench, benches)]
+    if len(benches) > 1:
+        words = [*differences(benches, flat, labels, figures), *words]
+    tables = [
+        section_html(f"table-{n}", f"All figures of {bench.name}", rows_html(rows))
+        for n, (bench, rows) in enumerate(zip(benches, flat))
+    ]
+    options = "".join(f"<option>{html.escape(name)}</option>" for name in figures)
+    main = filled(asset("bench.html"), {"FIGURES": options, "TABLES": "\n".join(tables)})
+    data = {
+        "labels": labels[0],
+        "figures": figures,
+        "benches": [
+            {"name": bench.name, "values": values_of(rows, own, labels[0], figures)}
+            for bench, rows, own in zip(benches, flat, labels)
+        ],
+    }
+    title = f"mixmesh bench {first.made['bench']}"
+    return Page(title, " and ".join(bench.name for bench in benches), words, main, data, "bench.js")
+
+
+def flattened(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a row, those of objects in it as ``outer inner``; lists are left out."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from flattened(value, f"{above}{name} ")
+        elif isinstance(value, str | bool | int | float):
+            yield f"{above}{name}", value
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def figures_of(rows: Sequence[Row]) -> list[str]:
+    """The names of numbers that differ between rows, those that are liked first."""
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if is_number(value))
+    numbers = [n for n in names if len(rows) == 1 or len({row.get(n) for row in rows}) > 1]
+    return sorted(numbers or names, key=lambda n: LIKED.index(n) if n in LIKED else len(LIKED))
+
+
+def labels_of(rows: Sequence[Row]) -> list[str]:
+    """A label for every row: its texts, and as many of its whole numbers as tell rows apart."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts = [n for n in names if any(isinstance(row.get(n), str) for row in rows)]
+    numbers = [n for n in names if any(isinstance(row.get(n), int) for row in rows) and n not in texts]
+    used = []
+    for name in (*texts, *numbers):
+        found = [tuple(row.get(n) for n in used) for row in rows]
+        if len(set(found)) == len(rows):
+            break
+        if len({row.get(name) for row in rows}) > 1 or not used:
+            used.append(name)
+    return [", ".join(f"{row[n]}" for n in used if n in row) or f"row {k}" for k, row in enumerate(rows)]
+
+
+def values_of(
+    rows: Sequence[Row], labels: Sequence[str], wanted: Sequence[str], figures: Sequence[str]
+) -> dict[str, list[float | None]]:
+    """By figure, the values of the rows of the labels that are ``wanted``."""
+    by_label = dict(zip(labels, rows))
+
+    def value(label: str, figure: str) -> float | None:
+        found = by_label.get(label, {}).get(figure)
+        return found if is_number(found) else None
+
+    return {figure: [value(label, figure) for label in wanted] for figure in figures}
+
+
+def sentences(bench: Bench, benches: Sequence[Bench]) -> list[str]:
+    """The source of the results, and how many targets were met."""
+    made = bench.made
+    begin = f"{bench.name}: " if len(benches) > 1 else ""
+    source = f"{begin}{len(bench.rows)} rows, made by {made.get('command', 'a command that is not known')}, "
+    found = [f"{source}revision {made.get('revision', 'not known')}."]
+    if "targets" in made and "targets_met" in made:
+        found.append(f"{begin}{made['targets_met']} of {made['targets']} targets are met.")
+    return found
+
+
+def differences(
+    benches: Sequence[Bench],
+    flat: Sequence[Sequence[Row]],
+    labels: Sequence[Sequence[str]],
+    figures: Sequence[str],
+) -> list[str]:
+    """What tells two results apart by the figure that is drawn at first, in words."""
+    one, two = (dict(zip(own, rows)) for own, rows in zip(labels, flat))
+    figure = figures[0]
+    pairs = [
+        (label, row[figure], two[label][figure])
+        for label, row in one.items()
+        if label in two and is_number(row.get(figure)) and is_number(two[label].get(figure))
+    ]
+    changed = [(abs(b / a - 1), label, a, b) for label, a, b in pairs if a and abs(b / a - 1) > SAME]
+    found = [
+        f"Of {len(pairs)} rows that both have, {len(changed)} differ in {figure} by more than {SAME:.0%} "
+        f"from {benches[0].name} to {benches[1].name}."
+    ]
+    for _, label, a, b in sorted(changed, reverse=True)[:CHANGED]:
+        found.append(f"{label}: {figure} {a:.4g}, then {b:.4g} ({b / a:.2f}x).")
+    return found
+
+
+def rows_html(rows: Sequence[Row]) -> str:
+    """All rows as a table: texts first, then numbers."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    texts = [n for n in names if not any(is_number(row.get(n)) for row in rows)]
+    names = [*texts, *(n for n in names if n not in texts)]
+    cells = [[text_of(row.get(n)) for n in names] for row in rows]
+    return table_html(names, cells, words=range(len(texts)))
+
+
+def text_of(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
