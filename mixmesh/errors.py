@@ -24,7 +24,8 @@ class MixmeshError(Exception):
     """An error with a place and a next step.
 
     ``message`` is one line. ``expected``/``got`` state the difference, ``where`` the user's own file and
-    line (or key), ``hint`` what to type next (one line each). All but the message may be empty.
+    line (or key), ``hint`` what to type next (one line each), ``ranks`` the ranks at fault, where they are
+    known. All but the message may be empty.
     """
 
     exit_status = 1
@@ -37,12 +38,14 @@ class MixmeshError(Exception):
         got: str = "",
         where: str = "",
         hint: str | tuple[str, ...] = (),
+        ranks: tuple[int, ...] = (),
     ) -> None:
         super().__init__(message)
         self.message = message
         self.expected = expected
         self.got = got
         self.where = where
+        self.ranks = ranks
         self.hint = tuple(line for line in ((hint,) if isinstance(hint, str) else hint) if line)
 
     def __str__(self) -> str:
@@ -60,7 +63,7 @@ class MixmeshError(Exception):
 
     def __reduce__(self):
         # exceptions with keyword-only arguments do not pickle by themselves; workers send theirs home
-        state = dict(expected=self.expected, got=self.got, where=self.where, hint=self.hint)
+        state = dict(expected=self.expected, got=self.got, where=self.where, hint=self.hint, ranks=self.ranks)
         return (_rebuild, (type(self), self.message, state))
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import MixmeshError
-from .output import Json, print_json, seconds, size, table
+from ..errors import InputError, MixmeshError
+from .output import Json, print_json, seconds, table
 from .prepare import CacheFolder
+from .profile import telling
 
 if TYPE_CHECKING:
     from ..doctor import Report
@@ -22,6 +27,20 @@ def doctor(
         str | None,
         typer.Argument(metavar="[JOB]", help="Compare this job's code, model and first batches, too."),
     ] = None,
+    job_option: Annotated[str | None, typer.Option("--job", metavar="JOB", help="The same as [JOB].")] = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option("--cluster", metavar="C.toml", help="Hold devices and links against this cluster file."),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", metavar="X.plan", help="Compare this plan's file, and hold devices against it."
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Only what takes a second or two: measure and train nothing.")
+    ] = False,
     timeout_s: Annotated[
         float, typer.Option("--timeout", min=1, metavar="S", help="A rank is waited for so long.")
     ] = 60.0,
@@ -29,11 +48,16 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Say whether ranks can train together: started as the training will be, or alone for this machine."""
+    if job is not None and job_option is not None:
+        raise InputError("the job is named twice", expected="one of them", got=f"{job}, --job {job_option}")
     from ..detection.cache import default_folder
-    from ..doctor import Ground, examine
+    from ..doctor import Asked, Ground, examine
 
-    ground = Ground(timeout_s, job, cache or default_folder())
-    report = examine(ground)
+    asked = Asked(job or job_option, cluster, plan, quick)
+    with telling(int(os.environ.get("RANK", "0")), "doctor") as say:
+        ground = Ground(timeout_s, asked, cache or default_folder(), progress=say)
+        on_termination(ground.end)
+        report = examine(ground)
     if os.environ.get("RANK", "0") == "0":
         show(report, as_json)
     elif ground.is_over:  # the first rank may be the one that is missing
@@ -46,8 +70,15 @@ def doctor(
         raise typer.Exit(1)
 
 
+def on_termination(end: Callable[[], object]) -> None:
+    """Has SIGTERM call ``end``: a launcher sends it as soon as one rank has failed, and the first rank is to
+    say before it ends what was found."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: end())
+
+
 def show(report: Report, as_json: bool) -> None:
-    """Prints the checks, what to do where one is wrong, and the devices."""
+    """Prints the checks, what to do where one is wrong, and a row for each rank with its verdict."""
     if as_json:
         print_json(report_object(report))
         return
@@ -55,20 +86,34 @@ def show(report: Report, as_json: bool) -> None:
     print(table(("check", "", "time", ""), rows))
     for line in wrong_lines(report):
         print(line)
-    if report.devices:
-        print()
-        found = [(str(rank), d.host, d.name, size(d.memory_bytes)) for rank, d in enumerate(report.devices)]
-        print(table(("rank", "host", "device", "memory"), found))
+    if report.columns:
+        print(f"\n{rank_table(report)}")
     wrong = sum(check.status == "wrong" for check in report.checks)
     text = "all is well" if report.ok else f"{wrong} of {len(report.checks)} checks wrong"
     print(f"\n{text}, {seconds(report.time_s)} from when all ranks were there", flush=True)
 
 
+def rank_table(report: Report) -> str:
+    """A row for each rank: its figures, and its verdict. A figure that no rank has is named below."""
+    absent = [name for name, values in report.columns.items() if set(values) <= {"not there"}]
+    shown = {name: values for name, values in report.columns.items() if name not in absent}
+    rows = [
+        (
+            str(rank),
+            *(values[rank].replace(", digest", "") for values in shown.values()),
+            report.verdict(rank),
+        )
+        for rank in range(report.world_size)
+    ]
+    text = table(("rank", *shown, "verdict"), rows)
+    return text + (f"\n  not there on any rank: {', '.join(absent)}" if absent else "")
+
+
 def wrong_lines(report: Report) -> list[str]:
-    """The checks that failed, with what was expected and what to try."""
+    """The checks that failed, with what was expected and what to try, and what is to be known."""
     lines = []
     for check in report.checks:
-        if check.status == "wrong":
+        if check.status == "wrong" or check.hint:
             error = MixmeshError(
                 f"{check.name}: {check.found}",
                 expected=check.expected,
@@ -86,10 +131,19 @@ def report_object(report: Report) -> dict[str, Any]:
         {"rank": rank, "host": d.host, "kind": d.kind, "name": d.name, "memory_bytes": d.memory_bytes}
         for rank, d in enumerate(report.devices)
     ]
+    ranks = [
+        {
+            "rank": rank,
+            "verdict": report.verdict(rank),
+            **{n: values[rank] for n, values in report.columns.items()},
+        }
+        for rank in range(report.world_size)
+    ]
     return {
         "ok": report.ok,
         "time_s": report.time_s,
         "world_size": report.world_size,
         "checks": [asdict(check) for check in report.checks],
         "devices": devices,
+        "ranks": ranks,
     }

@@ -7,7 +7,7 @@ their order).
 
 from __future__ import annotations
 
-from .ground import Ground
+from .ground import Asked, Ground
 from .report import Check, Report, examine
 
-__all__ = ["Check", "Ground", "Report", "examine"]
+__all__ = ["Asked", "Check", "Ground", "Report", "examine"]

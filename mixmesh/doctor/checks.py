@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -17,11 +18,10 @@ import torch.distributed as dist
 
 from ..detection.inventory import FoundDevice, inventory_of, read_device
 from ..detection.links import machine_pairs
-from ..errors import CollectiveError, InputError
-from ..runtime.agreement import by_value, check_facts, difference, ranks_text
+from ..errors import CollectiveError, InputError, MixmeshError
+from ..runtime.agreement import by_value, difference, outliers, ranks_text
 from ..runtime.comm import leave
 from ..runtime.processes import process_place
-from ..runtime.versions import versions_text
 from ..units import size_text
 from .ground import Ground, count
 from .meeting import PREFIX
@@ -37,11 +37,13 @@ def rendezvous(ground: Ground) -> str:
 
     def make() -> list[str]:
         place = process_place().split(" ")[0]  # another one where a machine was started anew: its boot
-        return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place]
+        return [socket.gethostname(), os.environ.get("GROUP_RANK", ""), place, process_place(), os.getpid()]
 
     told = ground.meeting.gather("the rendezvous", make)
-    ground.hosts = [host for host, _, _ in told]
-    ground.machines = tuple(tuple(ranks) for ranks in by_value(dict(enumerate(map(str, told)))).values())
+    ground.hosts = ground.columns["host"] = [one[0] for one in told]
+    ground.meeting.processes = [(place, pid) for *_, place, pid in told]
+    machines = by_value({rank: str(one[:3]) for rank, one in enumerate(told)})
+    ground.machines = tuple(tuple(ranks) for ranks in machines.values())
     for host in sorted(set(ground.hosts)):  # all ranks name the same one
         ranks = [rank for rank, one in enumerate(told) if one[0] == host]
         if len({told[rank][2] for rank in ranks}) > 1:
@@ -50,17 +52,11 @@ def rendezvous(ground: Ground) -> str:
                 expected="a name of its own for every machine: devices are grouped by it",
                 got=ranks_text(ranks),
                 hint="hostnamectl set-hostname NAME on one of them",
+                ranks=tuple(ranks),
             )
     if ground.meeting.world_size == 1:
         return "one process; with others under torchrun"
     return f"{count(len(told), 'rank')} on {count(len(set(ground.hosts)), 'host')}"
-
-
-def versions(ground: Ground) -> str:
-    """PyTorch, Python and mixmesh are the same on all ranks."""
-    told = ground.meeting.gather("the comparison of versions", versions_text)
-    check_facts([{"versions": text} for text in told])
-    return told[0]
 
 
 def devices(ground: Ground) -> str:
@@ -74,7 +70,8 @@ def devices(ground: Ground) -> str:
 
     told = ground.meeting.gather("the look at devices", make)
     ground.devices = [FoundDevice(**fields) for fields, _ in told]
-    if got := difference([backend for _, backend in told]):
+    backends = [backend for _, backend in told]
+    if got := difference(backends):
         raise InputError(
             "the ranks cannot talk to each other: they would choose other backends",
             expected="a GPU for every rank (nccl), or ranks on CPUs or on shared GPUs everywhere (gloo)",
@@ -83,8 +80,11 @@ def devices(ground: Ground) -> str:
                 "nvidia-smi and python -c 'import torch; print(torch.cuda.device_count())' on each machine",
                 "torchrun --nproc-per-node gpu: one process for each GPU",
             ),
+            ranks=outliers(backends),
         )
-    inventory_of(ground.devices)
+    inventory = inventory_of(ground.devices)
+    ground.columns["device"] = [device.name for device in ground.devices]
+    ground.columns["memory"] = [size_text(inventory.memory_bytes(rank)) for rank in range(len(told))]
     names = by_value({rank: device.name for rank, device in enumerate(ground.devices)})
     return ", ".join(f"{len(ranks)} x {name}" for name, ranks in names.items()) + f", by {told[0][1]}"
 
@@ -132,16 +132,15 @@ def unreached(ground: Ground, told: list[Any], lost: list[tuple[int, int, str]])
             f"GLOO_SOCKET_IFNAME on {ground.hosts[b]} (or NCCL_SOCKET_IFNAME): its interface for the others",
             "let firewalls pass all ports between the machines",
         ),
+        ranks=(a, b),
     )
 
 
 def collectives(ground: Ground) -> str:
     """A sum over all ranks is right, in the backend that training takes."""
     meeting = ground.meeting
-    if meeting.world_size == 1:
-        return "one process: nothing to sum"
 
-    def make() -> float:
+    def make() -> list[float]:
         if ground.device.type == "cuda":
             torch.cuda.set_device(ground.device)  # every thread has a device of its own
         # a connection of its own: while the group waits for a key, no other thread can ask on the same one
@@ -154,16 +153,40 @@ def collectives(ground: Ground) -> str:
             world_size=meeting.world_size,
             timeout=timedelta(seconds=meeting.timeout_s),
         )
-        value = torch.full((1,), meeting.rank + 1.0, device=ground.device)
-        dist.all_reduce(value)
-        leave()
-        return float(value)
+        sums = [sum_of_ranks(ground.device)]
+        if ground.backend == "nccl":  # ranks tell each other small things by gloo, too
+            sums.append(sum_of_ranks(torch.device("cpu"), dist.new_group(backend="gloo")))
+        return sums
 
-    sums = meeting.gather_together("a sum over all ranks", make)
+    told = meeting.gather_together("a sum over all ranks", make)
     expected = meeting.world_size * (meeting.world_size + 1) / 2
-    if set(sums) != {expected}:
-        raise CollectiveError("a sum over all ranks is wrong", expected=str(expected), got=str(sums))
-    return f"a sum over {count(meeting.world_size, 'rank')} by {ground.backend}"
+    wrong = {rank: sums for rank, sums in enumerate(told) if set(sums) != {expected}}
+    backends = ("nccl", "gloo") if ground.backend == "nccl" else (ground.backend,)
+    if wrong:
+        raise CollectiveError(
+            f"a sum over all ranks is wrong on {ranks_text(sorted(wrong))}",
+            expected=f"{expected:g} by {' and by '.join(backends)}",
+            got="; ".join(
+                f"rank {rank}: {', '.join(f'{s:g}' for s in sums)}" for rank, sums in wrong.items()
+            ),
+            hint="NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1, then again: is it right without a path, that is broken",
+            ranks=tuple(wrong),
+        )
+    return f"a sum over {count(meeting.world_size, 'rank')} by {' and '.join(backends)}"
+
+
+def sum_of_ranks(device: torch.device, group: dist.ProcessGroup | None = None) -> float:
+    """The sum of all ranks' numbers, counted from 1. Collective."""
+    value = torch.full((1,), dist.get_rank() + 1.0, device=device)
+    dist.all_reduce(value, group=group)
+    return float(value)
+
+
+def leave_group(ground: Ground) -> None:
+    """Ends the process group that ``collectives`` made, if all ranks can. Collective."""
+    if dist.is_initialized() and not ground.is_over and not ground.is_abandoned:
+        with suppress(MixmeshError):
+            ground.meeting.gather_together("the end of the group", leave)
 
 
 def shared_memory(ground: Ground) -> str:
@@ -186,6 +209,7 @@ def shared_memory(ground: Ground) -> str:
                 "docker run --shm-size 8g, or in Kubernetes an emptyDir of medium Memory at /dev/shm",
                 "or num_workers=0",
             ),
+            ranks=tuple(other for other, host in enumerate(ground.hosts) if host == ground.hosts[rank]),
         )
     return f"{size_text(free[rank])} free" + (" at least" if len(set(ground.hosts)) > 1 else "")
 
@@ -217,5 +241,6 @@ def cache(ground: Ground) -> str:
             got=size_text(free_bytes),
             where=str(ground.cache),
             hint="--cache DIR, or MIXMESH_CACHE=DIR, on another disk",
+            ranks=(0,),
         )
     return f"{size_text(free_bytes)} free on the first rank's disk"

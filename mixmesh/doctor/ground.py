@@ -2,28 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from ..detection.inventory import FoundDevice
+from ..cluster import Cluster
+from ..detection.inventory import FoundDevice, Inventory
 from ..job import Job
+from ..plan_file import Plan
 from ..runtime.comm import backend_for, default_device
 from .meeting import Meeting
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The files that the ranks are held against. ``is_quick`` leaves out what exchanges much, or trains."""
+
+    job_name: str | None = None
+    cluster_file: Path | None = None
+    plan_file: Path | None = None
+    is_quick: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A finding that is worth to be known, and no fault: what to do about it, and the ranks that have it."""
+
+    found: str
+    hint: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
 class Ground:
-    """The findings that checks build on: the meeting of all ranks, their hosts and devices, the job."""
+    """The findings that checks build on: the meeting of all ranks, their hosts and devices, the files read.
+
+    ``columns`` are the figures of every rank, by name: the table of ranks."""
 
     def __init__(
-        self, timeout_s: float, job_name: str | None, cache: Path, meeting: Meeting | None = None
+        self,
+        timeout_s: float,
+        asked: Asked,
+        cache: Path,
+        meeting: Meeting | None = None,
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
-        self.timeout_s, self.job_name, self.cache = timeout_s, job_name, cache
+        self.timeout_s, self.asked, self.cache, self.progress = timeout_s, asked, cache, progress
         self._meeting = meeting
         self.device = default_device()
         self.backend = backend_for(self.device)
         self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks that one launcher started on one host
         self.hosts: list[str] = []
         self.devices: list[FoundDevice] = []
+        self.columns: dict[str, list[str]] = {}
         self.job: Job | None = None
+        self.cluster: Cluster | None = None
+        self.plan: Plan | None = None
 
     @property
     def meeting(self) -> Meeting:
@@ -31,6 +64,11 @@ class Ground:
         if self._meeting is None:
             self._meeting = Meeting.open(self.timeout_s)
         return self._meeting
+
+    @property
+    def inventory(self) -> Inventory:
+        """The devices of all ranks."""
+        return Inventory(tuple(self.devices))
 
     @property
     def is_over(self) -> bool:
@@ -41,6 +79,11 @@ class Ground:
     def is_abandoned(self) -> bool:
         """Whether a thread of this process waits in a collective that will not end."""
         return self._meeting is not None and self._meeting.is_abandoned
+
+    def end(self) -> None:
+        """Has every wait end soon, as ``Meeting.end`` does."""
+        if self._meeting is not None:
+            self._meeting.end()
 
     def close(self) -> None:
         """Leaves together with the others."""

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import InputError
 from ..job import WORKLOAD, load_job, split_name
 from ..preparation.alike import END, digest
-from ..runtime.agreement import COMPARED_STEPS, check_facts, difference, facts_of_model
+from ..runtime.agreement import COMPARED_STEPS, check_facts, difference, facts_of_model, outliers
 from .ground import Ground, count
 
 
@@ -20,19 +20,25 @@ def job_code(ground: Ground) -> str:
     """The files that the job was loaded from are the same on all ranks."""
 
     def make() -> dict[str, str]:
-        ground.job = load_job(ground.job_name)
-        return {} if ground.job_name.startswith(WORKLOAD) else files_of(split_name(ground.job_name)[0])
+        ground.job = load_job(ground.asked.job_name)
+        return (
+            {}
+            if ground.asked.job_name.startswith(WORKLOAD)
+            else files_of(split_name(ground.asked.job_name)[0])
+        )
 
-    told = ground.meeting.gather("the loading of the job", make)
+    told = ground.meeting.gather_here("the loading of the job", make)
     names = sorted({name for files in told for name in files})
     for name in names:
-        if got := difference([files.get(name, "no such file") for files in told]):
+        digests = [files.get(name, "no such file") for files in told]
+        if got := difference(digests):
             raise InputError(
                 f"the ranks have other versions of {name}",
                 expected="the same files on all machines",
                 got=got,
-                where=ground.job_name,
+                where=ground.asked.job_name,
                 hint="rsync the folder of the job from the first machine to all others",
+                ranks=outliers(digests),
             )
     return f"{count(len(names), 'file')} alike" if names else "one of mixmesh's own"
 
@@ -69,7 +75,7 @@ def data(ground: Ground) -> str:
         found = [digest(batch) for batch in (ground.job.batch, *batches)]
         return found + [END] * (1 + COMPARED_STEPS - len(found))
 
-    told = ground.meeting.gather("the comparison of data", make)
+    told = ground.meeting.gather_here("the comparison of data", make)
     for number, digests in enumerate(zip(*told)):
         if got := difference(digests):
             what = f"batch {number} of the job's data" if number else "the job's batch"
@@ -77,11 +83,12 @@ def data(ground: Ground) -> str:
                 f"{what} is not the same on all ranks",
                 expected="the same samples in the same order on all ranks",
                 got=got,
-                where=ground.job_name,
+                where=ground.asked.job_name,
                 hint=(
                     "torch.manual_seed(0) first in the job, or a generator with a seed for the loader",
                     "copy the same data files to all machines, and sort what is listed from a folder",
                 ),
+                ranks=outliers(digests),
             )
     compared = sum(each != END for each in told[0])
     return f"{count(compared, 'batch')} alike"

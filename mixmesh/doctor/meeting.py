@@ -1,14 +1,15 @@
 """Ranks that tell each other what they found, through the store of the launch and without any collective: a
-rank that fails is heard of like one that succeeds."""
+rank that fails is heard of like one that succeeds. Nothing here lasts for longer than its limit."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ..errors import CollectiveError, InputError, MixmeshError
 from ..runtime.agreement import Round
 from ..runtime.comm import RANK_VARIABLES
+from ..runtime.processes import is_gone, is_stopped, process_place
 
 POLL_S = 0.02
 LAST_WORDS_S = 5.0  # that the first rank's output is waited for at the end, and the others' last reads
@@ -25,12 +27,15 @@ PREFIX = "mixmesh/doctor"
 
 class Meeting:
     """The ranks of one launch. ``is_over`` says that a rank is missing, so that nothing more can be asked;
-    ``is_abandoned`` that a thread of this process still waits in a collective."""
+    ``is_abandoned`` that a thread of this process still waits in a collective. ``processes`` are those of all
+    ranks, each with its place and id, once they are known: one that ends is named at once."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
         self.store, self.rank, self.world_size, self.timeout_s = store, rank, world_size, timeout_s
         self.is_over = self.is_abandoned = False
+        self.processes: list[tuple[str, int]] = []
         self._number = 0
+        self._ends_at: float | None = None
 
     @classmethod
     def open(cls, timeout_s: float) -> Meeting:
@@ -51,35 +56,91 @@ class Meeting:
 
     def gather(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """The values of JSON that ``make`` returns on the ranks, by rank. Raises an error, on all ranks, that
-        names the first rank on which ``make`` failed; CollectiveError if a rank does not come."""
-        return self._exchange(what, outcome_of(make))
+        names the first rank on which ``make`` failed or took too long; CollectiveError if a rank does not
+        come."""
+        return self._exchange(what, self._run(what, make, lambda: False))
+
+    def gather_here(self, what: str, make: Callable[[], Any]) -> list[Any]:
+        """As ``gather``, of a ``make`` that calls code of the user: in the main thread, as in training."""
+
+        def limited() -> Any:
+            with alarm(what, self.timeout_s):
+                return make()
+
+        return self._exchange(what, outcome_of(limited))
 
     def gather_together(self, what: str, make: Callable[[], Any]) -> list[Any]:
         """As ``gather``, of a ``make`` in which ranks wait for each other: where one of them fails the others
         stop waiting."""
         failed = f"{PREFIX}/failed/{self._number}"
+        outcome = self._run(what, make, lambda: self.store.check([failed]))
+        if "error" in outcome:
+            self.store.set(failed, "yes")
+        return self._exchange(what, outcome)
+
+    def end(self) -> None:
+        """Has every wait of this rank end soon: its launcher ends all ranks, as one of them has failed. May
+        be called by a signal."""
+        self._ends_at = time.monotonic() + LAST_WORDS_S / 2
+
+    def _run(self, what: str, make: Callable[[], Any], is_vain: Callable[[], bool]) -> dict[str, str]:
+        """The outcome of ``make`` in a thread of its own; empty where it is in vain to wait for it."""
         outcomes: list[dict[str, str]] = []
         thread = threading.Thread(target=lambda: outcomes.append(outcome_of(make)), daemon=True)
         thread.start()
-        while thread.is_alive() and not self.store.check([failed]):
-            thread.join(POLL_S)
-        if outcomes and "error" in outcomes[0]:
-            self.store.set(failed, "yes")
-        self.is_abandoned = self.is_abandoned or thread.is_alive()
-        return self._exchange(what, outcomes[0] if outcomes else {})
-
-    def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
-        self._number += 1
+        started = time.monotonic()
         try:
-            key = f"{PREFIX}/{self._number}"
-            told = Round(self.store, key, self.rank, self.world_size, what, self.timeout_s).exchange(outcome)
+            while thread.is_alive() and not is_vain():
+                if time.monotonic() - started > self.timeout_s:
+                    return outcome_of(lambda: raise_late(what, self.timeout_s))
+                self._check_alive(what)
+                thread.join(POLL_S)
+            return outcomes[0] if outcomes else {}
         except CollectiveError:
             self.is_over = True
             raise
+        finally:
+            self.is_abandoned = self.is_abandoned or thread.is_alive()
+
+    def _exchange(self, what: str, outcome: dict[str, str]) -> list[Any]:
+        self._number += 1
+        key = f"{PREFIX}/{self._number}"
+        # a rank that was late has used up its time: the others are there, but for those that do not come
+        limit_s = LAST_WORDS_S if "late" in outcome else self.timeout_s + LAST_WORDS_S
+        check = lambda: self._check_alive(what)  # noqa: E731
+        try:
+            told = Round(self.store, key, self.rank, self.world_size, what, limit_s, check).exchange(outcome)
+        except CollectiveError:
+            self.is_over = True
+            raise
+        late = tuple(rank for rank, one in enumerate(told) if "late" in one)
         for rank, one in enumerate(told):
             if "error" in one:
-                raise error_of(rank, json.loads(one["error"]))
+                raise error_of(rank, json.loads(one["error"]), late)
         return [json.loads(one["value"]) for one in told]
+
+    def _check_alive(self, what: str) -> None:
+        """Raises CollectiveError if a process of this machine has ended or is stopped, or the launcher ends
+        this one."""
+        here = process_place()
+        for rank, (place, pid) in enumerate(self.processes):
+            if rank == self.rank or place != here or not here:
+                continue
+            if is_gone(pid) or is_stopped(pid):
+                raise CollectiveError(
+                    f"rank {rank} {'has ended' if is_gone(pid) else 'is stopped by a signal'} in {what}",
+                    expected=f"{self.world_size} ranks",
+                    got=f"no process {pid}" if is_gone(pid) else f"process {pid} stands still",
+                    hint="its own output says why; where it says nothing: dmesg | grep -i -e oom -e xid",
+                    ranks=(rank,),
+                )
+        if self._ends_at is not None and time.monotonic() > self._ends_at:
+            raise CollectiveError(
+                f"the launcher ends all ranks in {what}",
+                expected="to run on",
+                got="SIGTERM",
+                hint="a rank has failed, on another machine perhaps: the launcher's output says which",
+            )
 
     def close(self) -> None:
         """Has all ranks leave when the first one has said what was found: a launcher ends the others as soon
@@ -117,7 +178,39 @@ def open_store(rank: int, timeout_s: float) -> dist.Store:
                 "start the first machine's processes; let its firewall pass that port",
                 "--rdzv-endpoint (MASTER_ADDR) must be a name of the first machine that all machines resolve",
             ),
+            ranks=(rank,),
         ) from None
+
+
+class Late(CollectiveError):
+    """A rank took longer than its limit."""
+
+
+def raise_late(what: str, limit_s: float) -> None:
+    """Raises the error of a rank that took too long."""
+    raise Late(
+        f"{what} is not over within {limit_s:g} s",
+        expected="some seconds",
+        hint=(
+            f"--timeout {2 * limit_s:g}, if the devices or links are as slow as that",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL (with GPUs NCCL_DEBUG=INFO, too): each rank says what it does",
+        ),
+    )
+
+
+@contextmanager
+def alarm(what: str, limit_s: float) -> Iterator[None]:
+    """Raises Late in the main thread after ``limit_s``; in another one, to which no signal comes, never."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, lambda *_: raise_late(what, limit_s))
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def outcome_of(make: Callable[[], Any]) -> dict[str, str]:
@@ -126,15 +219,20 @@ def outcome_of(make: Callable[[], Any]) -> dict[str, str]:
         return {"value": json.dumps(make())}
     except MixmeshError as error:
         fields = {"expected": error.expected, "got": error.got, "where": error.where, "hint": error.hint}
-        return {"error": json.dumps({"message": error.message, **fields})}
+        text = json.dumps({"message": error.message, "ranks": error.ranks, **fields})
+        return {"error": text, "late": "yes"} if isinstance(error, Late) else {"error": text}
     except (Exception, SystemExit) as error:  # the user's own code, or a driver: of any kind
         return {"error": json.dumps({"message": f"{type(error).__name__}: {first_line(error)}"})}
 
 
-def error_of(rank: int, fields: dict[str, Any]) -> InputError:
-    """The error that a rank told of."""
-    hint = tuple(fields.pop("hint", ()))
-    return InputError(f"rank {rank}: {fields.pop('message')}", hint=hint, **fields)
+def error_of(rank: int, fields: dict[str, Any], late: tuple[int, ...] = ()) -> InputError:
+    """The error that a rank told of: about the ranks that it names, or else about itself and all that were
+    ``late``."""
+    hint, ranks = tuple(fields.pop("hint", ())), tuple(fields.pop("ranks", ()))
+    message = fields.pop("message")
+    if ranks:
+        return InputError(message, hint=hint, ranks=ranks, **fields)
+    return InputError(f"rank {rank}: {message}", hint=hint, ranks=late if rank in late else (rank,), **fields)
 
 
 def first_line(error: BaseException) -> str:

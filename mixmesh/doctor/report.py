@@ -1,4 +1,4 @@
-"""All checks in their order, each with what it found and how long it took."""
+"""All checks in their order, each with what it found and how long it took, and the table of ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from typing import Literal
 
 from ..detection.inventory import FoundDevice
 from ..errors import MixmeshError
-from . import checks, job_checks
-from .ground import Ground
+from . import checks, file_checks, job_checks, versions
+from .ground import Asked, Ground, Note
 
-Status = Literal["ok", "wrong", "not tried"]
+Status = Literal["ok", "note", "wrong", "not tried"]
 
 # name, the names of those without which it says nothing, and what is called
-ALWAYS: tuple[tuple[str, tuple[str, ...], Callable[[Ground], str]], ...] = (
+Row = tuple[str, tuple[str, ...], Callable[[Ground], str | Note]]
+ALWAYS: tuple[Row, ...] = (
     ("rendezvous", (), checks.rendezvous),
-    ("versions", (), checks.versions),
+    ("versions", (), versions.versions),
     ("devices", (), checks.devices),
     ("reachable", ("rendezvous",), checks.reachability),
     ("collectives", ("devices", "reachable"), checks.collectives),
     ("shared memory", (), checks.shared_memory),
     ("cache", (), checks.cache),
 )
-OF_JOB: tuple[tuple[str, tuple[str, ...], Callable[[Ground], str]], ...] = (
+OF_JOB: tuple[Row, ...] = (
     ("job code", (), job_checks.job_code),
     ("model", ("job code",), job_checks.model),
     ("data", ("job code",), job_checks.data),
 )
+OF_CLUSTER: tuple[Row, ...] = (("cluster file", ("devices",), file_checks.cluster_file),)
+OF_PLAN: tuple[Row, ...] = (("plan", ("devices",), file_checks.plan_file),)
+OF_PLAN_AND_JOB: tuple[Row, ...] = (("plan of the job", ("plan", "model"), file_checks.plan_of_job),)
 
 
 @dataclass(frozen=True)
 class Check:
-    """One check: what was found, or why it is wrong, with what to do about it."""
+    """One check: what was found, or why it is wrong, with what to do about it. ``ranks`` are those at fault,
+    where they are known."""
 
     name: str
     status: Status
@@ -45,55 +50,79 @@ class Check:
     got: str = ""
     where: str = ""
     hint: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Report:
-    """All checks in their order, and the devices of all ranks where they were found."""
+    """All checks in their order, the devices of all ranks where they were found, and the figures of all ranks
+    by name."""
 
     checks: tuple[Check, ...]
     devices: tuple[FoundDevice, ...]
     world_size: int
+    columns: dict[str, tuple[str, ...]]
 
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong."""
-        return all(check.status == "ok" for check in self.checks)
+        return all(check.status in ("ok", "note") for check in self.checks)
 
     @property
     def time_s(self) -> float:
         """Seconds of all checks from when all ranks were there: the first one waits for the last to start."""
         return sum(check.time_s for check in self.checks[1:])
 
+    def verdict(self, rank: int) -> str:
+        """``ok``, or the names of the checks that are wrong because of ``rank``; one without a rank at fault
+        is about all of them."""
+        names = [c.name for c in self.checks if c.status == "wrong" and (not c.ranks or rank in c.ranks)]
+        return ", ".join(names) or "ok"
+
 
 def examine(ground: Ground) -> Report:
     """The report of all ranks, the same on each but for the times. Collective. Nothing is raised for what is
     wrong; a rank that does not come in time ends what can be tried."""
     made: list[Check] = []
-    for name, needs, function in (*ALWAYS, *(OF_JOB if ground.job_name is not None else ())):
-        lacking = [check.name for check in made if check.name in needs and check.status != "ok"]
+    for name, needs, function in rows_of(ground.asked):
+        lacking = [
+            check.name for check in made if check.name in needs and check.status in ("wrong", "not tried")
+        ]
         if made and ground.is_over or lacking:
             reason = f"needs {lacking[0]}" if lacking else "a rank is missing"
             made.append(Check(name, "not tried", reason, 0.0))
         else:
+            ground.progress(name)
             made.append(tried(name, partial(function, ground)))
-    return Report(tuple(made), tuple(ground.devices), int(os.environ.get("WORLD_SIZE", "1")))
+    checks.leave_group(ground)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    columns = {name: tuple(values) for name, values in ground.columns.items()}
+    return Report(tuple(made), tuple(ground.devices), world_size, columns)
 
 
-def tried(name: str, function: Callable[[], str]) -> Check:
-    """The check that ``function`` makes: ``ok`` with what it returns, ``wrong`` with what it raises."""
+def rows_of(asked: Asked) -> tuple[Row, ...]:
+    """The checks that were asked for, in their order."""
+    with_job, with_plan = asked.job_name is not None, asked.plan_file is not None
+    return (
+        *ALWAYS,
+        *(OF_CLUSTER if asked.cluster_file is not None else ()),
+        *(OF_PLAN if with_plan else ()),
+        *(OF_JOB if with_job else ()),
+        *(OF_PLAN_AND_JOB if with_job and with_plan and not asked.is_quick else ()),
+    )
+
+
+def tried(name: str, function: Callable[[], str | Note]) -> Check:
+    """The check that ``function`` makes: ``ok`` or ``note`` with what it returns, ``wrong`` with what it
+    raises."""
     started = time.perf_counter()
     try:
         found = function()
     except MixmeshError as error:
-        return Check(
-            name,
-            "wrong",
-            error.message,
-            time.perf_counter() - started,
-            error.expected,
-            error.got,
-            error.where,
-            error.hint,
-        )
-    return Check(name, "ok", found, time.perf_counter() - started)
+        time_s = time.perf_counter() - started
+        fields = error.expected, error.got, error.where, error.hint, error.ranks
+        return Check(name, "wrong", error.message, time_s, *fields)
+    time_s = time.perf_counter() - started
+    if isinstance(found, Note):
+        return Check(name, "note", found.found, time_s, hint=found.hint, ranks=found.ranks)
+    return Check(name, "ok", found, time_s)

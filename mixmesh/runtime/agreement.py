@@ -104,6 +104,7 @@ class Round:
                     expected=f"{self.world_size} ranks",
                     got=f"nothing from {ranks_text(missing)}",
                     hint="a rank of these is slow, stuck or has ended: look at the output of each",
+                    ranks=tuple(missing),
                 )
             if waited_s > NOTICE_S and not noticed and self.rank == min(set(names) - set(missing)):
                 noticed = True
@@ -124,12 +125,14 @@ def _wait_for_readers(store: dist.Store, were_read: str, world_size: int) -> Non
 def disagreement(told: list[Facts]) -> PlanError | None:
     """The first fact in which ranks differ; None if they agree."""
     for what in told[0]:
-        if got := difference([facts.get(what, "nothing") for facts in told]):
+        values = [facts.get(what, "nothing") for facts in told]
+        if got := difference(values):
             return PlanError(
                 f"the ranks were not given the same {what}",
                 expected=f"one {what} on all ranks",
                 got=got,
                 hint=HINTS.get(what, ""),
+                ranks=outliers(values),
             )
     return None
 
@@ -147,6 +150,13 @@ def difference(values: Sequence[str]) -> str:
         return ""
     (one, first), (other, second), *_ = groups.items()
     return f"{ranks_text(first)}: {one}; {ranks_text(second)}: {other}"
+
+
+def outliers(values: Sequence[str]) -> tuple[int, ...]:
+    """The ranks that have another value than most ranks; than the first rank where no value has most."""
+    groups = by_value(dict(enumerate(values)))
+    usual = max(groups, key=lambda value: len(groups[value]))  # of equal groups the one of the lowest rank
+    return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 
 def by_value(values: Mapping[int, str]) -> dict[str, list[int]]:

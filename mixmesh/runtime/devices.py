@@ -75,14 +75,14 @@ def _difference(rank: int, planned: Sequence[PlannedDevice], found: Sequence[Fou
         return "another device"
     if device.kind == "cpu":
         return None
-    if not _may_be(plan.device, device) or _is_mixed(rank, planned, found):
+    if not may_be(plan.device, device) or _is_mixed(rank, planned, found):
         return "another device"
     if device.memory_bytes < plan.memory_bytes * (1 - MEMORY_TOLERANCE):
         return "a larger device"
     return "another machine" if _is_moved(rank, planned, found) else None
 
 
-def _may_be(name: str, found: FoundDevice) -> bool:
+def may_be(name: str, found: FoundDevice) -> bool:
     """Whether a card may be the planned device. Nothing can be said of a name that is not the catalogue's."""
     name = _catalogue_name(name)
     if name not in CATALOGUE:
@@ -126,7 +126,7 @@ def _refusal(
     plan = planned[rank]
     others = []
     if reason == "another device" and _catalogue_name(plan.device) in CATALOGUE:
-        others = [r for r, f in enumerate(found) if f.kind == "gpu" and _may_be(plan.device, f)]
+        others = [r for r, f in enumerate(found) if f.kind == "gpu" and may_be(plan.device, f)]
     return PlanError(
         f"rank {rank} was planned for {reason}",
         expected=str(plan),

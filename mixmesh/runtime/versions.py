@@ -17,12 +17,22 @@ PACKAGE = Path(__file__).parents[1]
 def versions_text() -> str:
     """The versions of PyTorch, Python and mixmesh, with a digest of mixmesh's own files: two copies of a
     source tree have one number and may still differ."""
-    python = ".".join(platform.python_version_tuple()[:2])
+    return f"torch {torch.__version__}, Python {python_version()}, mixmesh {package_version()}"
+
+
+def python_version() -> str:
+    """Python's version without its last number, in which no interface changes."""
+    return ".".join(platform.python_version_tuple()[:2])
+
+
+@cache
+def package_version() -> str:
+    """The number of mixmesh, with a digest of its own files."""
     try:
         number = version("mixmesh")
     except PackageNotFoundError:  # run from a source tree that is not installed
         number = "not installed"
-    return f"torch {torch.__version__}, Python {python}, mixmesh {number}, digest {source_digest(PACKAGE)}"
+    return f"{number}, digest {source_digest(PACKAGE)}"
 
 
 def source_digest(folder: Path) -> str:

@@ -1,0 +1,71 @@
+"""The figures that ``nvidia-smi`` tells of cards: the driver, clocks and limits of power."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+SMI = "nvidia-smi"
+SMI_S = 20.0  # it answers in a second; one that hangs tells of a driver that does
+FIELDS = ("uuid", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card's driver, its clock now and at most in MHz, and its limit of power now and as it was made in W;
+    None where the card does not tell."""
+
+    uuid: str
+    driver: str
+    clock_mhz: float | None
+    max_clock_mhz: float | None
+    power_limit_w: float | None
+    default_power_w: float | None
+
+
+@cache
+def read_cards() -> tuple[Card, ...]:
+    """The cards of this machine as ``nvidia-smi`` lists them; none where there is no such command, or it
+    fails."""
+    command = shutil.which(SMI)
+    if command is None:
+        return ()
+    query = [command, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    return cards_of(done.stdout)
+
+
+def cards_of(text: str) -> tuple[Card, ...]:
+    """The cards of a table in CSV whose columns are ``FIELDS``."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return tuple(
+        Card(uuid, driver, *map(number, figures))
+        for uuid, driver, *figures in (row for row in rows if len(row) == len(FIELDS))
+    )
+
+
+def number(cell: str) -> float | None:
+    """The number of a cell; None for ``[N/A]`` and its like."""
+    try:
+        return float(cell)
+    except ValueError:
+        return None
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The card that ``device`` is, by its uuid; None where it is not told of, as a part of a card is not."""
+    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    return next((card for card in read_cards() if uuid and card.uuid.removeprefix("GPU-") == uuid), None)
+
+
+def driver_version() -> str | None:
+    """The version of the driver of this machine's cards; None where nothing tells it."""
+    cards = read_cards()
+    return cards[0].driver if cards else None
