@@ -46,4 +46,4 @@ def detect(
     on_end()
     speeds = everyones(speed)
     progress("rates of links")
-    return assemble(inventory, speeds, measure_links(inventory, device))
+    return assemble(inventory, speeds, measure_links(inventory.machines, device))

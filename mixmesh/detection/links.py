@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 import torch
 import torch.distributed as dist
-
-from .inventory import Inventory
 
 PING_BYTES = 8
 NUM_PINGS = 20
@@ -37,10 +36,9 @@ class Links:
     between: dict[tuple[int, int], Link]
 
 
-def measure_links(inventory: Inventory, device: torch.device) -> Links:
-    """The links between the first two ranks of every machine, and between the first ranks of machines.
-    Collective."""
-    machines = inventory.machines
+def measure_links(machines: Sequence[Sequence[int]], device: torch.device) -> Links:
+    """The links between the first two ranks of every machine, and between the first ranks of machines, each
+    given by its ranks. Collective."""
     inside = {
         index: measure_pair(ranks[0], ranks[1], device)
         for index, ranks in enumerate(machines)

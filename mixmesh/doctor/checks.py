@@ -141,8 +141,7 @@ def collectives(ground: Ground) -> str:
     meeting = ground.meeting
 
     def make() -> list[float]:
-        if ground.device.type == "cuda":
-            torch.cuda.set_device(ground.device)  # every thread has a device of its own
+        ground.take_device()
         # a connection of its own: while the group waits for a key, no other thread can ask on the same one
         # whether a rank has failed
         store = meeting.store.clone()
@@ -151,7 +150,7 @@ def collectives(ground: Ground) -> str:
             store=dist.PrefixStore(f"{PREFIX}/group", store),
             rank=meeting.rank,
             world_size=meeting.world_size,
-            timeout=timedelta(seconds=meeting.timeout_s),
+            timeout=timedelta(seconds=ground.group_timeout_s),
         )
         sums = [sum_of_ranks(ground.device)]
         if ground.backend == "nccl":  # ranks tell each other small things by gloo, too
@@ -169,7 +168,7 @@ def collectives(ground: Ground) -> str:
             got="; ".join(
                 f"rank {rank}: {', '.join(f'{s:g}' for s in sums)}" for rank, sums in wrong.items()
             ),
-            hint="NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1, then again: is it right without a path, that is broken",
+            hint="NCCL_P2P_DISABLE=1 or NCCL_IB_DISABLE=1, then again: tells which path is broken",
             ranks=tuple(wrong),
         )
     return f"a sum over {count(meeting.world_size, 'rank')} by {' and '.join(backends)}"
@@ -184,9 +183,14 @@ def sum_of_ranks(device: torch.device, group: dist.ProcessGroup | None = None) -
 
 def leave_group(ground: Ground) -> None:
     """Ends the process group that ``collectives`` made, if all ranks can. Collective."""
+
+    def make() -> None:
+        ground.take_device()
+        leave()
+
     if dist.is_initialized() and not ground.is_over and not ground.is_abandoned:
         with suppress(MixmeshError):
-            ground.meeting.gather_together("the end of the group", leave)
+            ground.meeting.gather_together("the end of the group", make)
 
 
 def shared_memory(ground: Ground) -> str:

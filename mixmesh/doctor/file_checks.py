@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 from ..check import check_plan
 from ..cluster import Cluster
 from ..detection.inventory import Inventory
 from ..errors import InputError, PlanError
+from ..ir import print_program
 from ..plan_devices import PlannedDevice, planned_devices
 from ..plan_file import Plan, digest
 from ..runtime import devices
@@ -36,20 +36,20 @@ class Misfit:
 def cluster_file(ground: Ground) -> str:
     """The devices that were found are those of the cluster file: as many, of the names and the memory."""
     path = ground.asked.cluster_file
-    texts = read_alike(ground, "cluster file", path, lambda: Cluster.load(path).to_toml())
+    texts = read_alike(ground, "cluster file", path, lambda: told_of_cluster(path))
     cluster = Cluster.parse(texts[0], str(path))
     check_world(ground, cluster.world_size, path)
+    ground.cluster = cluster  # links are held against it also where a device is another one
     planned = planned_devices(cluster)
     check_fits(misfits(planned, ground.inventory), path, _mend_cluster(planned, ground.inventory))
     check_order(ground, planned)
-    ground.cluster = cluster
     return f"{cluster.world_size} devices as {path} has them"
 
 
 def plan_file(ground: Ground) -> str:
     """All ranks have one plan, it is for this cluster file if there is one, and it fits the devices."""
     path = ground.asked.plan_file
-    texts = read_alike(ground, "plan", path, lambda: str(Plan.load(path)))
+    texts = read_alike(ground, "plan", path, lambda: told_of_plan(path))
     plan = Plan.parse(texts[0], str(path))
     check_world(ground, plan.program.world_size, path)
     check_plan(plan, ground.cluster, where=str(path))
@@ -80,14 +80,33 @@ def plan_of_job(ground: Ground) -> str:
     return "the plan is for this model and batch"
 
 
-def read_alike(ground: Ground, what: str, path: Path, read: Any) -> list[str | None]:
+Told = tuple[str, str]  # the text of a file, and what two files that mean the same have alike
+
+
+def told_of_cluster(path: Path) -> Told:
+    """A cluster file, written out, and its digest."""
+    text = Cluster.load(path).to_toml()
+    return text, f"digest {digest(text)}"
+
+
+def told_of_plan(path: Path) -> Told:
+    """A plan file, and a digest of what the start of a training compares: not how long its planning took."""
+    plan = Plan.load(path)
+    compared = plan.micro_batches, plan.devices, plan.predicted_peak_memory_bytes
+    made = digest(print_program(plan.program) + repr(compared))
+    return str(plan), f"{plan.planner} for {plan.program.world_size} ranks, digest {made}"
+
+
+def read_alike(ground: Ground, what: str, path: Path, read: Callable[[], Told]) -> list[str | None]:
     """The texts that the ranks read from ``path``, None on one of a machine without that file; the first rank
     has it. Raises InputError if two of them differ."""
     is_first = ground.meeting.rank == 0
-    told = ground.meeting.gather(
-        f"the reading of the {what}", lambda: read() if is_first or path.is_file() else None
-    )
-    digests = [f"digest {digest(told[0] if text is None else text)}" for text in told]
+
+    def make() -> Told | None:
+        return read() if is_first or path.is_file() else None
+
+    told = ground.meeting.gather(f"the reading of the {what}", make)
+    digests = [(told[0] if one is None else one)[1] for one in told]
     if got := difference(digests):
         raise InputError(
             f"the ranks have another {what}: {ranks_text(list(outliers(digests)))}",
@@ -97,7 +116,7 @@ def read_alike(ground: Ground, what: str, path: Path, read: Any) -> list[str | N
             hint=f"scp {path} from the first machine to {_hosts(ground, outliers(digests))}",
             ranks=outliers(digests),
         )
-    return told
+    return [None if one is None else one[0] for one in told]
 
 
 def _hosts(ground: Ground, ranks: Sequence[int]) -> str:

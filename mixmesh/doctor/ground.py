@@ -6,12 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..cluster import Cluster
 from ..detection.inventory import FoundDevice, Inventory
 from ..job import Job
 from ..plan_file import Plan
 from ..runtime.comm import backend_for, default_device
 from .meeting import Meeting
+
+LATER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,16 @@ class Ground:
         if self._meeting is None:
             self._meeting = Meeting.open(self.timeout_s)
         return self._meeting
+
+    @property
+    def group_timeout_s(self) -> float:
+        """The time-out of process groups: later than the limit of a phase, as NCCL ends the process at it."""
+        return 2 * self.timeout_s + LATER_S
+
+    def take_device(self) -> None:
+        """Makes this rank's GPU that of the calling thread: every thread has a device of its own."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     @property
     def inventory(self) -> Inventory:

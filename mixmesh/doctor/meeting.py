@@ -82,6 +82,8 @@ class Meeting:
         """Has every wait of this rank end soon: its launcher ends all ranks, as one of them has failed. May
         be called by a signal."""
         self._ends_at = time.monotonic() + LAST_WORDS_S / 2
+        if signal.getitimer(signal.ITIMER_REAL)[0] > LAST_WORDS_S / 2:  # in code of the user
+            signal.setitimer(signal.ITIMER_REAL, LAST_WORDS_S / 2)
 
     def _run(self, what: str, make: Callable[[], Any], is_vain: Callable[[], bool]) -> dict[str, str]:
         """The outcome of ``make`` in a thread of its own; empty where it is in vain to wait for it."""

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ..detection.inventory import FoundDevice
 from ..errors import MixmeshError
-from . import checks, file_checks, job_checks, versions
+from . import card_checks, checks, file_checks, job_checks, ladder, link_checks, uneven, versions
 from .ground import Asked, Ground, Note
 
 Status = Literal["ok", "note", "wrong", "not tried"]
@@ -26,6 +26,13 @@ ALWAYS: tuple[Row, ...] = (
     ("collectives", ("devices", "reachable"), checks.collectives),
     ("shared memory", (), checks.shared_memory),
     ("cache", (), checks.cache),
+)
+THOROUGH: tuple[Row, ...] = (
+    ("clocks and power", ("devices",), card_checks.clocks_and_power),
+    ("peer to peer", ("devices",), card_checks.peer_to_peer),
+    ("uneven pieces", ("collectives",), uneven.uneven),
+    ("links", ("collectives",), link_checks.links),
+    ("ladder", ("uneven pieces",), ladder.ladder),
 )
 OF_JOB: tuple[Row, ...] = (
     ("job code", (), job_checks.job_code),
@@ -109,6 +116,7 @@ def rows_of(asked: Asked) -> tuple[Row, ...]:
         *(OF_PLAN if with_plan else ()),
         *(OF_JOB if with_job else ()),
         *(OF_PLAN_AND_JOB if with_job and with_plan and not asked.is_quick else ()),
+        *(() if asked.is_quick else THOROUGH),
     )
 
 
