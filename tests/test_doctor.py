@@ -290,7 +290,6 @@ def test_another_version_of_the_package_on_one_rank(tmp_path):
     ranks = [
         doctor("--quick", "--json", package=package, RANK=str(n), **launch)
         for n, package in enumerate((ROOT, tmp_path))
-        for n, package in enumerate((ROOT, tmp_path))
     ]
     printed = [process.communicate(timeout=240) for process in ranks]
     assert [process.returncode for process in ranks] == [1, 1], printed
