@@ -68,7 +68,8 @@ def link_reports(app, docname: str, source: list[str]) -> None:
             return (
                 f'<p class="report"><a href="{"../" * docname.count("/")}{name}.html">Open the report</a></p>'
             )
-        return f"`make gallery` writes the report, `out/gallery/reports/{name}.html`, and links it here."
+        command = "make demo && make gallery" if name == "demo" else "make gallery"
+        return f"`{command}` writes the report and links it here."
 
     source[0] = REPORT.sub(link, source[0])
 

@@ -1,0 +1,135 @@
+"""The commands on the pages: the reference is that of the command line, all parse, and cheap ones run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+from torch.distributed.run import get_args_parser
+
+from mixmesh.__main__ import app, execute
+from tools.site.commands import PAGE, page
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`(mixmesh [a-z][^`]*)`")
+RUN = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.DOTALL)
+COMMANDS = typer.main.get_command(app).commands
+STOPS = {"#", "|", ">", "2>", "&&", "&"}
+
+
+def test_the_reference_is_that_of_the_command_line(request):
+    if request.config.getoption("--update-golden"):
+        PAGE.write_text(page())
+    assert PAGE.read_text() == page(), "run: python -m tools.site.commands"
+
+
+def words_of(line: str) -> list[str]:
+    """A line of a shell as words, up to a comment, a pipe or another command."""
+    words = shlex.split(line, comments=True)
+    ends = [n for n, word in enumerate(words) if word in STOPS or word.endswith(";")]
+    return words[: min(ends, default=len(words))]
+
+
+def commands_of(path: Path) -> list[str]:
+    """All lines of a page that call mixmesh, by name or by torchrun; inline ones with their options."""
+    text = path.read_text().replace("\\\n", " ")
+    found = []
+    for kind, body in FENCE.findall(text):
+        if kind == "sh":
+            found += body.splitlines()
+        elif kind in ("", "text", "console"):
+            found += [line[2:] for line in body.splitlines() if line.startswith("$ ")]
+    prose = FENCE.sub("", text)
+    found += [
+        line for line in INLINE.findall(prose) if " --" in line and "..." not in line and "|" not in line
+    ]
+    return [line.strip() for line in found if re.match(r"\s*(mixmesh|torchrun\b.* -m mixmesh)\b", line)]
+
+
+def check(words: list[str]) -> str | None:
+    """What is wrong with a command, which is parsed and not run."""
+    if words[0] == "torchrun":
+        launch = get_args_parser().parse_args(words[1:])
+        words = ["mixmesh", *launch.training_script_args]
+    words = words[1:]
+    if words and words[0] in ("--debug", "--version"):
+        words = words[1:]
+    if not words or words == ["..."]:
+        return None
+    name, *arguments = words
+    command = COMMANDS.get(name)
+    if name == "bench" and arguments:
+        command, arguments = COMMANDS["bench"].commands.get(arguments[0]), arguments[1:]
+    if command is None:
+        return f"no command {name}"
+    options = {o: p for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    unknown = [
+        w for w in arguments if w.startswith("--") and w != "--" and w.partition("=")[0] not in options
+    ]
+    inner = arguments[arguments.index("--") + 1 :] if "--" in arguments else []
+    if inner:
+        outer = arguments[: arguments.index("--")]
+        unknown = [w for w in outer if w.startswith("--") and w.partition("=")[0] not in options]
+        return check(inner) if not unknown and inner[0] in ("mixmesh", "torchrun") else unknown or None
+    if unknown:
+        return f"{name} has no {', '.join(unknown)}"
+    return None
+
+
+def complete(words: list[str]) -> bool:
+    """Whether a command in a block of a shell has all that it needs."""
+    try:
+        name, *arguments = words[1:]
+        command = COMMANDS[name]
+        if name == "bench":
+            command, arguments = command.commands[arguments[0]], arguments[1:]
+        command.make_context(name, list(arguments))
+    except typer.BadParameter.__mro__[1]:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_parse(path):
+    wrong = [(line, problem) for line in commands_of(path) if (problem := check(words_of(line)))]
+    assert not wrong, wrong
+    blocks = [line for kind, body in FENCE.findall(path.read_text().replace("\\\n", " ")) if kind == "sh"
+              for line in body.splitlines() if line.startswith("mixmesh ")]  # fmt: skip
+    lacking = [line for line in blocks if not complete(words_of(line))]
+    assert not lacking, lacking
+
+
+def test_a_wrong_option_is_seen():
+    assert check(words_of("mixmesh plan x.py --clusters c.toml # note")) == "plan has no --clusters"
+    assert check(words_of("mixmesh testbed --cluster c.toml -- mixmesh run x.py --stepss 3"))
+    assert check(words_of("torchrun --nproc-per-node 2 -m mixmesh runn x.py")) == "no command runn"
+    assert not complete(words_of("mixmesh plan x.py"))
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in PAGES if RUN.search(p.read_text())], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_cheap_commands_run(path, tmp_path, monkeypatch, capsys):
+    """Those behind ``<!-- run -->``, page by page in one folder, one after the other."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    for block in RUN.findall(path.read_text()):
+        for line in block.replace("\\\n", " ").splitlines():
+            assert execute(words_of(line)[1:]) == 0, (line, capsys.readouterr().err)
+
+
+def test_python_on_pages_is_python():
+    wrong = []
+    for path in PAGES:
+        for kind, body in FENCE.findall(path.read_text()):
+            if kind == "python":
+                try:
+                    compile(body, str(path), "exec")
+                except SyntaxError as error:
+                    wrong.append(f"{path.relative_to(ROOT)}: {error}")
+    assert not wrong, wrong
