@@ -6,50 +6,79 @@ Exit status: 0 success, 1 a clear failure (nothing fits, results differ), 2 wron
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
+import typer.core
 
-from .cli.bench import app as bench_app
-from .cli.detect import detect
-from .cli.doctor import doctor
-from .cli.explain import explain
-from .cli.export import export
 from .cli.output import error_object, error_text, print_json
-from .cli.plan import plan
-from .cli.profile import profile
-from .cli.report import report
-from .cli.run import run
-from .cli.show import diff, show
-from .cli.simulate import simulate
-from .cli.testbed import testbed
-from .cli.tune import tune
-from .cli.verify import verify
-from .cli.what_if import what_if
 from .errors import InputError, MixmeshError
 
 # click's own, wherever this version of typer keeps it
 UsageError = typer.BadParameter.__mro__[1]
 
+# command -> module of ``mixmesh.cli``, which has a function of that name; ``bench`` has commands of its own
+COMMANDS = {
+    "plan": "plan",
+    "show": "show",
+    "explain": "explain",
+    "diff": "show",
+    "simulate": "simulate",
+    "report": "report",
+    "what-if": "what_if",
+    "verify": "verify",
+    "doctor": "doctor",
+    "detect": "detect",
+    "profile": "profile",
+    "tune": "tune",
+    "run": "run",
+    "export": "export",
+    "testbed": "testbed",
+    "bench": "bench",
+}
+
+
+class Commands(Mapping):
+    """The commands by name, each imported when it is asked for: one does not pay for the modules of the
+    others."""
+
+    def __getitem__(self, name: str):
+        module = importlib.import_module(f".cli.{COMMANDS[name]}", __package__)
+        if name == "bench":
+            return typer.main.get_group(module.app)
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        alone.command(name)(getattr(module, name.replace("-", "_")))
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class Group(typer.core.TyperGroup):
+    """The group of all commands."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**{**settings, "commands": Commands()})
+
+
 app = typer.Typer(
     name="mixmesh",
+    cls=Group,
     help="Train one ordinary PyTorch model across a cluster whose devices differ.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for command in (
-    plan, show, explain, diff, simulate, report, what_if, verify, doctor, detect, profile, tune, run, export,
-    testbed,
-):  # fmt: skip
-    app.command()(command)
-app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

@@ -142,6 +142,15 @@ def test_no_torch_where_none_is_needed(arguments, folder):
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
+def test_a_command_imports_no_other(folder):
+    code = "import sys; from mixmesh.__main__ import execute; s = execute(['show', 'ddp-even.plan']);"
+    code += "print(*[name for name in sys.modules if name.startswith('mixmesh')], file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    loaded = {*done.stderr.split()}
+    assert "mixmesh.cli.show" in loaded
+    assert not loaded & {"mixmesh.cli.run", "mixmesh.cli.bench", "mixmesh.planner", "mixmesh.explain"}
+
+
 def test_help_names_every_command(folder):
     out = mixmesh("--help", cwd=folder).stdout
     for command in (

@@ -11,7 +11,6 @@ import typer
 from ..cluster import Cluster
 from ..cost import check_unmeasured
 from ..cost.calls import is_computation
-from ..explain.headline import headline
 from ..ir import Program, print_program, regions, stages_of
 from ..plan_file import Plan
 from ..zero import zero_stage
@@ -96,6 +95,8 @@ def plan(
     if as_json:
         print_json(plan_object(made))
         return
+    from ..explain.headline import headline
+
     print(headline(made, described))
     print(summary(made, described))
     if with_program:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..explain.headline import headline
 from ..job import Job
 from .output import seconds
 from .profile import telling
@@ -71,6 +70,8 @@ def prepared_plan(
                 progress=say,
             )
     if rank == 0:
+        from ..explain.headline import headline
+
         for phase in prepared.phases:
             source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
             print(f"{phase.name}: {source}", file=sys.stderr)

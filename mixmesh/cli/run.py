@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..api import load_profile
-from ..api import simulate as simulate_plan
 from ..check import check_plan
 from ..cluster import Cluster
+from ..cost import Profile
 from ..errors import InputError, JobError
 from ..run_log import RUN_LOG
 from .checkpoint import (
@@ -126,13 +125,15 @@ def run(
         loaded_plan, known = prepared.plan, lambda: (prepared.cluster, prepared.profile)
     else:
         loaded_plan, rank = launched_plan(job, plan, batch_norm, timeout_s)
-        known = lambda: (described_cluster(cluster), load_profile(profile))  # noqa: E731
+        known = lambda: described_costs(cluster, profile)  # noqa: E731
     num_steps = steps or (None if epochs else DEFAULT_STEPS)
     described = predicted = None
     if trace is not None:
         check_trace(trace, num_steps)
         described = described_cluster(cluster)
         if described is not None:
+            from ..api import simulate as simulate_plan
+
             predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
     from ..check import check_program
     from ..job import batch_size, load_job
@@ -207,6 +208,13 @@ def described_cluster(path: Path | None) -> Cluster | None:
     """The cluster that is named, or the testbed's."""
     given = path or os.environ.get(CLUSTER_VARIABLE)
     return None if given is None else Cluster.load(given)
+
+
+def described_costs(cluster: Path | None, profile: Path | None) -> tuple[Cluster | None, Profile | None]:
+    """The cluster, and what was measured on it, as far as they are given."""
+    from ..api import load_profile
+
+    return described_cluster(cluster), load_profile(profile)
 
 
 def check_weights_file(path: Path, timeout_s: float) -> None:

@@ -188,6 +188,8 @@ class Program:
     def copies(self) -> dict[str, tuple[Instruction, ...]]:
         """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
         loads: dict[str, list[Instruction]] = {}
+        if len({i.args[0] for i in self.params}) == len(self.params):
+            return {}  # nearly always; asked of every program that planning makes
         for i in self.params:
             loads.setdefault(i.args[0], []).append(i)
         return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
