@@ -53,9 +53,11 @@ def told(folder: Path) -> list[dict]:
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def start(script: Path, world_size: int, folder: Path, *arguments: str) -> subprocess.Popen:
+def start(
+    script: Path, world_size: int, folder: Path, *arguments: str, max_restarts: int = 0
+) -> subprocess.Popen:
     """Starts ``script`` with ``folder`` and ``arguments``: without torchrun for a world of 0."""
-    launcher = [*TORCHRUN, str(world_size)] if world_size else []
+    launcher = [*TORCHRUN, str(world_size), f"--max-restarts={max_restarts}"] if world_size else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with open(folder / "printed", "w") as printed:
         return subprocess.Popen(

@@ -31,7 +31,17 @@ QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=10"
 class Agent:
     """torchrun on one machine, with a process for each of its devices."""
 
-    def __init__(self, folder: Path, name: str, port: int, nodes: str, nproc: int, arguments: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        port: int,
+        nodes: str,
+        nproc: int,
+        arguments: str,
+        restarts: int,
+        is_host: bool,
+    ) -> None:
         self.output = folder / f"{name}.txt"
         paths = os.pathsep.join([str(ROOT), str(JOB.parent), os.environ.get("PYTHONPATH", "")])
         environment = {
@@ -41,9 +51,9 @@ class Agent:
         }  # fmt: skip
         if nodes != "1":
             environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        conf = f"{QUICK},is_host={int(name == 'agent0')}"
+        conf = f"{QUICK},is_host={int(is_host)}"
         command = (
-            f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node {nproc} --max-restarts 9 "
+            f"-m torch.distributed.run --nnodes {nodes} --nproc-per-node {nproc} --max-restarts {restarts} "
             f"--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-conf {conf} -m mixmesh run {JOB} "
             f"--checkpoint {folder / 'checkpoints'} --profile-seconds 0 --planner ddp-even {arguments}"
         )
@@ -77,8 +87,10 @@ def agents(tmp_path):
     started: list[Agent] = []
     port = free_port()
 
-    def start(nodes: str, nproc: int, arguments: str) -> Agent:
-        started.append(Agent(tmp_path, f"agent{len(started)}", port, nodes, nproc, arguments))
+    def start(nodes: str, nproc: int, arguments: str, restarts: int = 9) -> Agent:
+        is_host = all(agent.process.poll() is not None for agent in started)
+        name = f"agent{len(started)}"
+        started.append(Agent(tmp_path, name, port, nodes, nproc, arguments, restarts, is_host))
         return started[-1]
 
     yield start
@@ -188,6 +200,57 @@ def test_machines_go_and_come_back(agents, tmp_path, monkeypatch):
     last = saved + 6 * PER_EPOCH
     first.wait_for(rf"step {last} ", read)
     assert_each_sample_once(tmp_path, (last - 1) // PER_EPOCH)
+
+
+def test_where_nothing_fits_all_end_and_the_checkpoint_stays(agents, tmp_path, monkeypatch):
+    """The devices that a restart finds are too small: it says so, and the checkpoint is there for larger
+    ones."""
+    monkeypatch.setenv("ELASTIC_SAMPLE_S", "0.02")
+    agent = agents("1", 2, "--every 5 --epochs 6 --heartbeat 2", restarts=1)
+    read = agent.wait_for("step 12 ")
+    (tmp_path / "little-memory").touch()
+    os.kill(newest(tmp_path, 2, 1)["pid"], signal.SIGKILL)
+    assert agent.process.wait(LIMIT_S) != 0
+    said = agent.text()[read:]
+    assert "Infeasible: " in said, said[-5000:]
+    kept = checkpoint.latest(tmp_path / "checkpoints")
+    assert f"{kept} stays" in said, said[-5000:]
+    (tmp_path / "little-memory").unlink()
+    agent = agents("1", 2, "--epochs 6")
+    agent.wait_for(rf"2 of 2 devices, going on after step {int(kept.name.rpartition('-')[2])}, from {kept}")
+    agent.end()
+    assert_each_sample_once(tmp_path, 6)
+
+
+def test_ctrl_c_without_checkpoints_ends_all_ranks(tmp_path):
+    """Every rank of a terminal gets it: all end at once, with 128 and the signal's number."""
+    port, ranks = free_port(), []
+    paths = os.pathsep.join([str(ROOT), str(JOB.parent), os.environ.get("PYTHONPATH", "")])
+    command = f"-m mixmesh run {JOB} --profile-seconds 0 --planner ddp-even --epochs 1000"
+    for rank in range(2):
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": "",
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ELASTIC_FOLDER": str(tmp_path),
+            "ELASTIC_SAMPLE_S": "0.01", "MIXMESH_CACHE": str(tmp_path / "cache"),
+        }  # fmt: skip
+        with open(tmp_path / f"rank{rank}.txt", "w") as output:
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, *command.split()], env=environment, stdout=output, stderr=output
+                )
+            )
+    try:
+        said, deadline = tmp_path / "rank0.txt", time.monotonic() + LIMIT_S
+        while "step 10 " not in said.read_text():
+            assert time.monotonic() < deadline and ranks[0].poll() is None, said.read_text()
+            time.sleep(0.05)
+        for rank in ranks:
+            rank.send_signal(signal.SIGINT)
+        assert [rank.wait(30) for rank in ranks] == [128 + signal.SIGINT] * 2, said.read_text()[-3000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def test_where_nothing_fits_the_checkpoint_is_named(tmp_path):

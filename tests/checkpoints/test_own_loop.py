@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -12,7 +13,7 @@ from pathlib import Path
 import launches
 import pytest
 import torch
-from own_loop_script import EXAMPLE, RUN_OF, SLOW
+from own_loop_script import EXAMPLE, NUM_SAMPLES, RUN_OF, SLOW
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from mixmesh import checkpoint
@@ -24,6 +25,7 @@ MARK = "# survives"
 NAMES = "stopped", "whole"
 TOLD = re.compile(r"step (\d+): loss (\S+)")
 SAVED_EVERY, TOLD_EVERY, STEPS = 20, 5, 160
+EPOCHS = 5
 
 
 def losses_in(text: str) -> dict[int, float]:
@@ -69,6 +71,35 @@ def test_two_ranks_under_torchrun(tmp_path):
     ends = [checkpoint.export(tmp_path / name, tmp_path / f"{name}.safetensors") for name in NAMES]
     assert [end.step for end in ends] == [STEPS] * 2
     assert ends[0].files[0].read_bytes() == ends[1].files[0].read_bytes()
+
+
+def notes(folder: Path) -> list[dict]:
+    """The steps of all ranks and starts with their samples, in their order."""
+    lines = [line for file in folder.glob("samples-*") for line in file.read_text().splitlines()]
+    return sorted((json.loads(line) for line in lines if line.endswith("}")), key=lambda row: row["at"])
+
+
+def test_a_rank_that_is_killed_under_torchrun_with_restarts(tmp_path):
+    """The loop goes on by itself, and every sample of an epoch is trained with once in what counts."""
+    launched = launches.start(SCRIPT, 2, tmp_path, SLOW, "stopped", max_restarts=2)
+    try:
+        deadline = time.monotonic() + 200
+        while not (made := notes(tmp_path)) or made[-1]["step"] < 2 * SAVED_EVERY + 5:
+            assert time.monotonic() < deadline and launched.poll() is None, printed(tmp_path)
+            time.sleep(0.05)
+        os.kill(next(row["pid"] for row in made if row["rank"] == 1), signal.SIGKILL)
+        launches.wait(launched, tmp_path)
+    finally:
+        launched.kill()
+    history: dict[int, dict[int, list[int]]] = {}
+    for row in notes(tmp_path):  # the last execution of a step counts
+        history.setdefault(row["step"], {})[row["rank"]] = row["samples"]
+    assert len({row["pid"] for row in notes(tmp_path)}) == 4  # two starts
+    assert [*sorted(history)] == [*range(1, STEPS + 1)]
+    for epoch in range(EPOCHS):
+        steps = range(epoch * STEPS // EPOCHS + 1, (epoch + 1) * STEPS // EPOCHS + 1)
+        seen = [n for step in steps for samples in history[step].values() for n in samples]
+        assert sorted(seen) == list(range(NUM_SAMPLES)), epoch
 
 
 def printed(folder: Path) -> dict[str, str]:
