@@ -147,6 +147,8 @@ def content_of(
     """All that this rank has to write. Its tensors are the model's own, not copies. Raises InputError for
     what cannot be kept."""
     check_numbers(step, keep)
+    if hasattr(model, "_runtime"):
+        model._runtime.check_values()
     tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
     if optimizer is not None:
         named = NamedOptimizer.of(model, optimizer, ranks.rank)

@@ -52,7 +52,9 @@ def facts_of_start(model: nn.Module, program: Program, header: str, seed: int) -
 
 def facts_of_model(model: nn.Module) -> Facts:
     """The facts that are compared of a model: its class, settings and parameters, and its code."""
-    tensors = [(n, tuple(p.shape), str(p.dtype), p.requires_grad) for n, p in model.named_parameters()]
+    tensors = [
+        (n, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta) for n, p in model.named_parameters()
+    ]
     return {
         "model": f"{type(model).__name__}, digest {_digest(repr(tensors) + repr(model))}",
         "model code": _digest(*_code_of(model)),

@@ -62,7 +62,9 @@ def take_over(x: Tensor, heir: Tensor) -> None:
     """Empties ``x``, whose values are in ``heir`` from now on."""
     with _on_real_tensors():
         was, device = type(x), x.device
-        shape, stride = x.shape, x.stride()
+        shape = x.shape
+        is_dense = torch.ops.aten.is_non_overlapping_and_dense(x)
+        stride = x.stride() if is_dense else torch.empty(shape, device="meta").stride()
         x.grad = None
         x.data = x.new_empty(0)  # before memory is asked for again
         x.data = _without_memory(shape, stride, x.dtype, device)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ir import Parts, Program
 from ..plan_file import accumulation
@@ -38,7 +38,7 @@ from .random import RandomPolicy
 from .shapes import Forms
 from .shards import Stored, agree, stored_tensors
 from .shells import parallel_class
-from .start import check_values, start_together
+from .start import check_can_follow, stand_in_for_meta, start_together
 from .taken import Taken, owners_of
 from .taking_part import taking_part
 from .whole_model import own_module
@@ -79,13 +79,15 @@ def parallelize(
     traces the model once more, which takes seconds as it did in planning, and a model that was changed since
     is refused; ``check_model=False`` leaves that out. The model is traced again for every other shape of a
     batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept.
+    Of a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
+    ``load`` gives them values, and until then every use raises InputError.
     Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
     that cannot work on shards, or a model that is parallel already.
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
     program = plan if isinstance(plan, Program) else plan.program
-    check_values(model)
+    check_can_follow(model)
     watch = start_together(
         model, plan, seed=seed, device=device, timeout_s=timeout_s, heartbeat_s=heartbeat_s
     )
@@ -100,13 +102,20 @@ def parallelize(
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
     if comm.device.type == "cpu":
         steady_heap()
-    agree((t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, TakenOver)), comm)
+    without_values = stand_in_for_meta(model)
+    given = (t for name, t in _tensors(model) if name not in without_values)
+    agree((t for t in given if not isinstance(t, TakenOver)), comm)
     random = RandomPolicy(seed, exact=random_exact)
     options = dict(check_model=check_model, kept_shapes=kept_shapes)
     parallel = _take(model, optimizer, plan, comm, stored, random, **options)
+    parallel._runtime.without_values = tuple(without_values)
     if watch is not None and optimizer is not None:
         watch.count_steps(optimizer)
     return parallel, optimizer
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def check_not_parallel(model: nn.Module, function: str) -> None:

@@ -98,6 +98,7 @@ class ParallelModel(Face):
 
     def _run(self, args, kwargs, *, sums: bool = True) -> Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
+            self._runtime.check_values()
             self._runtime.guards.check(self, args, kwargs)
             self._hooks_seen.check(self)
             with no_autocast():  # the program has the casts
@@ -232,6 +233,7 @@ class ParallelModel(Face):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         """The original model's ``state_dict``, on the CPU. Collective. With ``rank0_only`` the others get
         an empty one."""
+        self._runtime.check_values()
         out: dict[str, Tensor] = {}
         wholes: dict[int, Tensor] = {}
         for name, mine in self.state_dict(keep_vars=True).items():

@@ -30,6 +30,7 @@ from .random import RandomPolicy
 from .recording import Recorder
 from .shapes import Form, Forms
 from .shards import Stored
+from .start import no_values
 from .whole_model import Loan
 from .window import Window
 
@@ -79,6 +80,7 @@ class Runtime:
     inspector: Inspector | None = None
     summed: Program | None = None  # of the batch that ran last
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
+    without_values: tuple[str, ...] = ()  # tensors of a model that was made on the device meta
 
     @property
     def lent(self) -> nn.Module | None:
@@ -86,10 +88,16 @@ class Runtime:
         return next((loan.module for loan in self.loans), None)
 
     def values_changed(self) -> None:
-        """Called after values of parameters were written in place."""
+        """Called after values of all parameters and buffers were written in place."""
+        self.without_values = ()
         self.wholes.changed()
         for loan in self.loans:
             loan.note()
+
+    def check_values(self) -> None:
+        """Raises InputError as long as tensors have no values."""
+        if self.without_values:
+            raise no_values(self.without_values, len({*map(id, self.stored.values())}))
 
 
 def accumulate(

@@ -96,6 +96,45 @@ def check_values(model: nn.Module) -> None:
     check_no_meta([*model.named_parameters(), *model.named_buffers()])
 
 
+def check_can_follow(model: nn.Module) -> None:
+    """Raises InputError for a tensor without values that no file of weights holds: those of a model that was
+    made on the device meta are read into each rank's part later, by the names of its ``state_dict``."""
+    kept = {id(x) for x in model.state_dict(keep_vars=True).values() if isinstance(x, Tensor)}
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    lost = [name for name, x in tensors if x.is_meta and id(x) not in kept]
+    if lost:
+        raise InputError(
+            "a buffer has no values, and is not in the model's state_dict: no file can give it any",
+            expected="buffers that are not persistent to be made with values",
+            got=f"{len(lost)} on the device meta, the first is {lost[0]}",
+            hint="model.to_empty(device='cpu') and give all values, or register_buffer(..., persistent=True)",
+        )
+
+
+def stand_in_for_meta(model: nn.Module) -> list[str]:
+    """Gives each tensor on the device meta one zero in memory for all of its elements, so that a rank's piece
+    of it is memory, and the whole is not: their names. They are to be given values before they are used."""
+    names = []
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.is_meta:
+            names.append(name)
+            zero = torch.zeros((), dtype=x.dtype).expand(x.shape)
+            is_parameter = isinstance(x, nn.Parameter)
+            other = nn.Parameter(zero, requires_grad=x.requires_grad) if is_parameter else zero
+            torch.utils.swap_tensors(x, other)  # the same object: optimizers hold it
+    return names
+
+
+def no_values(names: Sequence[str], num_tensors: int) -> InputError:
+    """The error of a model that is used before its tensors of these ``names`` were given values."""
+    return InputError(
+        "the model has no values: it was made on the device meta",
+        expected="weights that are read before the first call, or tensors with values on all ranks",
+        got=f"{len(names)} of {num_tensors} tensors without values, the first is {names[0]}",
+        hint=("mixmesh run --weights FROM", "checkpoint.load_weights(model, FROM), or make it on the CPU"),
+    )
+
+
 def check_no_meta(tensors: Sequence[tuple[str, Tensor]], what: str = "model") -> None:
     """Raises InputError if one of these tensors, by name, is on the device ``meta``."""
     empty = [name for name, tensor in tensors if tensor.is_meta]

@@ -150,6 +150,7 @@ class Lending(AbstractContextManager):
 
     def __enter__(self) -> nn.Module:
         original, parallel, run = self._original, self._parallel, self._run
+        run.check_values()
         with run.comm.call("whole"):
             values = whole_tensors(parallel, run.stored, run.comm)
         self._is_empty = all(isinstance(x, TakenOver) for x in _tensors(original).values())

@@ -15,6 +15,7 @@ from torch import nn
 import mixmesh
 from mixmesh import checkpoint
 from mixmesh.cluster import Cluster
+from mixmesh.errors import InputError
 from mixmesh.runtime.allocator import trim_heap
 from mixmesh.runtime.comm import initialise
 
@@ -22,6 +23,7 @@ WORLD, LAYERS, WIDTH = 4, 13, 2000
 TENSOR_BYTES = WIDTH * WIDTH * 4
 MODEL_BYTES = LAYERS * TENSOR_BYTES
 SLACK_BYTES = 12 * 2**20
+EMPTY = partial(nn.utils.skip_init, nn.Linear)
 FOUR = """
 name = "four"
 [[machine]]
@@ -30,11 +32,9 @@ devices = [{ cpu_share = 0.4 }, { cpu_share = 0.2, count = 3 }]
 
 
 class Wide(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, linear=EMPTY) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.utils.skip_init(nn.Linear, WIDTH, WIDTH, bias=False) for _ in range(LAYERS)
-        )
+        self.layers = nn.ModuleList(linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
         for number, layer in enumerate(self.layers):
             nn.init.constant_(layer.weight, 1e-4 * (number + 1))
 
@@ -94,11 +94,32 @@ def check_peak(_) -> None:
     with Peak() as reading:
         checkpoint.load_weights(model, folder / "weights.safetensors")
     assert [float(p.to_local().double().sum()) for p in model.parameters()] == expected
+    del model
+    trim_heap(0)
+    with Peak() as on_meta:
+        with torch.device("meta"):
+            empty = Wide(nn.Linear)
+        model, optimizer = start(empty, torch.optim.AdamW(empty.parameters()))
+        for use in (lambda: model(torch.ones(8, WIDTH)), model.full_state_dict, model.whole().__enter__):
+            with pytest.raises(InputError, match="13 of 13 tensors without values, the first is layers.0"):
+                use()
+        checkpoint.load_weights(model, folder / "weights.safetensors")
+    assert [float(p.to_local().double().sum()) for p in model.parameters()] == expected
+    model(torch.ones(8, WIDTH)).backward()
+    optimizer.step()
+    assert all(not p.is_meta for p in model.parameters())
     shard_bytes = 2 * MODEL_BYTES // WORLD  # the optimizer's state, which was not there
-    peaks = {"saving": saving, "loading": loading, "exporting": exporting, "weights": reading}
+    peaks = {
+        "saving": saving,
+        "loading": loading,
+        "exporting": exporting,
+        "weights": reading,
+        "on meta": on_meta,
+    }
     told = ", ".join(f"{name} {peak.size_bytes / 2**20:.0f} MiB" for name, peak in peaks.items())
     assert exporting.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
     assert reading.size_bytes < SLACK_BYTES, told  # the shard is there, and less than a tensor comes beside
+    assert on_meta.size_bytes < MODEL_BYTES // WORLD + TENSOR_BYTES + SLACK_BYTES, told
     assert saving.size_bytes < TENSOR_BYTES + SLACK_BYTES, told
     assert loading.size_bytes < shard_bytes + TENSOR_BYTES + SLACK_BYTES, told
     if "SHOW_PEAK" in os.environ:

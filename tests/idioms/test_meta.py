@@ -85,10 +85,22 @@ def test_a_tensor_that_has_lost_its_values_is_refused_by_name():
 
 
 def test_training_without_values_is_refused():
-    plan = mixmesh.plan(Constants(), {"x": torch.ones(12, 6)}, Cluster.parse(THREE))
-    with pytest.raises(InputError, match="no values") as caught:
-        mixmesh.parallelize(on_meta(Constants), None, plan)
-    assert "to_empty" in str(caught.value)
+    batch = {"x": torch.randn(12, 6)}
+    one = mixmesh.plan(Constants(), batch, Cluster.parse("[[machine]]\ndevices = [{ cpu_share = 1.0 }]"))
+    model, _ = mixmesh.parallelize(on_meta(Constants), None, one)
+    with pytest.raises(InputError, match="the model has no values") as caught:
+        model(**batch)
+    assert "mixmesh run --weights FROM" in str(caught.value)
+    model.load_full_state_dict(expected := Constants().state_dict())
+    assert all(value.equal(expected[name]) for name, value in model.full_state_dict().items())
+    given = Constants()
+    given.load_state_dict(expected)
+    assert model(**batch).allclose(given(**batch))
+    lost = on_meta(Constants)
+    lost.register_buffer("scale", lost.scale, persistent=False)
+    with pytest.raises(InputError, match="a buffer has no values, and is not in the model's state_dict"):
+        mixmesh.parallelize(lost, None, one)
+    plan = mixmesh.plan(Constants(), batch, Cluster.parse(THREE))
     with pytest.raises(InputError, match="the model has no values"):
         verify(on_meta(Constants), {"x": torch.ones(12, 6)}, plan)
     with pytest.raises(InputError, match="the batch has no values"):
