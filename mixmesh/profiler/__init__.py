@@ -87,7 +87,7 @@ def profile(
     steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
-        skipped.append("whole steps, for which there is no memory")
+        skipped.append("whole steps, for which there is no memory, or there are no values")
     scale, optimizer_s = steps
     # under a quota the thread's CPU seconds become real ones as the operators' do
     host_scale = scale if meter.emulated else 1.0

@@ -35,7 +35,8 @@ def measure_steps(
     budget_s: float,
 ) -> tuple[float, float] | None:
     """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
-    byte; None where the device has no memory for steps of the whole model.
+    byte; None where the device has no memory for steps of the whole model, or the model has no values, so
+    that no rank ever holds all of it.
 
     Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
     is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
@@ -44,6 +45,8 @@ def measure_steps(
     Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
     its length. Its CPU seconds do not, and become real ones as those of the operators do.
     """
+    if any(p.is_meta for p in job.model.parameters()):  # on all ranks, as they were compared
+        return None
     device = meter.device
     clock = Meter(device, emulated=False)
     give_back()  # frees what measuring operators left in the heap
