@@ -106,6 +106,12 @@ class Plan:
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def is_bound_measured(self) -> bool:
+        """Whether ``bound_s`` rests on a profile of all devices. Where it rests on datasheets and the share
+        of their peaks that is usual, a real kernel may be faster, and so may a plan."""
+        return self.cost_source.startswith("profile") and "roofline" not in self.cost_source
+
     def __str__(self) -> str:
         program = print_program(self.program, self.notes)
         return _header(self, digest(program)) + "\n" + program

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -156,7 +157,11 @@ def test_a_plan_says_it(tmp_path, capsys):
     assert Plan.parse(str(plan)) == plan
     plan.save(tmp_path / "x.plan")
     assert execute(["show", str(tmp_path / "x.plan")]) == 0
+    assert "would take about" in capsys.readouterr().out  # nothing was measured
+    replace(plan, cost_source="profile").save(tmp_path / "x.plan")
+    assert execute(["show", str(tmp_path / "x.plan")]) == 0
     assert "no plan can be faster than" in capsys.readouterr().out
+    assert not replace(plan, cost_source="profile and roofline").is_bound_measured
     old = "\n".join(line for line in str(plan).split("\n") if not line.startswith("bound_s"))
     assert Plan.parse(old).bound_s is None
 

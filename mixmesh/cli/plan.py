@@ -189,7 +189,7 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
         f"in {seconds(plan.planning_s)}, costs from {plan.cost_source or 'nowhere'}",
         f"predicted step {seconds(plan.predicted_step_s)}"
         + ("" if plan.measured_step_s is None else f", measured {seconds(plan.measured_step_s)}"),
-        *([bound(plan.bound_s)] if plan.bound_s else []),
+        *([bound(plan)] if plan.bound_s else []),
         *([effort(plan)] if plan.timings_s else []),
         *([f"ZeRO stage {stage}"] if (stage := zero_stage(plan.program)) else []),
         *([text] if (text := recomputation(plan.program)) else []),
@@ -209,8 +209,11 @@ def summary(plan: Plan, cluster: Cluster | None = None) -> str:
     return "\n".join(lines)
 
 
-def bound(bound_s: float) -> str:
-    return f"no plan can be faster than {seconds(bound_s)} (all devices computing all the time)"
+def bound(plan: Plan) -> str:
+    bound_s = seconds(plan.bound_s)
+    if plan.is_bound_measured:
+        return f"no plan can be faster than {bound_s} (all devices computing all the time)"
+    return f"all devices computing all the time would take about {bound_s} (estimated, not measured)"
 
 
 def recomputation(program: Program) -> str:

@@ -212,7 +212,12 @@ def _sentences(plan: Plan) -> Iterator[str]:
         count = len({at.collective for at in beside.values()})
         yield f"{len(beside)} weight gradients are computed while {count} collectives travel back."
     if plan.bound_s:
-        yield f"No plan can be faster than {seconds_text(plan.bound_s)}."
+        bound = seconds_text(plan.bound_s)
+        yield (
+            f"No plan can be faster than {bound}."
+            if plan.is_bound_measured
+            else f"All devices computing all the time would take about {bound} (estimated, not measured)."
+        )
     others = [c for c in plan.candidates if c.planner != plan.planner]
     fitting = [c for c in others if c.feasible]
     if fitting:

@@ -73,7 +73,8 @@ def shown(rows: list[Row]) -> str:
         "data parallelism with our sums, shares and devices, without a search.",
         "over DP: over the better of DP-EV and DP-CP, as HAP's figure; over best: over the fastest of these",
         "two, FSDP, single and machine.",
-        "bound: no plan is faster, as all devices compute all the time; most: what that is over the best.",
+        "bound: an estimate of all devices computing all the time, by datasheets and the share of",
+        "their peaks that is usual; most: what that is over the best.",
         "links wire: collectives at the published 10.4 Gbit/s; measured: at what its authors measured.",
     ]  # fmt: skip
     for links in sorted({r.links for r in rows}, reverse=True):
