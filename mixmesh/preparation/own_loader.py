@@ -17,6 +17,7 @@ from ..plan_file import Plan
 from ..runtime.data import Followed, own_rows, shard_batches_by
 from ..runtime.first_rank import everyones, from_first_rank
 from .alike import digest, digested, same_on_all
+from .drawn import DrawWatch
 from .own_batches import OwnBatches
 from .resuming import (
     Numbers,
@@ -67,6 +68,7 @@ class OwnLoader:
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
         self._followed = Followed(plan)
+        self.draws = DrawWatch()
         self._is_compared = is_compared  # batches without indices, each with those of the other ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
@@ -87,7 +89,8 @@ class OwnLoader:
         batches = (
             self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
         )
-        return shard_batches_by(self._followed, batches, dist.get_rank()) if self._is_whole else batches
+        own = shard_batches_by(self._followed, batches, dist.get_rank()) if self._is_whole else batches
+        return self.draws.watching(iter(own))
 
     @property
     def num_ahead(self) -> int:

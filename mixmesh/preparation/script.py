@@ -121,7 +121,11 @@ def prepare(
             check_model=False,  # it was traced just now
         )
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
-    return parallel, optimizer, loader if inputs is not None else own_loader(loader, prepared.plan)
+    if inputs is not None:
+        return parallel, optimizer, loader
+    own = own_loader(loader, prepared.plan)
+    parallel._runtime.before_call = own.draws.on_call
+    return parallel, optimizer, own
 
 
 def another_call(batch: Any) -> tuple[str, ...]:

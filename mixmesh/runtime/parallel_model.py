@@ -100,6 +100,8 @@ class ParallelModel(Face):
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
             self._runtime.guards.check(self, args, kwargs)
+            if self._runtime.before_call is not None:
+                self._runtime.before_call()
             self._hooks_seen.check(self)
             with no_autocast():  # the program has the casts
                 return self._pass(args, kwargs, sums=sums)

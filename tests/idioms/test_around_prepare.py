@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
+import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Iterator, MutableMapping
 from functools import lru_cache
@@ -284,6 +285,21 @@ def check_data_that_differs(_) -> None:
     assert "the end of the data on rank 1" in str(caught.value)
 
 
+def check_noise_for_own_rows_is_noticed(_) -> None:
+    """Numbers drawn between the loader and the model, at the first batch of which a rank draws some."""
+    mine = network()
+    model, _, loader = prepare(mine, sgd(mine), DataLoader(rows(), 6), loss=F.cross_entropy)
+    for has_noise, draws_late, wanted in ((False, True, 0), (True, False, 1), (True, False, 0)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for x, y in loader:
+                loss = model(x + torch.randn(x.shape[1:]) if has_noise else x, y)
+                torch.rand(1 + draws_late)  # after the call nothing depends on it
+                loss.backward()
+        noticed = [w for w in caught if "inputs=function" in str(w.message)]
+        assert len(noticed) == (wanted if dist.get_rank() == 0 else 0)
+
+
 def check_a_parallel_model_is_not_prepared_again(_) -> None:
     _, model, optimizer, _ = prepared()
     for of in (model, torch.compile(model)):
@@ -326,6 +342,7 @@ IDIOMS = named(
     check_synced_batch_norm,
     check_data_without_indices,
     check_data_that_differs,
+    check_noise_for_own_rows_is_noticed,
     check_a_parallel_model_is_not_prepared_again,
     check_a_plan_file_that_cannot_be_read,
     check_a_loss_that_is_not_finite_is_so_on_all_ranks,

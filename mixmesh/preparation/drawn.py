@@ -1,0 +1,67 @@
+"""Notices numbers that a loop draws between its loader and its model: noise for a rank's own rows is neither
+that of one device nor other noise on every rank."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MESSAGE = (
+    "random numbers were drawn between the loader and the model, by each rank for its own rows: if they are "
+    "noise or mixtures of samples, they are not those of one device, and may be the same for other samples. "
+    "Write mixmesh.prepare(..., inputs=function), with the function that draws them, or let the data set "
+    "draw them. One number for the whole batch, drawn alike on all ranks, is right"
+)
+
+
+class DrawWatch:
+    """Remembers PyTorch's random numbers when the loader gives a batch, and compares them when the model is
+    called with it. Warns once, on the first rank."""
+
+    def __init__(self) -> None:
+        self._given: list[torch.Tensor] | None = None
+        self._has_warned = False
+
+    def on_batch(self) -> None:
+        """Called when a batch has been given to the script."""
+        if not self._has_warned:
+            self._given = states()
+
+    def on_call(self) -> None:
+        """Called before the model runs: the first time after a batch it compares."""
+        given, self._given = self._given, None
+        if given is None or not torch.is_grad_enabled():
+            return
+        if any(not torch.equal(x, y) for x, y in zip(given, states())):
+            self._has_warned = True
+            if dist.get_rank() == 0:
+                warnings.warn(MESSAGE, stacklevel=2)
+
+    def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; ``on_batch`` is called for each."""
+        return Watched(batches, self)
+
+
+class Watched:
+    """An iterator that tells a watch of each batch. No generator, whose frame would keep the batch."""
+
+    def __init__(self, batches: Iterator[Any], watch: DrawWatch) -> None:
+        self._batches, self._watch = batches, watch
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._watch.on_batch()
+        return batch
+
+
+def states() -> list[torch.Tensor]:
+    """The states of the generators that loops draw from: the CPU's, and the current GPU's."""
+    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    return [torch.get_rng_state(), *gpu]
