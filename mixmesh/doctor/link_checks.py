@@ -83,7 +83,7 @@ def links_of(rows: Sequence[Sequence]) -> Links:
 
 
 def faster(one: Links, other: Links) -> Links:
-    """Of each link the faster measurement."""
+    """The faster measurement of each link."""
 
     def best(a: dict, b: dict) -> dict:
         return {key: max(a[key], b[key], key=lambda link: link.bytes_per_s) for key in a}
