@@ -29,6 +29,7 @@ PAGES, OUT = ROOT / "docs" / "gallery", ROOT / "out" / "gallery"
 REPORTS = OUT / "reports"
 BEGIN, END = "<!-- made by `make gallery` -->\n", "<!-- until here -->"
 SIZE = "1000,1000"  # of a picture, in pixels
+LARGEST_BYTES = 8e6  # of a report that a headless browser draws in time
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,12 @@ def show_plan(entry: Entry) -> None:
         status = execute(words)
     if status:
         raise SystemExit(status)
-    picture(report, PAGES / "pictures" / f"{entry.name}.png")
     page = PAGES / f"{entry.name}.md"
     before, _, rest = page.read_text().partition(BEGIN)
     made = block(entry, plan, cluster, json.loads(printed.getvalue().splitlines()[-1])["sentences"])
     page.write_text(before + BEGIN + made + END + rest.partition(END)[2])
+    if report.stat().st_size <= LARGEST_BYTES:
+        picture(report, PAGES / "pictures" / f"{entry.name}.png")
 
 
 def block(entry: Entry, plan: Plan, cluster: Cluster, words: list[str]) -> str:
