@@ -42,7 +42,7 @@ gallery: setup    ## the plans of the gallery with their reports, into out/galle
 	$(BIN)/python -m tools.site.gallery
 	$(BIN)/python -m tools.site
 
-report-shots: setup    ## pictures of a report in Chromium, at both widths and in both schemes, into out/report
+report-shots: setup    ## pictures of reports in Chromium, at both widths and in both schemes, into out/report
 	mkdir -p out/report
 	REPORT_SHOTS=out/report $(BIN)/python -m pytest tests/report -k browser
 

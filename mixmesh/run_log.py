@@ -128,7 +128,10 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
                 marks.append(Mark(START, row.step - 1, _undo(made, row.step - 1)))
             made[row.step] = LoggedStep(row.step, row.loss, row.step_s, row.samples_per_s)
             continue
-        undone = _undo(made, row.step) if row.event == START else 0
+        undone = 0
+        if row.event == START:
+            undone = _undo(made, row.step)
+            marks = [mark for mark in marks if mark.event != OWN or mark.step <= row.step]
         facts = row.model_dump(exclude={"event", "step", "time_s"}, exclude_none=True)
         marks.append(Mark(row.event, row.step, undone, facts))
     return RunLog(tuple(made[step] for step in sorted(made)), tuple(marks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -67,11 +68,13 @@ def report(
             expected=f"two times {kinds[0]}",
             got=" and ".join(kinds),
         )
+    names = names_of(given)
     if isinstance(found[0], Plan):
         options = (clusters or [], load_profile(profile), measured, asks_what_if)
-        page = page_of_plans(given, found, *options)
+        page = page_of_plans(given, names, found, *options)
     else:
         check_no_options(kinds[0], clusters, profile, measured, asks_what_if)
+        found = [replace(each, name=name) for each, name in zip(found, names)]
         page = run_page(found) if kinds[0] == KINDS["Run"] else bench_page(found)
     save_page(page, out)
     if as_json:
@@ -80,6 +83,12 @@ def report(
     for text in page.sentences:
         print(text)
     print(f"\nwritten to {out}")
+
+
+def names_of(given: list[Path]) -> list[str]:
+    """The names of files, or their paths where names are the same."""
+    names = [path.resolve().name for path in given]
+    return names if len(set(names)) == len(names) else [str(path) for path in given]
 
 
 def check_no_options(kind: str, *options: Any) -> None:
@@ -93,6 +102,7 @@ def check_no_options(kind: str, *options: Any) -> None:
 
 def page_of_plans(
     given: list[Path],
+    names: list[str],
     plans: list[Plan],
     clusters: list[Path],
     profile: Profile | None,
@@ -108,9 +118,6 @@ def page_of_plans(
         raise InputError("more clusters than plans", expected="--cluster once for each plan")
     if measured is not None and len(plans) > 1:
         raise InputError("a measured timeline is of one plan", expected="one plan with --measured")
-    names = [path.name for path in given]
-    if len(set(names)) < len(names):
-        names = [str(path) for path in given]
     shown = []
     for n, (path, plan) in enumerate(zip(given, plans)):
         check_loaded(plan, str(path))

@@ -64,17 +64,16 @@ def figures_of(rows: Sequence[Row]) -> list[str]:
 
 
 def labels_of(rows: Sequence[Row]) -> list[str]:
-    """A label for every row: its texts, and as many of its whole numbers as tell rows apart."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    texts = [n for n in names if any(isinstance(row.get(n), str) for row in rows)]
-    numbers = [n for n in names if any(isinstance(row.get(n), int) for row in rows) and n not in texts]
-    used = []
-    for name in (*texts, *numbers):
-        found = [tuple(row.get(n) for n in used) for row in rows]
-        if len(set(found)) == len(rows):
+    """A label for every row: as many of its first texts and whole numbers as tell rows apart."""
+    names = dict.fromkeys(n for row in rows for n, value in row.items() if isinstance(value, str | int))
+    used: list[str] = []
+    count = 0
+    for name in names:
+        told = len({tuple(row.get(n) for n in (*used, name)) for row in rows})
+        if told > count:
+            used, count = [*used, name], told
+        if count == len(rows):
             break
-        if len({row.get(name) for row in rows}) > 1 or not used:
-            used.append(name)
     return [", ".join(f"{row[n]}" for n in used if n in row) or f"row {k}" for k, row in enumerate(rows)]
 
 

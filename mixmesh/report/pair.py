@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from ..units import seconds_text, size_text
+from ..units import plural, seconds_text, size_text
 from .facts import Facts
 from .page import section_html, table_html
 from .parts import WAITS
 
 SAME = 0.01  # of a step
+MOST_TOLD = 4  # ranks whose samples differ
 TOLD = 0.2  # of a difference: a part that makes less of it is not told
 
 
@@ -40,14 +41,15 @@ def share_words(one: Facts, two: Facts) -> list[str]:
     """The ranks whose samples differ."""
     if len(one.samples) != len(two.samples):
         return [f"{one.name} is for {len(one.samples)} devices, {two.name} for {len(two.samples)}."]
-    moved = [
-        f"rank {rank} has {a} samples in {one.name} and {b} in {two.name}"
-        for rank, (a, b) in enumerate(zip(one.samples, two.samples))
-        if a != b
-    ]
-    return [
-        "; ".join(moved).capitalize() + "." if moved else "All devices have equally many samples in both."
-    ]
+    moved = sorted(
+        ((abs(a - b), rank, a, b) for rank, (a, b) in enumerate(zip(one.samples, two.samples)) if a != b),
+        reverse=True,
+    )
+    if not moved:
+        return ["All devices have equally many samples in both."]
+    told = [f"rank {rank} has {a} and {b}" for _, rank, a, b in moved[:MOST_TOLD]]
+    rest = f"; {plural(len(moved) - len(told), 'other rank')} differ less" if len(moved) > len(told) else ""
+    return [f"Samples in {one.name} and in {two.name}: {', '.join(told)}{rest}."]
 
 
 def memory_words(one: Facts, two: Facts) -> str:

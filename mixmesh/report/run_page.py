@@ -19,11 +19,15 @@ SAME = 0.01  # of a step
 
 def run_page(runs: Sequence[Run]) -> Page:
     """The page of one or two trainings."""
-    words = [text for run in runs for text in sentences(run, f"{run.name}: " if len(runs) > 1 else "")]
+    words = sentences(runs[0])
     if len(runs) > 1:
+        words = [f"{run.name}: {text[:1].lower()}{text[1:]}" for run in runs for text in sentences(run)]
         words = [*differences(*runs), *words]
     rows = [(run.name, *row) for run in runs for row in mark_rows(run)]
-    marks = table_html(("training", "after step", "what", ""), rows, words=(0, 2, 3))
+    header = ("training", "after step", "what", "more")
+    if len(runs) == 1:
+        rows, header = [row[1:] for row in rows], header[1:]
+    marks = table_html(header, rows, words=range(len(header)))
     main = {"MARKS": section_html("marks", "What happened", marks) if rows else ""}
     lags = any(run.log.of(OWN) for run in runs)
     main["LAGS"] = LAGS if lags else ""
@@ -57,41 +61,35 @@ def usual_step_s(log: RunLog) -> float | None:
     return statistics.median(times) if times else None
 
 
-def sentences(run: Run, begin: str = "") -> list[str]:
+def sentences(run: Run) -> list[str]:
     """The training in a few sentences: how far it is, how fast, what went wrong, and who is waited for."""
     log, found = run.log, []
     if not log.steps:
-        return [f"{begin}no step was made."]
+        return ["No step was made."]
     losses = [s.loss for s in log.steps if s.loss is not None]
     step_s = usual_step_s(log)
     course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
-    found.append(
-        f"{begin}{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median)."
-    )
+    found.append(f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median).")
     starts = log.of(START)
     predicted_s = starts[-1].facts.get("predicted_step_s") if starts else None
     if predicted_s:
         bound_s = starts[-1].facts.get("bound_s")
         share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
-        found.append(
-            f"{begin}{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}."
-        )
+        found.append(f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}.")
     again = [mark for mark in starts if mark.step or mark.num_undone]
     if again:
         undone = sum(mark.num_undone for mark in again)
         where = ", ".join(str(mark.step) for mark in again)
-        found.append(
-            f"{begin}it was started again after step {where}; {plural(undone, 'step')} were made twice."
-        )
+        found.append(f"It was started again after step {where}; {plural(undone, 'step')} were made twice.")
     else:
-        found.append(f"{begin}it was never interrupted.")
+        found.append("It was never interrupted.")
     if saved := log.of(CHECKPOINT):
-        found.append(f"{begin}{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
+        found.append(f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
     if changed := log.of(SHARES):
         where = ", ".join(str(mark.step) for mark in changed)
-        found.append(f"{begin}shares followed the devices' speeds after step {where}.")
+        found.append(f"Shares followed the devices' speeds after step {where}.")
     if own := log.of(OWN):
-        found.append(begin + slowest_text(own[-1].facts["own_s"]))
+        found.append(slowest_text(own[-1].facts["own_s"]))
     return found
 
 

@@ -49,9 +49,9 @@ def test_a_folder_of_checkpoints(tmp_path):
     assert page.sentences == [
         "6 steps, loss 2.9 to 2.4; a step takes 200 ms (median).",
         "100 ms were predicted (2.00x), and 25% of what no plan can pass is reached.",
-        "it was started again after step 2; 2 steps were made twice.",
+        "It was started again after step 2; 2 steps were made twice.",
         "1 checkpoint, the newest after step 2.",
-        "shares followed the devices' speeds after step 6.",
+        "Shares followed the devices' speeds after step 6.",
         "At last rank 1 worked longest, 50 ms a step more than the first to be done.",
     ]
     text = page_text(page)

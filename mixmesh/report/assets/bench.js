@@ -7,7 +7,7 @@ function drawAll() {
     xAxis: axis({ type: 'value', splitNumber: isNarrow() ? 3 : 6, axisLabel: { color: style('--text'), formatter: figureText, hideOverlap: true } }), yAxis: bars(data.labels),
     tooltip: tip({ trigger: 'axis', valueFormatter: figureText }),
     series: data.benches.map(b => ({ name: b.name, type: 'bar', barMaxWidth: 18, label: { show: data.labels.length <= 40, position: 'right', color: style('--text'), fontSize: 11, formatter: p => figureText(p.value) }, data: b.values[figure] })) },
-    barHeight(data.labels.length, 80));
+    barHeight(data.labels, 80));
 }
 select.onchange = drawAll;
 redrawn(drawAll);

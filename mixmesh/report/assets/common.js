@@ -54,8 +54,11 @@ function draw(id, label, option, height) {
     aria: { enabled: true }, color: colours(), backgroundColor: 'transparent', tooltip: tip() }, option));
   place.setAttribute('aria-label', label);
 }
-// rows of bars: as high as they are many
-function barHeight(count, top = 96) { return top + count * (isNarrow() ? 44 : 32); }
+// rows of bars: as high as their names are long
+function barHeight(names, top = 96) {
+  const letters = isNarrow() ? 16 : 32;
+  return top + names.length * Math.max(isNarrow() ? 36 : 32, ...names.map(name => 8 + 15 * Math.ceil(name.length / letters)));
+}
 
 function redrawn(drawAll) {
   drawAll();

@@ -4,6 +4,9 @@ const CHOSEN_FIRST = [0, 1, 3, 4, 5, 2];  // colours of the parts, so that gradi
 function rankName(r) { return 'rank ' + r + ' ' + plan.ranks[r].name; }
 function partColour(n) { return colours()[CHOSEN_FIRST[n]]; }
 
+// an axis that ends with the step has no label there: it could stand on that of the last tick
+let wholeTicks;
+
 function drawWaterfall() {
   const rows = plan.waterfall.filter(([, s], n) => n < 2 || s > plan.step_s / 1000);
   const names = [...rows.map(r => r[0]), 'the step'], values = [...rows.map(r => r[1]), plan.step_s];
@@ -14,7 +17,7 @@ function drawWaterfall() {
     series: [{ type: 'bar', stack: 's', silent: true, itemStyle: { color: 'transparent' }, data: before },
              { type: 'bar', stack: 's', barMaxWidth: 24, label: { show: true, position: 'right', color: style('--text'), formatter: p => seconds(p.value) },
                data: values.map((value, n) => ({ value, itemStyle: { color: n === rows.length ? colours()[2] : partColour(plan.waterfall.findIndex(w => w[0] === names[n])) } })) }] },
-    barHeight(names.length, 40));
+    barHeight(names, 40));
   table('waterfall-table', ['part', 'seconds', 'of the step'], names.map((n, i) => [n, seconds(values[i]), percent(values[i] / plan.step_s)]));
 }
 
@@ -25,7 +28,7 @@ function drawRanks() {
   const parts = [{ name: 'computes', colour: partColour(0), values: plan.ranks.map(r => r.computes_s) }, ...waited];
   draw('busy', 'Seconds that each device computes, and waits', {
     grid: GRID, legend: legend(parts.map(p => p.name)), xAxis: timeAxis(), yAxis: bars(names), tooltip: tip({ trigger: 'axis', valueFormatter: seconds }),
-    series: parts.map(p => ({ name: p.name, type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: p.colour }, data: p.values })) }, barHeight(names.length));
+    series: parts.map(p => ({ name: p.name, type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: p.colour }, data: p.values })) }, barHeight(names));
   const all = plan.ranks.reduce((sum, r) => sum + r.samples, 0);
   table('ranks-table', ['device', 'machine', 'samples', 'share', 'micro-batches', 'computes', ...data.waits.map(w => 'waits for ' + w)],
     plan.ranks.map((r, n) => [rankName(n), r.machine, r.samples, all ? percent(r.samples / all) : '-', r.micro_batches || 'one', seconds(r.computes_s), ...r.waits_s.map(seconds)]), [0, 1]);
@@ -36,7 +39,7 @@ function drawMemory() {
   const names = plan.ranks.map((_, r) => rankName(r));
   draw('memory', 'Share of its memory that each device holds over the step: at most ' + plan.ranks.map((r, n) => `rank ${n} ${percent(r.peak_bytes / r.limit_bytes)}`).join(', '), {
     grid: { ...GRID, top: 40 }, legend: legend(names),
-    xAxis: timeAxis({ min: 0, max: plan.step_s }), yAxis: axis({ type: 'value', min: 0, max: Math.ceil(most * 10 + 0.5) / 10, axisLabel: { color: style('--text'), formatter: percent } }),
+    xAxis: timeAxis({ min: 0, max: plan.step_s, axisLabel: wholeTicks }), yAxis: axis({ type: 'value', min: 0, max: Math.ceil(most * 10 + 0.5) / 10, axisLabel: { color: style('--text'), formatter: percent } }),
     tooltip: tip({ trigger: 'axis', formatter: found => seconds(found[0].value[0]) + '<br>' + found.map(p => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value[1] * plan.ranks[p.seriesIndex].limit_bytes)} (${percent(p.value[1])})`).join('<br>') }),
     series: plan.ranks.map((r, n) => ({ name: names[n], type: 'line', step: 'end', symbol: 'none', lineStyle: { width: 1.5 },
       data: [...r.memory, [plan.step_s, r.memory.length ? r.memory[r.memory.length - 1][1] : 0]].map(([t, b]) => [t, b / r.limit_bytes]),
@@ -57,7 +60,7 @@ function drawCandidates() {
   if (rows.some(r => !r.parts)) series.push({ name: 'step', type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: style('--line') }, data: rows.map(r => (r.parts ? 0 : r.step_s)) });
   draw('candidates', 'The step of each plan that was considered: ' + rows.map(r => `${title(r)} ${seconds(r.step_s)}`).join(', '), {
     grid: GRID, legend: legend(series.map(s => s.name)), xAxis: timeAxis(), yAxis: bars(rows.map(title)),
-    tooltip: tip({ trigger: 'axis', valueFormatter: seconds }), series }, barHeight(rows.length));
+    tooltip: tip({ trigger: 'axis', valueFormatter: seconds }), series }, barHeight(rows.map(title)));
   table('candidates-table', ['plan', 'step', 'why it was not chosen'], rows.map(r => [title(r), seconds(r.step_s), r.why]), [0, 2]);
 }
 
@@ -70,7 +73,7 @@ function drawWhatIf() {
     tooltip: tip({ trigger: 'axis', valueFormatter: x => x.toFixed(2) + 'x the samples per second' }),
     series: [{ type: 'bar', barMaxWidth: 20, label: { show: true, position: 'right', color: style('--text'), formatter: p => p.value.toFixed(2) + 'x' },
       data: rows.map((r, n) => ({ value: r[3], itemStyle: { color: n ? colours()[0] : colours()[2] } })),
-      markLine: { silent: true, symbol: 'none', label: { show: false }, lineStyle: { color: style('--text'), type: 'dashed' }, data: [{ xAxis: 1 }] } }] }, barHeight(rows.length, 48));
+      markLine: { silent: true, symbol: 'none', label: { show: false }, lineStyle: { color: style('--text'), type: 'dashed' }, data: [{ xAxis: 1 }] } }] }, barHeight(names, 48));
   const priced = rows.some(r => r[5] !== null);
   table('what-if-table', ['change', 'step', 'per sample', 'samples/s', 'planned by', ...(priced ? ['a million samples'] : [])],
     rows.map(r => [r[0], seconds(r[1]), seconds(r[2]), r[3].toFixed(2) + 'x', r[4], ...(priced ? [r[5] === null ? '-' : r[5].toFixed(2)] : [])]));
@@ -113,7 +116,7 @@ function drawTimeline() {
     const top = 64 + n * (height + 80);
     grids.push({ left, right: 24, top, height });
     titles.push({ text: `${lane.name}, ${seconds(lane.step_s)}`, top: top - 26, left: left - 4, textStyle: { fontSize: 13, color: style('--text') } });
-    xs.push(timeAxis({ gridIndex: n, min: 0, max: longest }));
+    xs.push(timeAxis({ gridIndex: n, min: 0, max: longest, axisLabel: wholeTicks }));
     ys.push(Object.assign(bars(categories), { gridIndex: n, axisLabel: { color: style('--text'), width: left - 12, overflow: 'truncate', fontSize: 11, interval: 0 } }));
     const kinds = new Set(lane.events.map(e => e.kind));
     data.kinds.forEach((kind, k) => kinds.has(k) && series.push({ name: kind, type: 'custom', xAxisIndex: n, yAxisIndex: n, clip: true,
@@ -179,7 +182,10 @@ function drawProgram() {
   search.oninput();
 }
 
-function drawAll() { drawWaterfall(); drawTimeline(); drawRanks(); drawMemory(); drawCandidates(); drawWhatIf(); }
+function drawAll() {
+  wholeTicks = { color: style('--text'), formatter: seconds, hideOverlap: true, showMaxLabel: false };
+  drawWaterfall(); drawTimeline(); drawRanks(); drawMemory(); drawCandidates(); drawWhatIf();
+}
 function choose(number) {
   plan = data.variants[number];
   marked = '';
