@@ -24,7 +24,7 @@ from .training_results import Speedup, Timing
 WORKER = (sys.executable, "-m", "mixmesh.bench.checkpoints_worker")
 EVERY_STEPS = 50
 NONE, ASYNC, WAITED = "none", "while training", "waited for"
-MOST_COST = 0.03  # of the throughput
+MOST_COST = 0.03  # share of the throughput
 CASES = ("vgg19", "bert", "gpt")
 Progress = Callable[[str], None]
 

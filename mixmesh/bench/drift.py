@@ -31,10 +31,10 @@ WORKER = (sys.executable, "-m", "mixmesh.bench.drift_worker")
 FAST, SLOW = "0.70", "0.35"
 OTHERS = ("0.35", "0.35")
 CHANGED_RANK, POLL_S = 0, 0.01
-NEAR = 0.9  # of the optimum's throughput
+NEAR = 0.9  # share of the optimum's throughput
 WITHIN_STEPS, WITHIN_S = 30, 120.0  # whichever is longer
 LOOKED_AT, WARMUP = 5, 5  # steps in a row whose median counts; steps that do not count
-LASTING = 0.9  # of what follows, to the end of the run, must be near the optimum too
+LASTING = 0.9  # share of the rest of the run that must be near the optimum too
 Progress = Callable[[str], None]
 
 
@@ -223,7 +223,7 @@ def durations(steps: Sequence[Step]) -> list[float]:
 
 def recovery(steps: Sequence[Step], figures: dict, changed_at: int, optimum_s: float) -> Recovery:
     """The outcome of a change after the step ``changed_at``, where the optimum takes ``optimum_s`` a step."""
-    taken_s = durations(steps)  # that of step n + 1 is number n - 1
+    taken_s = durations(steps)  # step n + 1 has number n - 1
     before, after = taken_s[WARMUP : changed_at - 1], taken_s[changed_at:]
     told = figures["rebalancing"]
     first = next((c["step"] for c in told["changes"] if c["step"] > changed_at), None)

@@ -55,7 +55,7 @@ class Row:
     ddp_even_ratio: float | None
     ddp_proportional_ratio: float | None
     best_ratio: float | None
-    bound_s: float | None  # of a step in which all devices compute all the time, estimated
+    bound_s: float | None  # estimate of a step in which all devices compute all the time
     baseline: str | None  # the fastest of those that a person would write by hand
     speedup: float | None  # the best plan over that baseline
     over_data_parallel: float | None  # over the better of DP-EV and DP-CP: what HAP's own figure is over

@@ -114,14 +114,14 @@ class RunCheckpoints:
         """This rank's batches that remain, and the number of steps that were made before this start. Raises
         InputError for data that cannot be gone on with."""
         self._model, self._optimizer = model, optimizer
-        self._most_devices = model.comm.world_size  # of any start so far
+        self._most_devices = model.comm.world_size  # the most of any start so far
         # compared before each checkpoint, and not at every batch, which takes a message
         self._loader = None if job.data is None else own_loader(job.data, self._plan, is_compared=False)
         if isinstance(self._loader, OwnIterator):
             self._loader.state_dict()  # raises
         if self._settings.is_fresh or not self._go_on():
             self._initial(model)
-        self._number = self._newest_number()  # of the newest checkpoint that this training knows
+        self._number = self._newest_number()  # number of the newest checkpoint that this training knows
         self._signals = self._open.enter_context(Signals())
         ranks = Ranks.of(model)
         ranks.ends_when_told(self._signals)

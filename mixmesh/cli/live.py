@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..plan_file import Plan
 
 MOST_LAGS = 8  # ranks whose lags stand in a line
-LAST_STEPS = 20  # whose median says how fast a training is now
+LAST_STEPS = 20  # their median says how fast a training is now
 PrintEvery = Annotated[
     int, typer.Option("--print-every", min=1, metavar="N", help="Without a terminal, a line every N steps.")
 ]

@@ -11,7 +11,7 @@ from ..errors import InputError
 if TYPE_CHECKING:
     from ..runtime.finite import OnNan
 
-CHOICES = ("stop", "skip", "ignore")  # of ``OnNan``, which needs torch
+CHOICES = ("stop", "skip", "ignore")  # values of ``OnNan``, which needs torch
 OnNanName = Annotated[
     str | None,
     typer.Option(

@@ -52,7 +52,7 @@ def balancer_of(
         if is_first:
             print(f"mixmesh: {text}", file=sys.stderr, flush=True)
 
-    solvers: list[Solver] = []  # of the first rank, which is the one that is asked
+    solvers: list[Solver] = []  # on the first rank only, which solves for all
 
     def find() -> bool:
         cluster, profile = known()

@@ -34,7 +34,7 @@ def initial_weights(path: Path | None, timeout_s: float) -> Callable[[ParallelMo
     from ..checkpoint.weight_files import held_tensors
     from ..runtime.first_rank import from_first_rank
 
-    def check() -> None:  # what it reads is not sent to the other ranks
+    def check() -> None:  # its result is not sent to the other ranks
         held_tensors(path)
 
     meet(timeout_s)

@@ -19,7 +19,7 @@ from .ground import Ground, count
 # A file may be off by so much, either way. Rates of the same link differ by a fifth from run to run, and gloo
 # reaches 0.7 to 0.85 of a wire's rate.
 LEAST_SHARE = 0.6
-TRIES = 3  # of a link that seems too slow: another process may have used it
+TRIES = 3  # measurements of a link that seems too slow: another process may have used it
 
 
 @dataclass(frozen=True)

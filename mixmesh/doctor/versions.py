@@ -14,7 +14,7 @@ from .cards import driver_version
 from .ground import Ground
 
 ABSENT = "not there"
-# of machines without a GPU there is nothing to compare, beside the CUDA that PyTorch was built for
+# without a GPU there is nothing to compare, beside the CUDA that PyTorch was built for
 ONLY_WITH_GPU = ("driver", "NCCL")
 
 

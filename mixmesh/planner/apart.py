@@ -11,13 +11,13 @@ from ..zero import with_owners, zero_stage
 from .synced import owned_runs
 from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
-# of the step that sums of gradients, or other waits, must take beyond what hides
+# share of the step that sums of gradients, or other waits, must take beyond what hides
 EXPOSED, QUICK_EXPOSED = 0.01, 0.03
-GAIN = 0.01  # of the step that must be saved
+GAIN = 0.01  # share of the step that must be saved
 SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
 LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
 QUICK_LASTS = (0.0, 0.1)
-QUICK_INSTRUCTIONS = 2000  # of a program that there is time for
+QUICK_INSTRUCTIONS = 2000  # in a program that there is time for
 
 
 def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:

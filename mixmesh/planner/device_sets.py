@@ -14,7 +14,7 @@ from .task import Task
 
 Ranks = tuple[int, ...]
 
-MOST_SETS = 16  # of machines, of which every set is looked at; else the first of them, in numbers that double
+MOST_SETS = 16  # as many sets of machines are all looked at; else the first of them, in numbers that double
 
 
 def machine_sets(task: Task) -> list[Ranks]:

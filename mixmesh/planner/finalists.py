@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..buckets import bucketings, numbered
 from .task import BASELINES, Proposal, Task
 
-WITHIN = 1.3  # of the chosen one's predicted step; what is further off is left out, but the best baseline
+WITHIN = 1.3  # times the chosen one's predicted step; slower ones are left out, but the best baseline
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)
 
 

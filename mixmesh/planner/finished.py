@@ -17,7 +17,7 @@ from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums
-# of all small programs together but the first that there is time to finish
+# in all small programs but the first, if there is to be time to finish them
 QUICK_INSTRUCTIONS = 3 * SMALL_INSTRUCTIONS
 # so many are finished beyond that, if they would be the fastest by gaining as much as the one that gained
 # most, and this much more

@@ -25,24 +25,24 @@ from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
 DDP_TUNED = "ddp-tuned"
-GRADIENT_PRICES = (0.0, 1.0, 0.3)  # of a second of gradient communication: all, none, much of it hidden
+GRADIENT_PRICES = (0.0, 1.0, 0.3)  # a second of gradient communication, with all, none, much of it hidden
 DATA_PARALLEL_ONLY = (None,)
-LEAST_SETS, SEARCHED_NODES = 2, 1700  # of devices, and of their programs in all, that a quick search looks at
+LEAST_SETS, SEARCHED_NODES = 2, 1700  # sets of devices, and nodes of all their programs, in a quick search
 FEW_SETS = 4  # or more: some of them may be chosen for another reason than data parallelism gives
 WEIGHT = 1.01  # the search may return a program this much dearer than the cheapest
 MAX_STATES, MAX_STATES_PER_STEP = 50, 1.5  # together, before it keeps only the best few of every step
 MAX_ROUNDS = 4
 SAME_RATIO = 0.025  # shares that differ by less lead to the same program
-# of what a step on some devices takes at least by estimate: steps were found that are 6 % shorter
+# times the estimated least step on some devices: steps were found that are 6 % shorter
 ABOUT = 0.9
 LOST = 1.01  # times the best step: a program that cannot get below it is not looked into
 FAR = 1.05  # the same, in buckets of the usual size: no other sizes, shares or prices would make up for it
 HOPELESS = 1.2  # the same, of programs at both ends of the prices: then no price between them is tried
 CLOSE = 1.1  # times what a program with cut classes costs: one with whole classes may still be faster
-MOST_NODES = 1200  # of a graph that there is time for to look at whole classes too
-SPARE = (0.0, 0.03, 0.1)  # of a device's memory, left to rounding
-FULL = 0.9  # of what is usable: a rank that holds less could have more samples
-BOUND_BY_MEMORY = 0.05  # of the batch that a rank would have more, or less, if all had enough memory
+MOST_NODES = 1200  # in a graph for which there is time to look at whole classes too
+SPARE = (0.0, 0.03, 0.1)  # share of a device's memory, left to rounding
+FULL = 0.9  # share of usable memory: a rank that holds less could have more samples
+BOUND_BY_MEMORY = 0.05  # share of the batch by which a rank's part would change if all had enough memory
 
 
 def synthesised(task: Task) -> Iterator[Proposal]:

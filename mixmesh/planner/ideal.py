@@ -55,7 +55,7 @@ def operator_s(choices: Choices) -> list[list[float]]:
     weights: dict[int, float] = {}
     firsts = {}
     for node, times, weight in zip(choices.steps, choices.times, choices.fold.weights):
-        if times:  # of an update there are none
+        if times:  # an update has none
             weights[id(times)] = weights.get(id(times), 0.0) + weight
             firsts.setdefault(id(times), node)
     out = []

@@ -15,7 +15,7 @@ from .polish import polish
 from .spaces import space_of
 from .task import HEADROOM, Proposal, Task
 
-MAX_CALLS = 20_000  # of the estimate: more seconds are of no use on a small model
+MAX_CALLS = 20_000  # calls of the estimate: more seconds are of no use on a small model
 
 
 def tag(task: Task) -> Iterator[Proposal]:

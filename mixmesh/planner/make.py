@@ -57,12 +57,12 @@ PROPOSERS: dict[str, Callable[[Task], Iterator[Proposal]]] = {
     "heterog": heterog,
     "tag": tag,
 }
-# what ``auto`` asks, in this order: the baselines are the bar that others must pass
+# planners that ``auto`` asks, in this order: the baselines are the bar that others must pass
 AUTO = (*BASELINES, DDP_TUNED, "hap", "two-level", "pipeline")
-# what it asks where no search is allowed, and what follows a search
+# planners that it asks where no search is allowed, and those that follow a search
 QUICK = {"two-level": promising, "pipeline": hopeful}
-# what it asks for sets of machines too: the least that a step on a set may take, None if it is not worth
-# asking; and the nodes of graphs, one for each machine of each set, that there is time for
+# planners that it asks for sets of machines too: the least that a step on a set may take, None if it is not
+# worth asking; and the nodes of graphs, one for each machine of each set, that there is time for
 ON_MACHINE_SETS = {"two-level": (least_two_level_s, 400), "pipeline": (least_pipeline_s, 250)}
 LEADING = 4  # times as much time for sets of machines has a planner whose plan for all of them is the fastest
 SLOW = ("poplar", "model-parallel", "segments")  # seconds each, asked too where a search is allowed
@@ -173,7 +173,7 @@ def untouched() -> Iterator[None]:
     """Keeps the garbage collector from looking again and again through what was there before, such as a
     whole PyTorch, and through programs that planning keeps: together that took two thirds of the time."""
     if gc.get_freeze_count():
-        yield  # somebody else did
+        yield  # the caller did
         return
     thresholds = gc.get_threshold()
     gc.freeze()
@@ -181,7 +181,7 @@ def untouched() -> Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()  # what planning made is not new any more: else all of it is looked through at once
+        gc.freeze()  # planning's objects are old by now: else the collector looks through them at once
         gc.set_threshold(*thresholds)
         gc.unfreeze()
 
@@ -261,7 +261,7 @@ def proposals_of(task: Task, names: Sequence[str], last: Sequence[str], planner:
     of each is in ``task.proposed``. ``planner`` is the one that was asked for."""
     best, every, to_sum = task.proposed, [], []
     for name in (*names, *last):
-        # what fits only with activations that are computed again may be far from the best that fits
+        # a plan that fits only with activations that are computed again may be far from the best that fits
         if name in last and any(p.feasible and not regions(p.program) for p in best.values()):
             continue
         task.progress(f"planning: {name}")

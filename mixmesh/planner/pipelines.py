@@ -27,20 +27,20 @@ from ..plan_file import MicroBatch
 from .spaces import space_of
 from .task import Proposal, Task
 
-GROUPS = 96  # of operators, between which borders may be
+GROUPS = 96  # groups of operators, between which borders may be
 MOST_MICRO_STEPS = 96
-ORDERS = 40  # of machines
+ORDERS = 40  # orders of machines
 MOST_STAGES = 16
-JUDGED = 4  # of each kind of stages, by the simulator
-HOPEFUL = 2  # of all kinds, by the simulator, where there is little time; of a large graph one
-SMALL_NODES, SMALL_HOPEFUL = 300, 8  # of a graph of which so many can be simulated
-MOST_NODES = 1000  # of a graph for which there is
+JUDGED = 4  # plans of each kind of stages that are simulated
+HOPEFUL = 2  # plans of all kinds that are simulated where there is little time; for a large graph one
+SMALL_NODES, SMALL_HOPEFUL = 300, 8  # nodes of a graph that is simulated so often
+MOST_NODES = 1000  # in a graph for which there is
 MOST_DEVICES = 16
 WORTH = 1.15  # times the bound of all plans: a step below it has little to gain
 # times the best step: the estimate is about a tenth too low, and at times more than it should be
 LIKELY, SMALL_LIKELY = 0.9, 1.2
 APART = 1.3  # by at least so much their numbers of micro-steps differ
-FILLED = (1.0, 0.85, 0.7)  # of a device's memory that the estimate may fill; less where the simulator refuses
+FILLED = (1.0, 0.85, 0.7)  # shares of memory to be filled by estimate; less where the simulator refuses
 
 Ranks = tuple[int, ...]
 
@@ -272,7 +272,7 @@ class _Estimate:
         seconds, costs = [], []
         for n, (ranks, counts) in enumerate(zip(units, shares)):
             stage_s, fits = self.stage(ranks, size, min(len(units) - n, micro_steps))
-            # what comes in crosses the border before the first group
+            # inputs cross the border before the first group
             arrives = np.zeros(count + 1)
             if n:
                 fixed, per_byte = self._link(units[n - 1], shares[n - 1], ranks, counts)

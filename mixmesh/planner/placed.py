@@ -16,8 +16,8 @@ from .polish import whole_counts
 from .spaces import space_of
 from .task import Proposal, Task
 
-FILLED = (1.0, 0.85, 0.7)  # of a device's memory that a cut by memory gives to what is estimated
-TIGHTENED = (1.0, 0.93, 0.85)  # of usable memory, for a search whose estimates are off by some per cent
+FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory gives to what is estimated
+TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent
 EXCESS = 10.0  # memory that is missing makes a strategy so much dearer: of a tenth, by as much again
 MAX_EVALUATIONS = 3000
 MAX_SIMULATIONS = 40
@@ -152,7 +152,7 @@ class LocalSearch:
         if strategy not in self.seen:
             said = self.judge(strategy)
             peaks = zip(said.peak_memory_bytes, self.usable)
-            # of all ranks together, so that each one relieved is a step in the right direction
+            # summed over all ranks, so that each one relieved is a step in the right direction
             excess = sum(max(0.0, peak / usable - 1) for peak, usable in peaks)
             self.seen[strategy] = excess > 0, said.step_s * (1 + EXCESS * excess)
         return self.seen[strategy]

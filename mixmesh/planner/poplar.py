@@ -36,8 +36,8 @@ from .room import Room
 from .task import Proposal, Task
 
 STAGES = (0, 1, 2, 3)
-HIDDEN = (1.0, 0.25)  # of the collectives' seconds, what a micro-step waits for
-SPARE = (0.0, 0.02, 0.06, 0.2)  # of a device's room, left to rows that are not divided
+HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch waits for
+SPARE = (0.0, 0.02, 0.06, 0.2)  # shares of a device's memory budget, left to rows that are not divided
 RESERVES = 16  # steps from a memory for samples alone to one for what is owned first
 COMMON = 2  # the first stage whose devices share one count of micro-steps
 ONCE_S = 1e9  # seconds of collectives that make a second micro-step unthinkable
@@ -52,7 +52,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
             return  # nor will slower ones help
-        short = []  # of memory: stages in which not everyone takes its share at once
+        short = []  # stages of ZeRO in which memory is too short for some rank to take its share at once
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             proposals = list(Staged(task, stage, ranks).proposals())
@@ -65,7 +65,7 @@ def poplar(task: Task) -> Iterator[Proposal]:
             for made in computed_again(task, stage, ranks, best_s):
                 found, best_s = True, made.timeline.step_s
                 yield made
-    if not found:  # what comes closest: the least memory on each device
+    if not found:  # the closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
 

@@ -18,15 +18,15 @@ from ..sync import best_run, best_sync
 from ..zero import zero_stage
 from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
-# of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
+# share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
-# of the step that must be saved: owners keep optimizers to those that work by element
+# share of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01
-EXCHANGED = 0.05  # of the step that exchanges within its passes must take for these to be worth the time
-QUICK_INSTRUCTIONS = 2000  # of a program that there is some time for
+EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
+QUICK_INSTRUCTIONS = 2000  # in a program that there is some time for
 SMALL_BYTES = 1e6
-SAME = 1e-6  # of a step: less is rounding
-RUN_BYTES = (4e6, 16e6)  # of buckets of which some have owners
+SAME = 1e-6  # share of a step: less is rounding
+RUN_BYTES = (4e6, 16e6)  # sizes of buckets of which some have owners
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 TRIED = 40  # runs of buckets of each size
 QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
@@ -46,9 +46,9 @@ def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> di
     with task.timed("sync"):
         floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in known.items()}
     # first those that hidden sums would leave fastest; where there is little time, those that are so far, and
-    # of the others such as would become faster if they gained as much as those before them
+    # and those of the others that would become faster if they gained as much as those before them
     tried: Counter[str] = Counter()
-    left = 0.0  # of a step
+    left = 0.0  # share of a step
     hurried = {key: quick and is_hurried(p) for key, p in known.items()}
     for key in sorted(known, key=lambda k: known[k].timeline.step_s if hurried[k] else floor_s[k]):
         proposal, planner, fastest_s = known[key], known[key].planner, fastest.timeline.step_s
@@ -90,7 +90,7 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
         return best
 
     if on_cpu:
-        # what is gathered in small pieces is there for the first layers while the others still travel
+        # parameters gathered in small pieces are there for the first layers while the others still travel
         made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
     else:
         made = owned_runs(task, program, quick=quick)

@@ -46,13 +46,13 @@ from ..zero import zero_stage
 from .ideal import ideal_s, seconds_by_class
 from .tried import Tried
 
-HEADROOM = 0.05  # of a device's memory that a plan leaves free
-USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # of buckets that are tried
-SMALL_INSTRUCTIONS = 600  # of a program that there is time for
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free
+USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of buckets that are tried
+SMALL_INSTRUCTIONS = 600  # in a program that there is time for
 HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
-MUCH = 0.1  # of the step that packed sums must save while programs are searched
+MUCH = 0.1  # share of the step that packed sums must save while programs are searched
 BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
-SEARCH_S = 20.0  # of planners that search as long as they may
+SEARCH_S = 20.0  # for planners that search as long as they may
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ class Task:
         way = accumulating, program.direct_bytes
         key = (id(program.instructions), ranks, way)
         if key not in self._simulations:
-            # what is not of the ranks is known from the first such program
+            # all that does not depend on the ranks is known from the first such program
             alike = (id(program.instructions), tuple(len(r) == 1 for r in ranks), way)
             like = self._first.get(alike)
             others = program.direct_bytes, *[id(i) for i in program.instructions if i.op != "param"]

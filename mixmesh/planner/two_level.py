@@ -31,16 +31,16 @@ from .polish import whole_counts
 from .recomputed import fewest
 from .task import HEADROOM, Proposal, Task
 
-# of a second of gradient sums within a machine: those between machines take longer, the more so the thinner
-# the link
+# prices of a second of gradient sums within a machine: those between machines take longer, the more so
+# the thinner the link
 PRICES = (8.0, TENSOR_PARALLEL.gradient_sync, 1.0)
-ROUNDS = 2  # of dealing out samples
+ROUNDS = 2  # rounds of dividing samples
 WORTH = 1.1  # times what computing alone takes: a step below it has little to gain
 MUCH_WORTH = 1.3  # the same, if there is more to plan than
-MOST_NODES = 2000  # of the graph, times kinds of machines: about two seconds
+MOST_NODES = 2000  # nodes of the graph times kinds of machines: about two seconds
 HOPELESS = 1.2  # times the best step: of such a program no other shares, prices or buckets are tried
 MOST_MACHINES = 8
-BUCKET_BYTES = 16e6  # of programs that are compared
+BUCKET_BYTES = 16e6  # in programs that are compared
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class TwoLevel:
         self._found: dict[tuple, Program | None] = {}
         self._fitting: dict[tuple, Program] = {}
         self.spare: float | None = (
-            None  # of memory that machines leave free; None where they need not mind it
+            None  # bytes of memory that machines leave free; None where they need not mind it
         )
         self._tasks: dict[tuple, Task] = {}
 
@@ -116,7 +116,7 @@ class TwoLevel:
                 return
         if made is None or fits(self.task, made.timeline, range(self.task.world_size)):
             return
-        # what joins machines takes memory beside that of their own programs
+        # joining machines takes memory beside that of their own programs
         for self.spare in SPARE:
             for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
                 if step_s > LOST * self.task.best_s:

@@ -14,7 +14,7 @@ from ..runtime.data import Followed
 from ..runtime.first_rank import from_first_rank
 from .resuming import Numbers, Progress, check_skipped, skip
 
-Rows = Callable[[int], tuple[int, int]]  # of a batch of so many: a rank's first row, and how many it has
+Rows = Callable[[int], tuple[int, int]]  # a batch's size to a rank's first row and how many it has
 BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
 
 

@@ -251,7 +251,7 @@ class OwnIterator(OwnLoader):
     no state to go on from."""
 
     def __init__(self, loader: Iterator, plan: Plan) -> None:
-        own = Counted(loader, lambda batch: batch, lambda: None)  # whose ``iter`` is not that of the loader
+        own = Counted(loader, lambda batch: batch, lambda: None)  # its ``iter`` is not that of the loader
         super().__init__(loader, own, plan, is_whole=True)
         self._batches, self._has_given = super().__iter__(), False
 

@@ -41,7 +41,7 @@ def check_last_batch(loader: Any, plan: Plan) -> None:
     steps = max(row.steps for row in plan.micro_batches)
     try:
         left = len(loader.sampler) % batch_size
-    except TypeError:  # of no known length
+    except TypeError:  # its length is not known
         return
     if loader.drop_last or not left:
         return

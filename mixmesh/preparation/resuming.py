@@ -94,7 +94,7 @@ class Progress:
     sampler_epoch: int | None = None  # given to set_epoch last: the order of this epoch and those after it
     num_yielded: int = 0
     samples_yielded: int = 0
-    digest: str = ""  # of all that was given
+    digest: str = ""  # over all that was given
     numbers: Numbers | None = field(default=None, repr=False)  # that the epoch's order is drawn from
     is_open: bool = False  # an epoch has begun and not ended
 

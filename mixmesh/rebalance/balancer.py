@@ -25,8 +25,8 @@ from .observe import Observed, Sensitivity, window_steps
 from .solve import Solver, sample_ratio
 
 PURPOSE = "rebalance"  # a group of its own, for messages that nobody waits for
-LEAST_GAIN = 0.05  # of a step: less is within what a prediction is off by
-LEAST_PAUSE_S = 0.5  # of the first change of shares; later ones are expected to take what the last one did
+LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
+LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
 LEAST_LEFT = 100  # steps, where a run does not say how many it makes: as many as were made, or these
 
 
@@ -83,8 +83,8 @@ class RunBalancer:
         self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
-        self._pause_s = 0.0  # of the last change of shares
-        self._times: list[tuple[float, float]] = []  # of this window, own and in all
+        self._pause_s = 0.0  # seconds of the last change of shares
+        self._times: list[tuple[float, float]] = []  # in this window, own and in all
         self._length = self._settings.least_steps
         self._pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
         self._change: Change | None = None

@@ -22,7 +22,7 @@ from ..ratios import optimal_ratio, usable_bytes, with_ratio
 from ..simulator import Simulation, Timeline
 from ..tuning.correct import corrected
 
-HEADROOM = 0.05  # of a device's memory that a plan leaves free, as the planner does
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free, as the planner does
 MOST_MOVED = 32  # single samples, one after the other
 LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond, something else happened than computing
 

@@ -20,10 +20,10 @@ from .drawing import busiest_link, device_name
 from .parts import OTHERS, WAITS, Parts, kinds_of
 
 EVENLY = "ddp-even"
-LONG_S = 10.0  # of planning: from there on only baselines are planned once more
-SAME = 0.005  # of a step: less is no difference to be told
-TOLD = 0.2  # of a difference: a part that makes less of it is not told
-WHOLE = 0.9  # of a difference: a part that makes so much of it is all that is told
+LONG_S = 10.0  # seconds of planning: from there on only baselines are planned once more
+SAME = 0.005  # share of a step: less is no difference to be told
+TOLD = 0.2  # share of a difference: a part that makes less of it is not told
+WHOLE = 0.9  # share of a difference: a part that makes as much of it is all that is told
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: f
     faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
     costs = CostModel(faster, None if profile is None else profile.without_links())
     faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
-    if profile is not None:  # what links bring, by the same costs of links
+    if profile is not None:  # a gain of faster links is told by the same costs of links
         now = CostModel(cluster, profile.without_links())
         faster_s *= step_s / run(plan.program, now, micro_batches=plan.micro_batches).step_s
     return faster_s

@@ -7,9 +7,9 @@ from .facts import Facts
 from .page import section_html, table_html
 from .parts import WAITS
 
-SAME = 0.01  # of a step
+SAME = 0.01  # share of a step
 MOST_TOLD = 4  # ranks whose samples differ
-TOLD = 0.2  # of a difference: a part that makes less of it is not told
+TOLD = 0.2  # share of a difference: a part that makes less of it is not told
 
 
 def differences(one: Facts, two: Facts) -> list[str]:

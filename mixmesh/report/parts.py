@@ -13,8 +13,8 @@ COMPUTE, COMMUNICATION = STREAMS
 COMPUTES, AGAIN, OPTIMIZER = "computes", "computes again", "optimizer"
 GRADIENTS, GATHERS, EXCHANGES = "sums of gradients", "gathers of parameters", "other exchanges"
 OTHERS = "other devices"
-KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # of events
-WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # of what a device waits for
+KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # kinds of events
+WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of what a device waits for
 KindOf = Callable[[Event], str]
 
 

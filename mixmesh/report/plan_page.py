@@ -17,9 +17,9 @@ from .page import Page, asset, filled, section_html
 from .parts import KINDS, WAITS, KindOf, Parts, waits
 from .words import sentences
 
-SHORTEST_S = 1e-9  # of an event that is drawn
+SHORTEST_S = 1e-9  # the shortest event that is drawn
 NS = 1e9
-MOMENTS = 240  # of a step in which the memory of a device is drawn
+MOMENTS = 240  # moments of a step at which the memory of a device is drawn
 MILLION = 1_000_000
 
 

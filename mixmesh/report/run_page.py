@@ -12,9 +12,9 @@ from .page import Page, asset, filled, section_html, table_html
 from .recognise import Run
 
 WARM_UP_STEPS = 2  # after a start: allocators and connections fill
-POINTS = 4000  # of a curve
+POINTS = 4000  # points of a curve
 NAMES = {START: "start", CHECKPOINT: "checkpoint", SHARES: "new shares"}
-SAME = 0.01  # of a step
+SAME = 0.01  # share of a step
 
 
 def run_page(runs: Sequence[Run]) -> Page:

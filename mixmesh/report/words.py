@@ -8,8 +8,8 @@ from .drawing import device_name
 from .facts import FASTER_LINKS, Facts
 from .parts import busiest_rank
 
-BUSY = 0.9  # of the step: from there on a device sets the pace, and below it what is waited for
-SAME = 0.01  # of a step
+BUSY = 0.9  # share of the step: from there on a device sets the pace, and below it what is waited for
+SAME = 0.01  # share of a step
 
 
 def sentences(facts: Facts) -> list[str]:

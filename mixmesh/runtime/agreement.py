@@ -157,7 +157,7 @@ def difference(values: Sequence[str]) -> str:
 def outliers(values: Sequence[str]) -> tuple[int, ...]:
     """The ranks that have another value than most ranks; than the first rank where no value has most."""
     groups = by_value(dict(enumerate(values)))
-    usual = max(groups, key=lambda value: len(groups[value]))  # of equal groups the one of the lowest rank
+    usual = max(groups, key=lambda value: len(groups[value]))  # among equal groups the one of the lowest rank
     return tuple(rank for rank, value in enumerate(values) if value != usual)
 
 

@@ -137,10 +137,10 @@ def _like(batch: Any, shares: Any) -> Any:
         for name, share in shares.items():
             made[name] = share
         share_of = {id(batch[name]): share for name, share in shares.items()}
-    except Exception:  # of its own ways to be copied and changed, of any kind
+    except Exception:  # a class may fail to be copied and changed in any way
         return shares
     attributes = getattr(made, "__dict__", {})
-    for name, value in attributes.items():  # of a class that shows its values as attributes, batch.x
+    for name, value in attributes.items():  # for a class that shows its values as attributes, batch.x
         if isinstance(value, Tensor):
             attributes[name] = share_of.get(id(value), value)
     return made

@@ -59,7 +59,7 @@ class FiniteGuard:
         if self._on_nan is OnNan.IGNORE:
             local, self._total = call(self._model.forward_local, batch)
         else:
-            # what the forward pass writes (statistics of batch norm)
+            # the forward pass writes these (statistics of batch norm)
             written = [plain(b) for name, b in self._model.named_buffers() if name in self._updated]
             self._buffers = [(b, b.clone()) for b in written]
             local = call(self._model.forward_addend, batch)

@@ -53,7 +53,7 @@ def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]
 def _watched(what: str) -> Iterator[None]:
     """Raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
     watch = running_watch()
-    if watch is None or watch.waiting is not None:  # who waits looks at its errors
+    if watch is None or watch.waiting is not None:  # a rank that waits looks at its errors
         yield
         return
     watch.waiting = Waiting(what, time.monotonic(), is_call=False)

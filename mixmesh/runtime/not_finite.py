@@ -130,7 +130,7 @@ def _first_value(program: Program, step: int, told: Sequence[Findings]) -> NotFi
 
     def counts_of(held: Held) -> Counts | None:
         rank, name = held
-        # what is computed once for all micro-steps is noted with the first
+        # values computed once for all micro-batches are noted with the first
         return told[rank].values.get((step, name), told[rank].values.get((0, name)))
 
     reached: dict[Held, list[Held]] = {}  # with what made it

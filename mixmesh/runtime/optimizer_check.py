@@ -50,7 +50,7 @@ def check_optimizer(
 
 def check_can_be_prepared(optimizer: Any) -> None:
     """Raises InputError for what is not made as PyTorch's optimizers are, such as an object around one."""
-    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # of Optimizer.__init__
+    if optimizer is None or hasattr(optimizer, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
         return
     kind = type(optimizer).__name__
     raise InputError(

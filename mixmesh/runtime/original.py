@@ -80,7 +80,7 @@ def give_back(x: TakenOver) -> None:
     with _on_real_tensors():
         shape, stride = x.shape, x.stride()
         x.__class__ = x.was
-        for name in ("_is_param", "was", "heir"):  # whoever pickles the tensor pickles these
+        for name in ("_is_param", "was", "heir"):  # they are pickled with the tensor
             x.__dict__.pop(name, None)
         x.data = torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device)
 

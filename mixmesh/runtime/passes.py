@@ -78,7 +78,7 @@ class Runtime:
     unchecked: PlannedModel | None  # until the first call
     recorder: Recorder | None = None
     inspector: Inspector | None = None
-    summed: Program | None = None  # of the batch that ran last
+    summed: Program | None = None  # for the batch that ran last
     before_call: Callable[[], None] | None = None
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
     without_values: tuple[str, ...] = ()  # tensors of a model that was made on the device meta

@@ -111,7 +111,7 @@ class Peers:
         if is_here:
             return f"is stopped (by a signal), for {silent_s:.0f} s" if is_stopped(seen.pid) else ""
         if self.store_is_lost and rank:
-            return ""  # nobody can be heard of; rank 0, whose process holds the store, is looked at
+            return ""  # no rank can be heard of; rank 0, whose process holds the store, is looked at
         return f"has not been heard of for {silent_s:.0f} s"
 
     def why_silent(self, rank: int, heartbeat_s: float) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # of processes of torchrun
+LAUNCHER_VARIABLE = "TORCHELASTIC_RUN_ID"  # set in processes of torchrun
 SIGNAL_OF_PARENTS_END = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 

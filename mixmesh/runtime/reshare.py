@@ -173,7 +173,7 @@ def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, S
     for p in moving:
         old = run.by_param[p]
         new = stored[old.name]
-        # of the ranks that hold this copy of it
+        # among the ranks that hold this copy of it
         ranks = sorted({*old.held.ranks, *new.held.ranks})
         if run.comm.rank not in ranks:
             continue

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..errors import CollectiveError
 
-_stretches: list[str] = []  # of this process, the innermost last
+_stretches: list[str] = []  # the stretches of this process, the innermost last
 
 
 @contextmanager

@@ -317,7 +317,7 @@ class _Recording:
             self._recorder = Recorder(self._parallel.comm)
             self._open.enter_context(self._parallel.recorded(self._recorder))
             self._span = self._recorder.span
-            dist.barrier()  # nobody compiles while others measure
+            dist.barrier()  # no rank compiles while others measure
         return self._span
 
     def after_optimizer(self, number: int) -> Span:

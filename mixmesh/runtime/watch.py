@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -226,25 +227,38 @@ class Watch:
     def _judge(self) -> None:
         """Concludes what can be concluded from what was read."""
         states, waiting = self._peers.states(), self.waiting
-        for seen in states.values():
-            if seen.verdict is not None:
-                error, lost = error_of(seen.verdict)
-                if lost is not None and waiting is not None:
-                    error = self.position.error(lost, waiting, self.world_size)
-                return self._conclude(error, lost)
+        told = next((seen.verdict for seen in states.values() if seen.verdict is not None), None)
+        if told is not None:
+            return self._follow(told, waiting)
         if waiting is None:
             self._noticed = False
             doing = Waiting.now(self.doing or current_stretch() or "the end of its script", is_met=False)
             return self._judge_silent(states, doing) if self._is_taking_part else None
-        what, waited_s = waiting.what, time.monotonic() - waiting.since
+        if (gone := self._find_gone(states, waiting)) is not None:
+            return self._lose(gone, waiting)
+        if time.monotonic() - waiting.since < STUCK_S and not self._asked:
+            return self._judge_silent(states, waiting)
+        return self._judge_stuck(states, waiting)
+
+    def _follow(self, told: dict[str, Any], waiting: Waiting | None) -> None:
+        """Concludes what another rank has concluded, in the words of what this one waits for."""
+        error, lost = error_of(told)
+        if lost is not None and waiting is not None:
+            error = self.position.error(lost, waiting, self.world_size)
+        self._conclude(error, lost)
+
+    def _find_gone(self, states: dict[int, Seen], waiting: Waiting) -> Lost | None:
+        """A rank that has said itself that it does not come to the call that this one waits in."""
         for rank, seen in states.items():
             has_failed = seen.failed and seen.number == self.number and not seen.doing
             if has_failed and waiting.is_call:
-                return self._lose(Lost(rank, "has failed", seen.failed), waiting)
+                return Lost(rank, "has failed", seen.failed)
             if seen.ended:
-                return self._lose(Lost(rank, "has ended", seen.ended), waiting)
-        if waited_s < STUCK_S and not self._asked:
-            return self._judge_silent(states, waiting)
+                return Lost(rank, "has ended", seen.ended)
+        return None
+
+    def _judge_stuck(self, states: dict[int, Seen], waiting: Waiting) -> None:
+        """Looks for the reason why this rank waits for long, or why its collective has failed."""
         # where a connection has failed, a rank of another machine that misses some beats is the lost one
         silent_s = min(self.heartbeat_s, MISSED_S) if self._asked else self.heartbeat_s
         for rank in states:
@@ -252,9 +266,10 @@ class Watch:
                 return self._lose(Lost(rank, how), waiting)
         if not waiting.is_call:
             return None
-        if (error := different_calls(self.rank, dict(self._calls), states, what)) is not None:
+        error = different_calls(self.rank, dict(self._calls), states, waiting.what)
+        if error is not None:
             return self._conclude(error)
-        return self._notice(states, what, waited_s)
+        return self._notice(states, waiting.what, time.monotonic() - waiting.since)
 
     def _judge_silent(self, states: dict[int, Seen], waiting: Waiting) -> None:
         """Looks for a rank that was lost before this one waits for it, or waits for long."""

@@ -92,7 +92,7 @@ class PairwiseWork:
     that something has come, so ``is_completed`` and futures have a thread wait from then on."""
 
     def __init__(self, posted: Posted) -> None:
-        self._posted: Posted | None = posted  # nobody has waited for them
+        self._posted: Posted | None = posted  # not waited for yet
         self._watched: StagedWork | None = None
 
     def wait(self) -> None:

@@ -20,7 +20,7 @@ COMPUTE_VARIABLE = "MIXMESH_COMPUTE_TASKS"
 FREE_VARIABLE = "MIXMESH_FREE_TASKS"
 EMULATED_VARIABLE = "MIXMESH_EMULATED"  # says what is emulated, and how: another cluster has another value
 MEMORY_PEAK_VARIABLE = "MIXMESH_MEMORY_PEAK_FILE"
-JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # of a device, for ranks that a launcher inside of a machine starts
+JOIN_VARIABLE = "MIXMESH_JOIN_FILES"  # files of a device, for ranks started by a launcher inside of a machine
 
 
 def join_device() -> bool:

@@ -13,7 +13,7 @@ from mixmesh.testbed.system import command
 
 LIMIT_BYTES = 64_000_000  # in the queue: senders wait instead of losing packets
 MTU = 1500
-BESIDE = "10.77.254.254"  # of what runs beside the machines, which no fault of a machine reaches
+BESIDE = "10.77.254.254"  # address of the host beside the machines, which no fault of a machine reaches
 
 
 def burst_bytes(bytes_per_s: float) -> int:

@@ -17,7 +17,7 @@ def batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     """
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
-        return None  # somebody reads the saved statistics
+        return None  # the saved statistics are read
     eps = arg.get("eps", arg.get("epsilon"))
     if not arg.get("training", "no_training" not in node.op):
         return (_with_given_statistics(b, arg, eps), *[None] * (len(node.results) - 1))
@@ -41,7 +41,7 @@ def local_batch_norm(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     (torch.nn.BatchNorm2d under DistributedDataParallel)."""
     arg = bound(node)
     if any(r is not None for r in node.results[1:3]):
-        return None  # somebody reads the saved statistics
+        return None  # the saved statistics are read
     if not arg.get("training", "no_training" not in node.op):
         return batch_norm(b, node)
     eps = arg.get("eps", arg.get("epsilon"))

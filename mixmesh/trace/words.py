@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from ..errors import TraceError
 
-WORDS = "words"  # what a plan records of such an argument
+WORDS = "words"  # the kind that a plan records for such an argument
 
 
 def is_words(value: Any) -> bool:

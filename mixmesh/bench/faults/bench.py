@@ -28,7 +28,7 @@ from .judgement import (
 from .kinds import KIND_NAMES, KINDS, Fault, Kind, kind_of
 from .scene import Output, Scene, Setting, Stuck
 
-SHARES = ("0.40", "0.40", "0.25", "0.25")  # of a core, a machine each
+SHARES = ("0.40", "0.40", "0.25", "0.25")  # shares of a core, one machine each
 DISK_BYTES = 64 * 2**20
 NOTICED_S = 30.0
 MOST_STEPS = 8  # between two faults

@@ -12,8 +12,8 @@ from pathlib import Path
 from ...testbed.cgroups import MIN_QUOTA_US, PERIOD_US
 from .scene import Scene
 
-NOT_WRITTEN = "could not be written"  # of the warning where a disk is full
-LEFT_BYTES = 16 * 2**10  # of a full disk
+NOT_WRITTEN = "could not be written"  # a part of the warning where a disk is full
+LEFT_BYTES = 16 * 2**10  # free space of a full disk
 
 
 @dataclass

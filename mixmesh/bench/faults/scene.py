@@ -26,7 +26,7 @@ POLL_S = 0.05
 AGAIN_S = 1.0  # after which an agent that has failed is started again, as by systemd or Kubernetes
 MOST_AGENTS = 40  # started in one training: more are no accident
 STORE_PORT = 29400
-LAST_LINES = 15  # of each machine, in the report on a training that hangs
+LAST_LINES = 15  # per machine, in the report on a training that hangs
 TOKEN_VARIABLE = "MIXMESH_FAULTS_TOKEN"  # by which ranks are found whose agent was killed
 RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
@@ -166,7 +166,7 @@ class Scene:
             agent.is_done = status == 0
             if agent.starts_at_s is None:
                 agent.starts_at_s = now_s + AGAIN_S
-            # what is left of a training that is over waits for nobody
+            # processes left of a training that is over wait for no one
             elif now_s >= agent.starts_at_s and not any(a.is_done for a in self._agents.values()):
                 self._start(machine)
 

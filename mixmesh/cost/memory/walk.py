@@ -516,7 +516,7 @@ class Walk:
     def backward(self) -> None:
         program = self.program
         sent = returned(program)
-        for moved in sent.get(len(program.instructions), ()):  # nobody uses the loss
+        for moved in sent.get(len(program.instructions), ()):  # no instruction uses the loss
             self._move_back(moved)
         again: dict[str, _Storage] = {}  # gathered once more
         points = last_points(program)
