@@ -247,7 +247,7 @@ class Cluster:
 
 
 def with_faster_links(cluster: Cluster, *, inside: float = 1.0, between: float = 1.0) -> Cluster:
-    """``cluster`` with links inside machines, and those between them, so many times as fast."""
+    """``cluster`` with links inside machines, and those between them, faster by these factors."""
     machines = tuple(
         dataclasses.replace(
             machine,

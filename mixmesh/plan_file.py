@@ -125,8 +125,8 @@ class Plan:
 
     @property
     def batch_norm(self) -> str:
-        """Whose statistics batch norm takes: "exact", of the whole batch, or "local", of each rank's own
-        samples. The program says so."""
+        """The statistics that batch norm takes: "exact", over the whole batch, or "local", over each rank's
+        own samples. The program says so."""
         return batch_norm_of(self.program)
 
     def save(self, path: str | Path) -> None:

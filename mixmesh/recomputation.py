@@ -126,7 +126,7 @@ class _Live:
         return (*out, tuple(region)) if region else tuple(out)
 
     def kept_bytes(self, region: Sequence[int], again: Sequence[int]) -> float:
-        """Bytes in whole that are kept of a region of which some computations run again."""
+        """Unsharded bytes that are kept of a region of which some computations run again."""
         instructions = self.program.instructions
         made = {r for n in again for r in instructions[n].results}
         read = [x for n in again for x in instructions[n].inputs if x not in made]
@@ -137,7 +137,7 @@ class _Live:
         return sum(sizes.values())
 
     def inside(self, region: Sequence[int]) -> float:
-        """Bytes in whole that a region keeps without running again."""
+        """Unsharded bytes that a region keeps without running again."""
         return sum(dict(pair for n in region for pair in self.keeps[n]).values())
 
     def earlier(self, parts: Regions) -> Regions:
@@ -150,7 +150,7 @@ class _Live:
         return parts[:count]
 
     def estimate(self, parts: Regions) -> float:
-        """Bytes in whole that are kept between the passes, and the most that a region keeps besides."""
+        """Unsharded bytes that are kept between the passes, and the most that a region keeps besides."""
         crossing: set[str] = set()
         inside = [0.0]
         for members in parts:

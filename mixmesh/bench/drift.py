@@ -84,7 +84,7 @@ class Recovery:
 
     @property
     def is_in_time(self) -> bool:
-        """Whether that was within so many steps or seconds."""
+        """Whether that was within the steps or the seconds that are asked."""
         return self.steps is not None and (self.steps <= WITHIN_STEPS or self.time_s <= WITHIN_S)
 
 

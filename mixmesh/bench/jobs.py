@@ -245,7 +245,7 @@ class OneProduct(nn.Module):
 
 
 def product(rows: int, width: int = 1024, out: int = 1024) -> Job:
-    """One linear layer on so many rows."""
+    """One linear layer on ``rows`` rows."""
     torch.manual_seed(0)
     batch = {"x": torch.randn(rows, width), "y": torch.randn(rows, out)}
     return Job(OneProduct(width, out), batch, optimizer=sgd)

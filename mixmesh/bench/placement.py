@@ -138,7 +138,7 @@ def run(
     seeds: int = SEEDS,
     unmeasured: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """A row per case and method, all of them without names; tree searches with so many seeds."""
+    """A row per case and method, all of them without names; tree searches with each of the seeds."""
     graphs: dict[tuple[str, int], tuple[Graph, Graph]] = {}  # with batch norm of all samples, of each rank's
     for case in chosen:
         key = (case.workload, case.global_batch)

@@ -132,7 +132,7 @@ class Parts:
 
 
 def split(ratio: Ratio, batch: int, steps: int) -> tuple[MicroBatch, ...]:
-    """A batch in at most ``steps`` micro-steps, each dealt out by the ratio, the last of what is left."""
+    """A batch in at most ``steps`` micro-batches, each divided by the ratio, the last of what is left."""
     sizes = [max(1, round(share * batch / steps)) for share in ratio]
     steps = math.ceil(batch / sum(sizes))
     last = share_out(batch - (steps - 1) * sum(sizes), sizes)

@@ -1,4 +1,4 @@
-"""One process of ``mixmesh bench scripts``: runs a script as ``python SCRIPT`` would, for so many steps.
+"""One process of ``mixmesh bench scripts``: runs a script as ``python SCRIPT`` would, for a number of steps.
 
 The script stays as it is: it prints its loss after every step, and is timed from line to line.
 

@@ -119,7 +119,7 @@ def measure(
     folder: Path,
     say: Progress,
 ) -> tuple[Measured, dict[str, Plan], tuple[Tried, ...]]:
-    """Profiles one job, plans one per variant (tuned or dealt out evenly where its name says so), and times
+    """Profiles one job, plans one per variant (tuned or divided evenly where its name says so), and times
     them all beside the baselines of one. The plans that tuning has tried come third."""
     cluster = cluster_of(case)
     cluster_path = folder / "cluster.toml"

@@ -41,7 +41,7 @@ EVERY = re.compile(r"(\d+)(s?)")
 
 @dataclass(frozen=True)
 class Every:
-    """How often: every so many steps, or every so many seconds; the other one is 0."""
+    """The interval in steps or in seconds; the other one is 0."""
 
     steps: int = 0
     time_s: int = 0
@@ -214,7 +214,7 @@ class RunCheckpoints:
         self._note(save(self._settings.folder, **self._kept(num_steps), **self._parts()), num_steps)
 
     def _note(self, path: Path | None, num_steps: int) -> None:
-        """Notes the checkpoint of so many steps, if it could be written."""
+        """Notes the checkpoint after ``num_steps`` steps, if it could be written."""
         if path is not None:
             self._saved_step, self._number = num_steps, number_of(path)
             self._on_saved(num_steps)

@@ -192,7 +192,7 @@ def _blocks(
 
 
 def _values(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor, which is let go of at the end: not after the next one is there."""
+    """The bytes of a tensor, which is freed at the end, before the next one is there."""
     data = bytes_of(tensor)
     for begin in range(0, len(data), BLOCK_BYTES):
         yield data[begin : begin + BLOCK_BYTES]

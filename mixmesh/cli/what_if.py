@@ -68,7 +68,7 @@ def what_if(
 
 
 def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
-    """The sources of answers: the traced model for so many times the batch, the samples of a batch, the
+    """The sources of answers: the traced model for a multiple of the batch, the samples of a batch, the
     planner with the job's optimizer, and the profile."""
     from ..api import load_profile, plan_traced
     from ..job import batch_size, load_job, needs_whole_parameters, optimizer_states
@@ -90,7 +90,7 @@ def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, An
 
 
 def repeated(job: Job, times: int) -> Any:
-    """The job's batch with its samples so many times over."""
+    """The job's batch with its samples repeated ``times`` times."""
     if times == 1:
         return job.batch
     import torch

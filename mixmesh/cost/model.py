@@ -241,7 +241,7 @@ class CostModel:
         return (measured.rested_s, measured.rested_speed) if measured else (0.0, 1.0)
 
     def exchange_host_s(self, rank: int, name: str, ranks: tuple[int, ...], size_bytes: float) -> float:
-        """Seconds for which a collective over ``size_bytes`` in whole keeps the computing thread busy."""
+        """Seconds for which a collective over ``size_bytes`` in all keeps the computing thread busy."""
         return self.host_scale(rank) * self.exchange_alone_s(rank, name, ranks, size_bytes)
 
     def host_scale(self, rank: int) -> float:

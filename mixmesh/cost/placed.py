@@ -263,7 +263,7 @@ def purpose_of(program: Program, i: Instruction) -> str:
 
 
 def is_resharded(program: Program, i: Instruction) -> bool:
-    """Whether a gathered parameter is let go of after its last use and gathered again (ZeRO-3)."""
+    """Whether a gathered parameter is freed after its last use and gathered again (ZeRO-3)."""
     return i.op == "all_gather" and bool(i.attr("reshard", False)) and is_stored(program, i)
 
 
@@ -485,7 +485,7 @@ class Sheet:
         return tuple(self.costs.accumulation_s(rank, size) for rank, size in enumerate(held))
 
     def held_bytes(self, sizes: dict[Cut, float], program: Program) -> list[float]:
-        """Bytes on every rank of what has ``sizes`` in whole."""
+        """Bytes on every rank of values with these unsharded ``sizes``."""
         out = [0.0] * self.world_size
         for cut, size in sizes.items():
             for rank, share in enumerate(self.shares(cut, program)):

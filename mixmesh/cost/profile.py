@@ -117,7 +117,7 @@ class _FirstFile(pydantic.BaseModel, extra="forbid"):
 
 @dataclass(frozen=True)
 class OpMeasurement:
-    """Curves over the share of an operator's work, and how much work that is in whole.
+    """Curves over the share of an operator's work, and how much work that is in all.
 
     ``cuts`` are those of a product of which other inputs are cut than where the batch is: a digit per input,
     1 where it is cut (``cut_inputs``).

@@ -179,7 +179,7 @@ def gradient_sums(
 
 
 def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: str | None = None) -> Parts:
-    """The ranks by machine of a sum of so many bytes, if it goes by levels: to owners where these are
+    """The ranks by machine of a sum of ``size_bytes``, if it goes by levels: to owners where these are
     leaders, several of them."""
     parts = () if program.levels is None else program.levels.parts(ranks, size_bytes)
     if not parts or owned is None:
@@ -189,5 +189,5 @@ def parts_of(program: Program, size_bytes: int, ranks: tuple[int, ...], owned: s
 
 
 def summed(program: Program, size_bytes: int, ranks: tuple[int, ...]) -> Exchange:
-    """The sum of so many bytes of gradients between some ranks of a program."""
+    """The sum of ``size_bytes`` of gradients between some ranks of a program."""
     return Exchange("all_reduce", size_bytes, ranks, levelled=bool(parts_of(program, size_bytes, ranks)))

@@ -1,6 +1,6 @@
 """Placements: how one tensor is held across the ranks of one mesh axis.
 
-Sizes are decided here and nowhere else: a dim of ``size`` elements, cut in whole multiples of ``unit``
+Sizes are decided here and nowhere else: a dim of ``size`` elements, cut in multiples of ``unit``
 elements by ratio ``r``, gives rank j ``shard_sizes(size, r, unit)[j]`` elements, by largest remainder.
 """
 
@@ -17,7 +17,7 @@ RATIO_DIGITS = 6
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank j holds a contiguous piece of ``dim``, in whole multiples of ``unit`` elements.
+    """Rank j holds a contiguous piece of ``dim``, in multiples of ``unit`` elements.
 
     The unit is what a compound dim needs: heads of an attention layer are cut in multiples of the head
     size, a flattened (batch, time) dim in multiples of the time.

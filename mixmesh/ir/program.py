@@ -108,7 +108,7 @@ class Instruction:
 
 
 def with_attrs(i: Instruction, attrs: tuple[tuple[str, Arg], ...]) -> Instruction:
-    """``i`` with other attributes: planning makes so many that ``dataclasses.replace`` would be felt."""
+    """``i`` with other attributes: planning makes many, and ``dataclasses.replace`` is slow."""
     return Instruction(i.results, i.types, i.op, i.args, i.kwargs, attrs, i.location, i.line)
 
 
@@ -138,7 +138,7 @@ class Program:
         return None if name is None else self.ratio_of[name]
 
     def sums_directly(self, size_bytes: int) -> bool:
-        """Whether a redistribution sums so many bytes by each rank sending its addend to each other one."""
+        """Whether a redistribution sums ``size_bytes`` by each rank sending its addend to each other one."""
         return size_bytes <= self.direct_bytes
 
     @lazy

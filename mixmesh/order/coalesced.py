@@ -71,7 +71,7 @@ def most_saved_s(program: Program, costs: CostModel, groups: Groups) -> float:
 
 
 def in_runs(groups: Groups, runs: int) -> Groups:
-    """Each group in so many runs of about equal length, of two sums at least."""
+    """Each group in at most ``runs`` runs of about equal length, of two sums at least."""
     out = []
     for members in groups:
         count = max(min(runs, len(members) // 2), 1)

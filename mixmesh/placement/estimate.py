@@ -130,7 +130,7 @@ class Estimator:
             yield rank, fixed + kept, passing
 
     def _move(self, source: Ratio, target: Ratio, size_bytes: int) -> _Call | None:
-        """The move of a value of which so many bytes are cut by ``source``; None if it stays."""
+        """The move of a value of which ``size_bytes`` are cut by ``source``; None if it stays."""
         key = (source, target, size_bytes)
         if key not in self._calls:
             src, dst = self._shares(source), self._shares(target)

@@ -1,4 +1,4 @@
-"""The graph of a part of the batch: what one set of devices computes if samples are dealt out between sets.
+"""The graph of a part of the batch: what one set of devices computes if samples are divided between sets.
 
 It follows from the program of data parallelism, which says what of each value holds samples: shapes become
 those of the part, arguments that bake in sizes are rewritten by the operators' own rules, and a mean over
@@ -36,7 +36,7 @@ BY_POSITION = ("aten.arange", "aten.arange.start", "aten.arange.start_step")
 
 
 class NotDivisible(ValueError):
-    """The batch of a program cannot be dealt out between sets of devices."""
+    """The batch of a program cannot be divided between sets of devices."""
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Synthesis:
         return max(LEAST_SETS, SEARCHED_NODES // len(self.task.graph.nodes))
 
     def on(self, ranks: tuple[int, ...], prices: Sequence[float | None], judged: bool) -> Iterator[Proposal]:
-        """Those of a set of devices. The first is ``judged`` however slow it is."""
+        """Proposals for a set of devices. The first is ``judged`` however slow it is."""
         task, tried = self.task, self.task.tried.setdefault(ranks, Tried())
         for price in prices:
             if len(ranks) == 1 and price is not None:

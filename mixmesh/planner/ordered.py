@@ -65,7 +65,7 @@ def in_order(task: Task, proposal: Proposal) -> Proposal:
 def summed_otherwise(
     task: Task, proposal: Proposal, unpacked: Program, every: Sequence[int]
 ) -> list[Program]:
-    """The proposal's program with its small sums apart, as ``unpacked`` has them, and packed in so many runs
+    """The proposal's program with its small sums apart, as ``unpacked`` has them, and packed in several runs
     of each level, but for the way that it has them; none where that cannot save enough."""
     program, step_s = proposal.program, proposal.timeline.step_s
     if regions(program):

@@ -227,7 +227,7 @@ class _Estimate:
         return self._shares[key]
 
     def stage(self, ranks: Ranks, size: int, flying: int) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds of a micro-batch on ``ranks``, and whether they have the memory for so many under way."""
+        """Seconds of a micro-batch on ``ranks``, and whether they have memory for ``flying`` of them."""
         key = ranks, size, flying
         if key not in self._stages:
             count, counts = len(self.space.groups), self.shares(ranks, size)

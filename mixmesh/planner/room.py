@@ -35,7 +35,7 @@ class _Moments:
         return _least(self.usable - self.fixed - share * self.owned, self.per_sample)
 
     def share(self, samples: int) -> float:
-        """The most that an owner can hold beside so many samples."""
+        """The most that an owner can hold beside ``samples`` samples."""
         return _least(self.usable - self.fixed - samples * self.per_sample, self.owned)
 
 
@@ -96,7 +96,7 @@ class Room:
         return out
 
     def owners(self, samples: Sequence[int]) -> Ratio | None:
-        """Shares beside micro-batches of so many samples: in proportion to the speed of the optimizer, as far
+        """Shares beside micro-batches of these samples: in proportion to the speed of the optimizer, as far
         as each rank has the memory; None if that is too little."""
         able = [r for r in self.ranks if samples[r]]
         most = {r: min(self.moments[r].share(samples[r]), 1.0) for r in able}

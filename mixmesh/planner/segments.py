@@ -56,7 +56,7 @@ class Segment:
     before: Segment | None = None
 
     def spread(self, batch: int) -> list[Ratio]:
-        """The ratio of each group up to the end of this segment, in whole samples."""
+        """The ratio of each group up to the end of this segment, rounded to samples."""
         mine = [make_ratio(whole_counts(self.ratio, batch))] * (self.stop - self.start)
         return [*(self.before.spread(batch) if self.before else ()), *mine]
 

@@ -331,7 +331,7 @@ class Task:
         return ratio_of_speeds(self.seconds_among(len(ranks)), ranks)
 
     def seconds_among(self, num_devices: int) -> tuple[float, ...]:
-        """Per rank, the seconds of an equal share of the work on so many devices."""
+        """Per rank, the seconds of an equal share of the work on ``num_devices`` devices."""
         if num_devices not in self._seconds_among:
             share = 1 / num_devices
             self._seconds_among[num_devices] = device_seconds(self.graph, self.costs, share, self.choices)

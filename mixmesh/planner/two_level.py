@@ -1,4 +1,4 @@
-"""Two levels: samples dealt out between machines, and within each machine a program of its own.
+"""Two levels: samples divided between machines, and within each machine a program of its own.
 
 Between machines links are thin, so what passes there is gradients only; within a machine a search finds what
 is best on its devices and links, tensor parallelism for instance, whether it has two of them or five. For a

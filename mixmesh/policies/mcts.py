@@ -95,7 +95,7 @@ class Tree:
         self._unseen = [] if priors is None else self._one_per_ratio()
 
     def run(self, max_playouts: int | None = None) -> None:
-        """Playouts until the evaluator's budget is spent, or at most so many."""
+        """Playouts until the evaluator's budget is spent, or at most ``max_playouts``."""
         most = PLAYOUTS_PER_CALL * self.evaluate.max_calls if max_playouts is None else max_playouts
         for _ in range(most):
             for turn in self._turns():

@@ -109,7 +109,7 @@ class TagPriors:
         self.asked = 0
 
     def data(self, decided: int, current: Actions, outcome: Outcome):
-        """The graph of a strategy of which so many groups are decided, in the order of the search."""
+        """The graph of a strategy of which ``decided`` groups are decided, in the order of the search."""
         groups = frozenset(self.order[:decided])
         return hetero_data(self.facts.at(groups, current, self.order[0], outcome))
 

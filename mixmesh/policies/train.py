@@ -152,7 +152,7 @@ def mixed(rng: random.Random, space: Space, order, decided: int, best: Actions, 
 
 
 def labelled(made: Taught, decided: int, current: Actions, wanted: list[tuple[Actions, float]]) -> HeteroData:
-    """A state of which so many groups are decided, in the order of the search, and the others asked for."""
+    """A state with ``decided`` groups decided, in the order of the search, and the others asked for."""
     facts, order = made.facts, order_of_groups(made.space)
     tables, known = facts.tables, frozenset(order[:decided])
     data = hetero_data(facts.at(known, current, order[0], made.evaluate(current)))

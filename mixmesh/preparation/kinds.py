@@ -73,7 +73,7 @@ class Kinds:
 
 
 def names_of_speed(names: Iterable[str], flop_per_s: float) -> list[str]:
-    """Of files that are named by the speeds of devices those of about ``flop_per_s``, the nearest first."""
+    """The names that are numbers about as large as ``flop_per_s``, the nearest first."""
     speeds: dict[str, float] = {}
     for name in names:
         with suppress(ValueError):

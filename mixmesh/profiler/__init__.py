@@ -138,7 +138,7 @@ def profile_links(
 def provenance_of(
     graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
 ) -> dict[str, str | int | float | list[str]]:
-    """What a profile was measured with and for."""
+    """A profile's provenance: the versions, job and settings that it was measured with."""
     return {
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,

@@ -239,7 +239,7 @@ def agreed(comm: Comm, values: list[float]) -> list[float]:
 
 
 def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts = ()) -> Callable[[], object]:
-    """This rank's part of the collective, on a tensor of so many rows."""
+    """This rank's part of the collective, on a tensor of ``rows`` rows."""
     me, name = case.ranks.index(comm.rank), case.algorithm or None
     sizes = shard_sizes(rows, make_ratio(case.shares))
     straight = case.collective == "send" and channel.staged  # gloo sends no tensor of a GPU

@@ -98,7 +98,7 @@ class Bench:
     memory_bytes: float
 
     def has_room(self, size_bytes: float) -> bool:
-        """Whether the process can take so many bytes more. A GPU's allocator would say so itself, where a
+        """Whether the process can take ``size_bytes`` more. A GPU's allocator would say so itself, where a
         process on a CPU would be killed."""
         if self.device.type != "cpu":
             return True

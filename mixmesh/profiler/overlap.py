@@ -101,7 +101,7 @@ def all_reduce_curve(links: tuple[LinkMeasurement, ...], world_size: int) -> Cur
 def largest_bytes(
     links: tuple[LinkMeasurement, ...], world_size: int, between: tuple[int, int], seconds: float
 ) -> int:
-    """The most bytes that an all_reduce between all ranks is through with in time."""
+    """The most bytes that an all_reduce between all ranks finishes in time."""
     least, most = between
     size = most
     while size > 4 * least and all_reduce_curve(links, world_size).at(size) > seconds:

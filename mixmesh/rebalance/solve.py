@@ -80,7 +80,7 @@ class Solver:
         return Solved(made, timeline.step_s / before.step_s, timeline.compute_s, moved)
 
     def pause_s(self, moved_bytes: int) -> float:
-        """About what it takes to move so many bytes between ranks, over the slowest link."""
+        """About what it takes to move ``moved_bytes`` between ranks, over the slowest link."""
         ranks = range(self.cluster.world_size)
         slowest = min(self.cluster.bandwidth_between(a, b) for a in ranks for b in ranks)
         return moved_bytes / slowest

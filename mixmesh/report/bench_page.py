@@ -107,7 +107,7 @@ def differences(
     labels: Sequence[Sequence[str]],
     figures: Sequence[str],
 ) -> list[str]:
-    """What tells two results apart by the figure that is drawn at first, in words."""
+    """The differences of two results by the figure that is drawn at first, in words."""
     one, two = (dict(zip(own, rows)) for own, rows in zip(labels, flat))
     figure = figures[0]
     pairs = [

@@ -1,4 +1,4 @@
-"""What a step is made of: computing at its best, what the busiest device computes above it, and what that
+"""The parts of a step: computing at its best, what the busiest device computes above it, and what that
 device waits for, by kind."""
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def waits(timeline: Timeline, rank: int, kind_of: KindOf) -> dict[str, float]:
 
 
 def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[float, float]]:
-    """What is left of the time from 0 to ``end_s`` outside of ``spans``."""
+    """The rest of the time from 0 to ``end_s`` outside of ``spans``."""
     at_s = 0.0
     for start_s, until_s in sorted(spans):
         if start_s > at_s:

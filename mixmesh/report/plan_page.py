@@ -127,7 +127,7 @@ def rank_object(facts: Facts, rank: int) -> dict[str, Any]:
 
 
 def thinned(course: MemoryCourse, step_s: float) -> list[tuple[float, int]]:
-    """The most that is held in each of so many parts of the step, which loses no peak."""
+    """The most that is held in each of ``MOMENTS`` parts of the step, which loses no peak."""
     most: dict[int, int] = {}
     held = 0
     points = iter([*course.points, (math.inf, 0)])

@@ -1,4 +1,4 @@
-"""What a file or a folder is, by its content: a plan, a training, the results of a bench."""
+"""The kind of a file or a folder, by its content: a plan, a training, the results of a bench."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def slowest_text(own_s: Sequence[float]) -> str:
 
 
 def differences(one: Run, two: Run) -> list[str]:
-    """What tells two trainings apart, in words."""
+    """The differences of two trainings, in words."""
     a_s, b_s = usual_step_s(one.log), usual_step_s(two.log)
     found = []
     if a_s and b_s:
@@ -138,7 +138,7 @@ def more(mark: Mark, kept: set[int]) -> str:
 
 
 def run_object(run: Run) -> dict[str, Any]:
-    """All that is drawn of a training: of many steps the mean of each so many."""
+    """All that is drawn of a training; of more than ``POINTS`` steps, means of several."""
     steps = run.log.steps
     every = -(-len(steps) // POINTS) or 1
     chunks = [steps[n : n + every] for n in range(0, len(steps), every)]

@@ -409,7 +409,7 @@ def _pick(table: dict, algorithm: str | None, channel: Channel, counts: Sizes, w
 
 
 def _is_pairwise(channel: Channel, size_bytes: int) -> bool:
-    """Whether so many bytes of all ranks are exchanged by sends and receives of each two."""
+    """Whether ``size_bytes`` of all ranks are exchanged by sends and receives of each two."""
     return channel.backend == "gloo" and size_bytes >= PAIRWISE_BYTES
 
 

@@ -54,7 +54,7 @@ class Followed(Generic[T]):
         self._next: tuple[int, T] | None = None
 
     def follow(self, value: T, after: int = 0) -> None:
-        """Has ``value`` be the one after so many more uses."""
+        """Has ``value`` be the one after ``after`` more uses."""
         self._next = after, value
 
     def use(self) -> T:

@@ -281,7 +281,7 @@ class GradientReducer:
         self._take(lambda gradient: add(p, gradient), handle, size_bytes)
 
     def expects(self, p: Tensor, uses: int) -> None:
-        """So many more uses of a parameter (or fewer) bring gradients that autograd knows nothing of."""
+        """Announces ``uses`` more uses of a parameter (or fewer) that bring gradients without autograd."""
         self._uses[id(p)] = self._uses.get(id(p), 0) + uses
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:

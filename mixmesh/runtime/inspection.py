@@ -45,7 +45,7 @@ def is_spoilt(x: Any) -> bool:
 
 @dataclass
 class Inspector:
-    """What one rank has found in a pass. ``random`` knows the micro-step."""
+    """The findings of one rank in a pass. ``random`` knows the micro-step."""
 
     random: RandomPolicy
     values: dict[Place, Counts] = field(default_factory=dict)

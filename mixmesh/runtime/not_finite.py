@@ -115,7 +115,7 @@ def _spoilt_gradients(model: ParallelModel) -> Iterator[tuple[str, Counts]]:
 
 
 def earliest(program: Program, told: Sequence[Findings], is_loss_finite: bool) -> NotFinite | None:
-    """What comes first of what the ranks have found."""
+    """The earliest of the ranks' findings."""
     steps = {step for of in told for step, _ in (*of.values, *of.gradients)}
     for step in sorted(steps):
         if (found := _first_value(program, step, told)) is not None:

@@ -1,4 +1,4 @@
-"""Gathered parameters that are let go of after the forward pass and gathered again in the backward: ZeRO-3.
+"""Gathered parameters that are freed after the forward pass and gathered again in the backward: ZeRO-3.
 
 An ``all_gather`` of a parameter with the attribute ``reshard`` is not kept by autograd: what would be
 saved of it is replaced by a note of which gather it came from. Its last use carries a trigger, whose

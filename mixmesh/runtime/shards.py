@@ -68,7 +68,7 @@ class Stored:
         return len(pieces) if len(pieces) > 1 else 0
 
     def piece(self, whole: Tensor, rank: int, device: torch.device) -> Tensor:
-        """The piece that ``rank`` keeps. It never shares memory with the whole, so that can be let go of."""
+        """The piece that ``rank`` keeps. It shares no memory with the whole, which can then be freed."""
         mine = local_piece(whole.detach(), self.held, rank)
         if mine.shape != whole.shape:
             mine = mine.clone(memory_format=torch.contiguous_format)

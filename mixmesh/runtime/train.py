@@ -89,7 +89,7 @@ class RunReport:
 
 
 def endless(batches: Iterable | None, batch: Any, epochs: int | None = None) -> Iterator[Any]:
-    """Batches without end, or for so many ``epochs``: those of ``batches`` over and over, or ``batch``
+    """Batches without end, or for ``epochs`` epochs: those of ``batches`` over and over, or ``batch``
     itself."""
     times = () if epochs is None else (epochs,)
     if batches is None:

@@ -28,7 +28,7 @@ class Receiver(Protocol):
     """Takes the gradients of parameters."""
 
     def expects(self, p: Tensor, uses: int) -> None:
-        """So many more uses of a parameter (or, negative, fewer) will bring it a gradient."""
+        """Announces ``uses`` more uses of a parameter (or, negative, fewer) that will bring it a gradient."""
 
     def arrived(self, p: Tensor, gradient: Tensor) -> None:
         """One of a use that is no longer expected: the parameter's is complete if no other use is."""

@@ -181,7 +181,7 @@ def begin_threads() -> None:
 
 
 def queue_of(threads: int, name: str, serve: Callable) -> SimpleQueue:
-    """A queue of works that so many threads ``serve``, each the next one. They end with the process."""
+    """A queue of works that ``threads`` threads ``serve``, each the next one. They end with the process."""
     queue: SimpleQueue = SimpleQueue()
 
     def run() -> None:

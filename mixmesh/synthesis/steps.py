@@ -175,7 +175,7 @@ class Steps:
         return R if all(self.problem.convert(value, R, code) is not None for code in codes) else None
 
     def load_s(self, value: int, code: int, weight: float) -> Vector:
-        """Seconds of each class that holding a leaf as ``code`` adds to the backward pass, so many times."""
+        """Seconds of each class that a leaf held as ``code`` adds to the backward pass, times ``weight``."""
         key = (value, code, weight)
         if key not in self._load_s:
             load = self.problem.load(value, code)

@@ -45,7 +45,7 @@ class _Seen:
         return chain
 
     def stopped(self, written: fx.Node) -> fx.Node | None:
-        """What a value shares its memory with and not its gradient. None where there is no such value, and
+        """The value that shares its memory with ``written``, but no gradient. None where there is none, and
         for parameters, whose writes are refused as such."""
         last = self.same_memory(written)[-1]
         if last.target is not DETACH:

@@ -15,7 +15,7 @@ def is_words(value: Any) -> bool:
 
 
 class Unread:
-    """What stands for words while a model is traced: reading it raises TraceError, as a program reads none
+    """A stand-in for words while a model is traced: reading it raises TraceError, as a program reads none
     and would compute with those of the batch that was planned with."""
 
     def __init__(self, name: str) -> None:

@@ -69,7 +69,7 @@ def one_round(
 
 
 def hopeful(trials: Sequence[Trial], rounds_before: int) -> list[int]:
-    """The places of those that are not far behind after so many rounds."""
+    """The places of those that are not far behind after ``rounds_before`` rounds."""
     within = KEPT_WITHIN[min(rounds_before, len(KEPT_WITHIN)) - 1]
     least_s = min(t.step_s for t in trials)
     return [n for n, t in enumerate(trials) if not t.failed and t.step_s <= within * least_s]

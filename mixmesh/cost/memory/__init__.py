@@ -71,7 +71,7 @@ class Walked:
         self.highest = undominated(self.sizes)
 
     def array(self, moments: Sequence[Moment]) -> np.ndarray:
-        """Bytes in whole with what a heap loses."""
+        """Unsharded bytes with what a heap loses."""
         sizes = self._rows([m.held for m in moments])
         if not self.cuda:
             small = self._rows([m.small for m in moments])
@@ -172,7 +172,7 @@ class Memory:
 def held_moments(
     program: Program, optimizer_states: OptimizerStates, *, cuda: bool = False
 ) -> tuple[Sizes, ...]:
-    """Bytes in whole by how they are cut, for every moment that may be the peak: one LP row each."""
+    """Unsharded bytes by how they are cut, for every moment that may be the peak: one LP row each."""
     return Memory(program, optimizer_states, cuda=cuda).envelope()
 
 

@@ -59,7 +59,7 @@ BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``
 
 
 class Moment(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
-    """Bytes in whole that are held at one time, by how they are cut; ``small`` are those of them that come
+    """Unsharded bytes that are held at one time, by how they are cut; ``small`` are those of them that come
     and go in a CPU's heap, ``event`` the name of what a timeline has then (see ``timeline``), empty where it
     has nothing of its own."""
 
@@ -725,7 +725,7 @@ class Walk:
         self._accumulate(i.inputs[0], arriving)
 
     def _scatter(self, s: GradientSum) -> None:
-        """A bucket goes to its owners: in one buffer, and the whole gradients are let go of."""
+        """A bucket goes to its owners: in one buffer, and the whole gradients are freed."""
         cut = whole(s.params[0].type)
         flat = self.ledger.take(s.size_bytes, cut) if len(s.params) > 1 else None
         self.ledger.moment(BUCKET, event=bucket_name([p.result for p in s.params]))
