@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 MINUTES ?= 60
 
-.PHONY: help setup demo test fuzz lint golden docs gallery report-shots clean
+.PHONY: help setup demo test gpu-check fuzz lint golden docs gallery report-shots clean
 
 help:     ## what there is to do
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -15,25 +15,29 @@ setup: .setup-done    ## a virtual environment in .venv, with everything that te
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	# without what they need: there may be no torchvision for this build of PyTorch (mixmesh/bench/vision.py)
+	# without what they need: there may be no torchvision for this build of PyTorch (benchmarks/vision.py)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .venv/vision torchvision==0.28.0 timm==1.0.31
 	touch $@
 
 demo: setup    ## plan and train a small GPT on an emulated mixed cluster, beside DDP
-	$(BIN)/python -m mixmesh.demo
+	$(BIN)/python -m benchmarks.demo
 
 test: setup    ## all tests
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+gpu-check: setup    ## what needs a GPU, in eight minutes at most; figures go to out/gpu/check.json
+	$(BIN)/python -m pytest tests/gpu/test_on_gpu.py -v -s -rs
+
 fuzz: setup    ## random models, programs and files for MINUTES=60; failures go to out/fuzz/
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
-lint: setup    ## ruff: rules and format
+lint: setup    ## ruff: rules and format; mypy: no file has more errors than tools/type_errors.json allows it
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.type_errors
 
 golden: setup    ## rewrite the golden files from what the code does now
-	$(BIN)/python -m pytest tests/test_golden.py tests/rules/test_strategies_golden.py tests/docs --update-golden
+	$(BIN)/python -m pytest tests/test_golden.py tests/step tests/rules/test_strategies_golden.py tests/docs --update-golden
 
 docs: setup    ## the documentation as a site, into out/site; asks no other host for anything
 	$(BIN)/python -m tools.site

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 
+from benchmarks.commands import app as benchmarks
 from mixmesh.__main__ import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "commands.md"
@@ -23,10 +24,10 @@ clusters](jobs.md) says what may stand for `JOB` and `C.toml`; the fields of `--
 def page() -> str:
     """The whole page as Markdown."""
     root = typer.main.get_command(app)
-    bench = root.commands["bench"]
-    parts = [section("mixmesh", name, c) for name, c in root.commands.items() if c is not bench]
-    benches = [section("mixmesh bench", name, c, level=3) for name, c in bench.commands.items()]
-    return "\n".join([HEAD, *parts, f"## mixmesh bench\n\n{paragraphs(bench.help)}\n", *benches])
+    bench = typer.main.get_group(benchmarks)
+    parts = [section("mixmesh", name, c) for name, c in root.commands.items()]
+    benches = [section("python -m benchmarks", name, c, level=3) for name, c in bench.commands.items()]
+    return "\n".join([HEAD, *parts, f"## python -m benchmarks\n\n{paragraphs(bench.help)}\n", *benches])
 
 
 def section(prefix: str, name: str, command: Any, level: int = 2) -> str:

@@ -1,0 +1,22 @@
+"""``python -m benchmarks NAME``: the project's own comparisons."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from benchmarks.commands import app
+from mixmesh.__main__ import execute
+
+PROGRAM = "python -m benchmarks"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one comparison; raises what it raises."""
+    return typer.main.get_group(app)(args=list(arguments), prog_name=PROGRAM, standalone_mode=False) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(execute(sys.argv[1:], run))

@@ -1,0 +1,47 @@
+"""The baselines that a gain is stated over, beside data parallelism on the whole cluster: a part of it alone.
+
+Whoever has a mixed cluster may leave the slow part off. So the bar of a plan is also the best that its
+fastest device and each of its machines do alone, with data parallelism inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.ir import Graph
+from mixmesh.optimizer_states import OptimizerStates
+from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner.task import Task
+
+PARALLEL = ("ddp-even", "ddp-proportional")
+
+
+def machines_alone(cluster: Cluster) -> list[Cluster]:
+    """A cluster of each machine, one for all that are alike."""
+    kinds = {(m.devices, m.link_bytes_per_s, m.link_latency_s): m for m in cluster.machines}
+    return [replace(cluster, name=f"{m.name} alone", machines=(m,)) for m in kinds.values()]
+
+
+def fastest_s(task: Task, planners: tuple[str, ...]) -> float | None:
+    """Seconds of the fastest step that fits, of the proposals of several planners; None if none fits."""
+    made = (p for name in planners for p in PROPOSERS[name](task))
+    return min((p.timeline.step_s for p in made if p.feasible), default=None)
+
+
+def machine_alone_s(
+    graph: Graph, cluster: Cluster, states: OptimizerStates, unmeasured: tuple[str, ...] = ()
+) -> float | None:
+    """Seconds of a step by the best data parallelism on one machine of the cluster alone, with all samples;
+    None if that fits in none."""
+    steps = []
+    for part in machines_alone(cluster):
+        task = Task(graph, CostModel(part, unmeasured=unmeasured), states, lambda _: None)
+        steps.append(fastest_s(task, ("single", *PARALLEL)))
+    return least(*steps)
+
+
+def least(*values: float | None) -> float | None:
+    """The smallest of those that are known; None if none is."""
+    return min((v for v in values if v is not None), default=None)

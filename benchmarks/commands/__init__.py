@@ -1,0 +1,45 @@
+"""python -m benchmarks NAME: a module per command."""
+
+from . import (
+    accuracy,
+    checkpoints,
+    collectives,
+    compiled,
+    coverage,
+    drift,
+    faults,
+    order,
+    papers,
+    pipeline,
+    placement,
+    planning,
+    poplar,
+    scripts,
+    sfb,
+    subsets,
+    sync,
+    training,
+)
+from .common import app
+
+__all__ = [
+    "accuracy",
+    "app",
+    "checkpoints",
+    "collectives",
+    "compiled",
+    "coverage",
+    "drift",
+    "faults",
+    "order",
+    "papers",
+    "pipeline",
+    "placement",
+    "planning",
+    "poplar",
+    "scripts",
+    "sfb",
+    "subsets",
+    "sync",
+    "training",
+]

@@ -1,0 +1,164 @@
+"""One device: PyTorch's own steps of a transformer, with and without ``torch.compile``, and ours.
+
+All variants take turns in one process, so that the comparison holds while the speed of a machine drifts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import mixmesh
+from mixmesh.cluster import Cluster
+from mixmesh.plan_file import Plan
+from mixmesh.planner import make_plan
+from mixmesh.runtime.optimizers import fuse
+from mixmesh.trace import trace
+
+from .demo.job import GPT
+from .revision import revision
+
+EAGER, COMPILED, OURS, OURS_COMPILED = "eager", "torch.compile", "ours", "ours, compile=True"
+FUSED = "{}, fused AdamW"  # the optimizer's step is one call then, as in ours
+ASKED = {OURS: (EAGER, 0.95), OURS_COMPILED: (COMPILED, 1.03)}  # most of the step of another variant
+CLUSTER = '[[machine]]\nname = "a"\ndevices = [{ cpu_share = 1.0 }]\n'
+LAYERS, WIDTH, HEADS, SAMPLES, LENGTH = 24, 128, 4, 8, 64
+SAME = 1e-5  # relative difference of losses in float32
+
+
+@dataclass(frozen=True)
+class Effort:
+    rounds: int
+    steps: int
+
+
+FULL, QUICK = Effort(15, 5), Effort(5, 2)
+Step = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant: seconds of a step in each round, of the first one, and its first losses."""
+
+    name: str
+    step_s: tuple[float, ...]
+    first_s: float
+    losses: tuple[float, ...]
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.step_s)
+
+
+def run(effort: Effort, say: Callable[[str], None] = lambda _: None) -> list[Row]:
+    """A row for each variant, on one thread."""
+    for name, value in (
+        ("RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "0"),
+    ):
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    batch = made_batch()
+    plan = make_plan(trace(made_model(), batch), Cluster.parse(CLUSTER), planner="single")
+    steps = {
+        EAGER: plain_step(batch, compiles=False, is_fused=False),
+        FUSED.format(EAGER): plain_step(batch, compiles=False, is_fused=True),
+        COMPILED: plain_step(batch, compiles=True, is_fused=False),
+        FUSED.format(COMPILED): plain_step(batch, compiles=True, is_fused=True),
+        OURS: our_step(batch, plan, compiles=False),
+        OURS_COMPILED: our_step(batch, plan, compiles=True),
+    }
+    losses: dict[str, list[float]] = {name: [] for name in steps}
+    first_s = {}
+    for name, step in steps.items():
+        say(f"the first steps of {name}")
+        started = time.perf_counter()
+        losses[name].append(step())
+        first_s[name] = time.perf_counter() - started
+        losses[name] += [step() for _ in range(2)]
+    step_s: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(effort.rounds):
+        say(f"round {number + 1} of {effort.rounds}")
+        for name, step in steps.items():
+            started = time.perf_counter()
+            for _ in range(effort.steps):
+                step()
+            step_s[name].append((time.perf_counter() - started) / effort.steps)
+    return [Row(name, tuple(step_s[name]), first_s[name], tuple(losses[name])) for name in steps]
+
+
+def made_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(width=WIDTH, layers=LAYERS, heads=HEADS, time=LENGTH)
+
+
+def made_batch() -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    tokens = torch.randint(256, (2, SAMPLES, LENGTH))
+    return {"tokens": tokens[0], "targets": tokens[1]}
+
+
+def plain_step(batch: dict, *, compiles: bool, is_fused: bool) -> Step:
+    """PyTorch's own, as people write it, or with the fused optimizer that ours has too."""
+    model = made_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if is_fused:
+        fuse(optimizer)
+    return step_of(torch.compile(model) if compiles else model, optimizer, batch)
+
+
+def our_step(batch: dict, plan: Plan, *, compiles: bool) -> Step:
+    model = made_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return step_of(*mixmesh.parallelize(model, optimizer, plan, check_model=False, compile=compiles), batch)
+
+
+def step_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict) -> Step:
+    def step() -> float:
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def ratio(rows: Sequence[Row], name: str, other: str) -> float:
+    """The median over rounds of a variant's step over another's."""
+    by_name = {row.name: row.step_s for row in rows}
+    return statistics.median(a / b for a, b in zip(by_name[name], by_name[other]))
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Ours over what was asked, and over the same with a fused optimizer."""
+    pairs = [(name, form) for name, (other, _) in ASKED.items() for form in (other, FUSED.format(other))]
+    return {f"{name} / {other}": ratio(rows, name, other) for name, other in pairs}
+
+
+def targets(rows: Sequence[Row]) -> dict[str, bool]:
+    """Whether what was asked is met, by what it is."""
+    reference = rows[0].losses
+    found = {
+        f"{name} at most {most:g} of {other}": ratio(rows, name, other) <= most
+        for name, (other, most) in ASKED.items()
+    }
+    agree = all(abs(a - b) <= SAME * abs(b) for row in rows for a, b in zip(row.losses, reference))
+    return {**found, "losses": agree}
+
+
+def report(rows: Sequence[Row], command: str) -> dict:
+    return {
+        "command": command,
+        "revision": revision(),
+        "ratios": ratios(rows),
+        "targets": targets(rows),
+        "rows": [vars(row) | {"median_s": row.median_s} for row in rows],
+    }

@@ -1,0 +1,86 @@
+"""One fault of a training that runs, and what is seen of it until the training goes on."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from mixmesh.checkpoint.manifest import NAME
+
+from .kinds import Fault, Kind
+from .scene import Scene, is_there
+
+STEPS_BESIDE = 5  # that a training makes under a fault that does not end it
+
+
+def disturb(scene: Scene, kind: Kind, fault: Fault, rng: random.Random) -> None:
+    """Makes a fault and watches until all machines train again; ``fault`` is filled in on the way. Raises
+    Stuck, by ``scene.wait``, where the training does not go on."""
+    running = scene.running()
+    others = {
+        line.pid for machine, line in running.items() if kind.has_alive_victim or machine != fault.machine
+    }
+    victim = {line.pid for machine, line in running.items() if machine == fault.machine}
+    made_at_s = time.monotonic()
+    fault.what = kind.make(scene, fault.machine, rng)
+    if kind.ends_ranks:
+        newest = scene.good_checkpoints()[0]
+        _see_end(scene, kind, fault, made_at_s, others, victim)
+        fault.problem = check_start(newest.name, scene.first_step_since(made_at_s).step)
+    else:
+        _see_training_on(scene, kind, fault, made_at_s)
+
+
+def check_start(checkpoint: str, first_step: int) -> str:
+    """The problem of a start that made ``first_step`` first, where a good ``checkpoint`` was there."""
+    step = int(NAME.fullmatch(checkpoint)[2])
+    if first_step > step:
+        return ""
+    return f"training went back to step {first_step}, and there was {checkpoint}"
+
+
+def _see_end(
+    scene: Scene, kind: Kind, fault: Fault, made_at_s: float, others: set[int], victim: set[int]
+) -> None:
+    """Waits for the others to end, for a new start and for all machines in it."""
+    if kind.is_ended_late:
+        scene.wait(lambda: _are_gone(victim), "the end of the victim")
+        made_at_s = time.monotonic()  # the fault is its death
+    scene.wait(lambda: _are_gone(others), "the other ranks to notice")
+    fault.noticed_s = time.monotonic() - made_at_s
+    if kind.undo_when == "noticed":
+        kind.undo(scene, fault.machine)
+    scene.wait(lambda: scene.first_step_since(made_at_s) is not None, "training again")
+    fault.again_s = scene.first_step_since(made_at_s).time_s - made_at_s
+    if kind.undo_when == "again":
+        kind.undo(scene, fault.machine)
+    scene.wait(lambda: scene.is_whole() or scene.is_over, "training on all machines")
+    fault.whole_s = time.monotonic() - made_at_s
+
+
+def _see_training_on(scene: Scene, kind: Kind, fault: Fault, made_at_s: float) -> None:
+    """Waits for some steps under the fault, and for the warning of it where there is one. The ranks stay."""
+    running = {line.pid for line in scene.running().values()}
+    newest = max((path.name for path in scene.good_checkpoints()), default="")
+
+    def steps_since() -> set[int]:
+        return {line.step for line in scene.journal.lines if line.step and line.time_s > made_at_s}
+
+    scene.wait(lambda: bool(steps_since()), "the next step")
+    fault.again_s = time.monotonic() - made_at_s
+    scene.wait(lambda: len(steps_since()) >= STEPS_BESIDE, "steps under the fault")
+    if kind.warning:
+        scene.wait(lambda: scene.output.first_with(kind.warning, made_at_s) is not None, "the warning")
+        fault.noticed_s = scene.output.first_with(kind.warning, made_at_s) - made_at_s
+    kind.undo(scene, fault.machine)
+    if kind.warning:
+        scene.wait(
+            lambda: max((path.name for path in scene.good_checkpoints()), default="") > newest,
+            "a checkpoint after the fault",
+        )
+    if not all(map(is_there, running)) and not scene.is_over:
+        fault.problem = "ranks have ended, and had no reason to"
+
+
+def _are_gone(pids: set[int]) -> bool:
+    return not any(map(is_there, pids))

@@ -1,0 +1,45 @@
+"""A rank: ``mixmesh run``, as ``python -m mixmesh run`` is it, that writes its steps down and ends with the
+bench."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from mixmesh.runtime import train
+from mixmesh.testbed import join_device
+from mixmesh.testbed.system import start_time
+
+from .journal import Writer
+
+BENCH_VARIABLE = "MIXMESH_FAULTS_BENCH"  # the process that everything here ends with, and when it started
+
+
+def end_with_bench() -> None:
+    """Ends this process when the bench is gone, also where its agent was killed before."""
+    pid, started = os.environ[BENCH_VARIABLE].split()
+
+    def watch() -> None:
+        while start_time(int(pid)) == started:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main(words: Sequence[str]) -> None:
+    end_with_bench()
+    join_device()
+    journal = Writer.of_environment()
+    journal.write()
+    train.train = journal.note_steps(train.train)  # mixmesh run takes it from there
+    sys.argv[1:] = words
+    runpy.run_module("mixmesh", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

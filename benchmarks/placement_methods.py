@@ -1,0 +1,122 @@
+"""The methods of the placement bench: what each proposes, and what it found after how many strategies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mixmesh.planner.learned import best_of, evaluator
+from mixmesh.planner.make import PROPOSERS
+from mixmesh.planner.pipelines import pipelines
+from mixmesh.planner.placed import cuts, local_search
+from mixmesh.planner.task import HEADROOM, Proposal, Task
+from mixmesh.policies.evaluate import Evaluator
+from mixmesh.policies.features import Facts
+from mixmesh.policies.heterog import Training
+from mixmesh.policies.mcts import Tree
+from mixmesh.policies.seeds import judged_seeds
+from mixmesh.policies.tag import TagPriors, load
+
+from .placement_calls import Trace
+
+MOST_S = 120.0  # for one search
+JUDGED = 2  # by the simulator, of each search
+
+
+@dataclass(frozen=True)
+class Budget:
+    calls: int
+    seeds: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """Proposals; of every seed, what was found after how many calls; the step that this is measured by."""
+
+    proposals: Sequence[Proposal]
+    traces: Sequence[Trace] = ()
+    base_s: float = math.inf
+
+
+def uniform(task: Task, budget: Budget) -> Found:
+    return _trees(task, budget, with_policy=False)
+
+
+def tag(task: Task, budget: Budget) -> Found:
+    return _trees(task, budget, with_policy=True)
+
+
+def _trees(task: Task, budget: Budget, with_policy: bool) -> Found:
+    first = evaluator(task, "partition")
+    facts = Facts(first.space, task.optimizer_states, HEADROOM)
+    searches: list[_Search] = []
+    for seed in range(budget.seeds):
+        search = _Search(task, Evaluator(first.space, first.judge, max_s=MOST_S))
+        priors = TagPriors(load(), facts) if with_policy else None
+        Tree(search.limited(budget), search.base_s, priors, seed).run()
+        searches.append(search)
+    return searches[0].found([search.trace for search in searches])
+
+
+def heterog(task: Task, budget: Budget) -> Found:
+    evaluate = evaluator(task, "centres")
+    facts = Facts(evaluate.space, task.optimizer_states, HEADROOM)
+    training = Training(evaluate, facts, cuts(evaluate.space, task))
+    search = _Search(task, evaluate)
+    search.limited(budget)
+    training.run()
+    return search.found()
+
+
+def local(task: Task, budget: Budget) -> Found:
+    search = _Search(task, evaluator(task, "partition"))
+    most = search.seeded + budget.calls
+    found = local_search(task, search.evaluate.space, max_evaluations=most, max_s=MOST_S)
+    for strategy in found.seen:  # in the order in which they were tried
+        search.evaluate(strategy)
+    return search.found()
+
+
+def synthesis(task: Task, _: Budget) -> Found:
+    """HAP's: no placements, and no calls that compare."""
+    return Found(list(PROPOSERS["hap"](task)))
+
+
+def pipeline(task: Task, _: Budget) -> Found:
+    """Chains of stages in micro-steps; none for models with statistics of the whole batch."""
+    return Found(list(pipelines(task)))
+
+
+METHODS: dict[str, Callable[[Task, Budget], Found]] = {
+    "uniform": uniform,
+    "tag": tag,
+    "heterog": heterog,
+    "local": local,
+    "hap": synthesis,
+    "hap-local": synthesis,
+    "pipeline": pipeline,
+}
+LOCAL_METHODS = ("hap-local",)  # asked of the model whose batch norm takes each rank's own statistics
+
+
+class _Search:
+    """An evaluator that has judged the seeds, and how many those are."""
+
+    def __init__(self, task: Task, evaluate: Evaluator) -> None:
+        self.task, self.evaluate = task, evaluate
+        self.base_s = judged_seeds(evaluate, cuts(evaluate.space, task))[1]
+        self.seeded = evaluate.calls
+
+    def limited(self, budget: Budget) -> Evaluator:
+        self.evaluate.max_calls = self.seeded + budget.calls
+        return self.evaluate
+
+    @property
+    def trace(self) -> Trace:
+        improved = self.evaluate.improved
+        return tuple((n - self.seeded, o.step_s) for n, o in improved if o.fits and n > self.seeded)
+
+    def found(self, traces: Sequence[Trace] = ()) -> Found:
+        best = best_of(self.task, "placement", self.evaluate, JUDGED)
+        return Found(list(best), traces or (self.trace,), self.base_s)

@@ -1,0 +1,69 @@
+"""One process of ``benchmarks scripts``: runs a script as ``python SCRIPT`` would, for a number of steps.
+
+The script stays as it is: it prints its loss after every step, and is timed from line to line.
+
+``python -m benchmarks.scripts_worker SCRIPT STEPS ARGUMENTS...``
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import runpy
+import sys
+import time
+from contextlib import redirect_stdout
+
+import torch.distributed as dist
+
+from benchmarks.vision import find_torchvision
+from mixmesh.testbed import enter_device
+
+LOSS = re.compile(r"loss ([^\s,]+)")
+
+
+class Enough(BaseException):
+    """Ends a script after its last step. No script catches it as an error of its own."""
+
+
+class Steps(io.StringIO):
+    """The output of a script: the losses that it prints, and when. Raises Enough after ``count`` of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.ends_s: list[float] = []
+        self.losses: list[float] = []
+
+    def write(self, text: str) -> int:
+        if (found := LOSS.search(text)) is not None:
+            self.ends_s.append(time.perf_counter())
+            self.losses.append(float(found[1]))
+            enter_device()  # the first step has made all groups, whose threads are to be outside
+            if len(self.losses) == self.count:
+                raise Enough
+        return len(text)
+
+
+def run(script: str, count: int, arguments: list[str]) -> dict[str, list[float]]:
+    """The seconds from the end of one step to the end of the next, and the losses of all steps."""
+    printed = Steps(count)
+    sys.argv = [script, *arguments]
+    try:
+        with redirect_stdout(printed):
+            runpy.run_path(script, run_name="__main__")
+    except Enough:
+        pass
+    times = printed.ends_s
+    return {"step_s": [end - start for start, end in zip(times, times[1:])], "losses": printed.losses}
+
+
+if __name__ == "__main__":
+    find_torchvision()
+    measured = run(sys.argv[1], int(sys.argv[2]), sys.argv[3:])
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(measured), flush=True)
+    if dist.is_initialized():
+        dist.barrier()  # no rank leaves while another one is in its last step

@@ -1,1 +1,0 @@
-"""The project's own comparisons, each a function from cases to rows."""
