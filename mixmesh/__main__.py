@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
@@ -23,7 +23,7 @@ from .errors import InputError, MixmeshError
 # click's own, wherever this version of typer keeps it
 UsageError = typer.BadParameter.__mro__[1]
 
-# command -> module of ``mixmesh.cli``, which has a function of that name; ``bench`` has commands of its own
+# command -> module of ``mixmesh.cli``, which has a function of that name
 COMMANDS = {
     "plan": "plan",
     "show": "show",
@@ -50,10 +50,9 @@ class Commands(Mapping):
 
     def __getitem__(self, name: str):
         module = importlib.import_module(f".cli.{COMMANDS[name]}", __package__)
-        if name == "bench":
-            return typer.main.get_group(module.app)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-        alone.command(name)(getattr(module, name.replace("-", "_")))
+        settings = getattr(module, "SETTINGS", None)
+        alone.command(name, context_settings=settings)(getattr(module, name.replace("-", "_")))
         return typer.main.get_command(alone)
 
     def __iter__(self) -> Iterator[str]:
@@ -89,7 +88,12 @@ def options(
     pass
 
 
-def execute(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line; raises what it raises."""
+    return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
+
+
+def execute(arguments: Sequence[str], run: Callable[[Sequence[str]], int] = run) -> int:
     """Runs one command line and returns its exit status; never raises for what a user may do."""
     own = list(arguments[: arguments.index("--")] if "--" in arguments else arguments)
     as_json, debug = "--json" in own, own[:1] == ["--debug"]
@@ -97,7 +101,7 @@ def execute(arguments: Sequence[str]) -> int:
         print(f"mixmesh {_version()}")
         return 0
     try:
-        return app(args=list(arguments), prog_name="mixmesh", standalone_mode=False) or 0
+        return run(arguments)
     except UsageError as error:
         error.show(file=sys.stderr)
         return _failed(InputError(error.format_message()), as_json)

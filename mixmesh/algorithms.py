@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .cost import CollectiveFit, CostModel, default_algorithm
-from .cost.placed import exchange_of, held_share
+from .cost.exchanges import exchange_of, held_share
 from .ir import Instruction, Program, Shard
 
 MARGIN = 0.05  # share of its seconds by which another algorithm must be faster: less is noise
@@ -20,7 +20,7 @@ def with_algorithms(program: Program, costs: CostModel) -> Program:
 
 
 def _annotated(program: Program, i: Instruction, costs: CostModel) -> Instruction:
-    found = []
+    annotated = []
     for attribute, backward in ATTRIBUTES:
         if not i.is_redistribution or i.attr(attribute) is not None:
             continue
@@ -28,8 +28,8 @@ def _annotated(program: Program, i: Instruction, costs: CostModel) -> Instructio
             continue
         name = _better_algorithm(program, i, costs, backward=backward)
         if name is not None:
-            found.append((attribute, name))
-    return replace(i, attrs=(*i.attrs, *found)) if found else i
+            annotated.append((attribute, name))
+    return replace(i, attrs=(*i.attrs, *annotated)) if annotated else i
 
 
 def _better_algorithm(program: Program, i: Instruction, costs: CostModel, *, backward: bool) -> str | None:

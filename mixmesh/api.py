@@ -79,9 +79,9 @@ def plan_traced(
     """``plan`` for what ``trace`` returned; its warnings join the plan's."""
     from .planner import make_plan
 
-    made = make_plan(traced, cluster, profile=load_profile(profile), **options)
-    extra = tuple(w for w in traced.warnings if w not in made.warnings)
-    return replace(made, warnings=made.warnings + extra)
+    plan = make_plan(traced, cluster, profile=load_profile(profile), **options)
+    extra = tuple(w for w in traced.warnings if w not in plan.warnings)
+    return replace(plan, warnings=plan.warnings + extra)
 
 
 def load_profile(profile: Profile | str | Path | None) -> Profile | None:

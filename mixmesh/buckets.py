@@ -31,13 +31,13 @@ def bucketings(
     for s in order_of_sums(program) if order is None else order:
         kinds.setdefault(s.place, []).append((s.kind.dtype, s.kind.ranks))
     gradients = [(params[place].type.value.size_bytes, tuple(kind)) for place, kind in kinds.items()]
-    found: dict[Buckets, None] = {}
+    partitions: dict[Buckets, None] = {}
     for capacity in capacities:
         buckets = list(program.buckets)
         for place, number in zip(kinds, _numbers(gradients, capacity)):
             buckets[place] = number
-        found[tuple(buckets)] = None
-    return tuple(found)
+        partitions[tuple(buckets)] = None
+    return tuple(partitions)
 
 
 def numbered(program: Program, buckets: Buckets) -> Program:
@@ -67,16 +67,16 @@ def merged(program: Program, costs: CostModel, ready_s: Mapping[str, float]) -> 
     kinds: dict[tuple, list[int]] = {}  # the places of parameters
     for s in order_of_sums(program):
         kinds.setdefault(s.kind, []).append(s.place)
-    found: list[tuple[float, list[int]]] = []
+    groups: list[tuple[float, list[int]]] = []
     for (_, ranks, owned, _), places in kinds.items():
         fit = costs.collective(_way(program, ranks, owned), ranks)
         places.sort(key=lambda place: ready_s[params[place].result])  # stable
         carried_s = [fit.s_per_byte * params[place].type.value.size_bytes for place in places]
         ready = [ready_s[params[place].result] for place in places]
-        found += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, carried_s, fit.latency_s)]
-    found.sort(key=lambda bucket: bucket[0])
+        groups += [(ready[b - 1], places[a:b]) for a, b in _cuts(ready, carried_s, fit.latency_s)]
+    groups.sort(key=lambda bucket: bucket[0])
     buckets = list(program.buckets)
-    for number, (_, places) in enumerate(found):
+    for number, (_, places) in enumerate(groups):
         for place in places:
             buckets[place] = number
     return numbered(program, tuple(buckets))

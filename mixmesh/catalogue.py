@@ -123,7 +123,7 @@ def rows_named(name: str) -> tuple[CatalogueRow, ...]:
     words = _words(name)
     if words == _split(name):
         return ()  # PyTorch's names say the maker
-    sizes = {int(found[1]) for w in words if (found := _SIZE.fullmatch(w)) and found[1]}
+    sizes = {int(size[1]) for w in words if (size := _SIZE.fullmatch(w)) and size[1]}
     rows = next((rows for rows in _rows_by_form(words) if rows), [])
     return tuple(row for row in rows if not sizes or row.memory_gib in sizes)
 

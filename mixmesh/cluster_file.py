@@ -159,15 +159,15 @@ def machine_name(machine: MachineTable, index: int) -> str:
 
 
 def _toml_error(text: str, where: str, error: Exception) -> ClusterError:
-    found = re.search(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error), re.DOTALL)
+    place = re.search(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error), re.DOTALL)
     lines = text.splitlines() or [""]
-    if found is None:
+    if place is None:
         return ClusterError(f"not valid TOML: {error}", expected="a TOML file", where=where)
-    line = int(found[2]) if found[2] else len(lines)
-    column = int(found[3]) if found[3] else len(lines[-1]) + 1
+    line = int(place[2]) if place[2] else len(lines)
+    column = int(place[3]) if place[3] else len(lines[-1]) + 1
     source = lines[line - 1].strip() if line <= len(lines) else ""
     return ClusterError(
-        f"not valid TOML: {found[1]}",
+        f"not valid TOML: {place[1]}",
         expected="TOML, for example  bandwidth_gbit_per_s = 10.4",
         got=source or "the end of the file",
         where=f"{where}, line {line}, column {column}",
@@ -228,7 +228,11 @@ _EXPECTED = {
 
 def _keys_at(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     names = [part for part in loc[:-1] if isinstance(part, str)]
-    table = {(): ClusterTable, ("network",): NetworkTable, ("machine",): MachineTable}
+    table: dict[tuple[str, ...], type[BaseModel]] = {
+        (): ClusterTable,
+        ("network",): NetworkTable,
+        ("machine",): MachineTable,
+    }
     return tuple(table.get(tuple(names), DeviceTable).model_fields)
 
 

@@ -36,6 +36,16 @@ PIPELINE = "1f1b"  # the one order in which a chain of stages runs its micro-ste
 
 
 @dataclass(frozen=True)
+class PassResult:
+    """The cost and the gain of a pass of planning: seconds of planning, and seconds of the plan's step."""
+
+    name: str
+    about: str
+    spent_s: float
+    gained_s: float
+
+
+@dataclass(frozen=True)
 class Candidate:
     """One plan that was considered, as the simulator saw it."""
 
@@ -105,11 +115,12 @@ class Plan:
     autocast: tuple[str, str] | None = None
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
+    passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # where it was just made
 
     @property
     def is_bound_measured(self) -> bool:
-        """Whether ``bound_s`` rests on a profile of all devices. Where it rests on datasheets and the share
-        of their peaks that is usual, a real kernel may be faster, and so may a plan."""
+        """Whether ``bound_s`` rests on a profile of all devices. Elsewhere it rests on the peaks of their
+        figures, which no kernel reaches in whole."""
         return self.cost_source.startswith("profile") and "roofline" not in self.cost_source
 
     def __str__(self) -> str:
@@ -307,7 +318,7 @@ def accumulation(plan: Plan) -> Samples | None:
 
     Raises PlanError if they do not fit the shares of the program, or the program cannot run in micro-steps.
     """
-    if not accumulates(plan.micro_batches):
+    if plan.micro_batches is None or not accumulates(plan.micro_batches):
         return None
     samples = samples_of(plan.program)
     got = tuple(sum(m.sizes) for m in plan.micro_batches)
@@ -360,11 +371,11 @@ def schedule(program: Program, micro_batches: tuple[MicroBatch, ...], samples: S
     """Where ranks meet in every micro-step all take as many, those without samples too; so they do in stage 2
     if their numbers are equal. Otherwise each takes those that have samples, and at least one. Stages of
     a pipeline sum when all micro-steps are through."""
-    taken = {m.steps for m in micro_batches if m.steps}
+    counts = {m.steps for m in micro_batches if m.steps}
     scattered = any(stage_of(i) == 2 and owned_type(program, i) is not None for i in program.params)
-    together = samples.meets or (scattered and len(taken) == 1 and not samples.stages)
+    together = samples.meets or (scattered and len(counts) == 1 and not samples.stages)
     if together:
-        sizes = (m.sizes or (0,) * max(taken) for m in micro_batches)
+        sizes = (m.sizes or (0,) * max(counts) for m in micro_batches)
     else:
         sizes = (tuple(n for n in m.sizes if n) or (0,) for m in micro_batches)
     return Schedule(tuple(sizes), together and scattered)

@@ -159,8 +159,8 @@ def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: in
 
 
 def _refusal(text: str, where: str, key: str, expected: str, value: Any) -> PlanError:
-    found = re.search(rf"^\s*(\[\[)?{key}\b", text, re.MULTILINE)
-    line = "" if found is None else f":{text.count(chr(10), 0, found.end()) + 1}"
+    match = re.search(rf"^\s*(\[\[)?{key}\b", text, re.MULTILINE)
+    line = "" if match is None else f":{text.count(chr(10), 0, match.end()) + 1}"
     return PlanError(
         f"missing or invalid field in the plan's header: {key!r}",
         where=f"{where}{line}",

@@ -35,6 +35,7 @@ from .cost.placed import Sheet
 from .errors import Infeasible
 from .ir import Program, Ratio, make_ratio
 from .optimizer_states import ADAM, OptimizerStates
+from .solver import quiet_solver
 
 MAX_REFITS = 4
 SAME_SHARE = 0.005
@@ -209,8 +210,7 @@ def usable_bytes(costs: CostModel, rank: int, headroom: float) -> float:
 
 def solve(lp: LinearProgram) -> Solution:
     """Solves with HiGHS. Raises Infeasible if no shares satisfy the rows."""
-    h = highspy.Highs()
-    h.setOptionValue("output_flag", False)
+    h = quiet_solver()
     count = len(lp.c)
     inf = highspy.kHighsInf
     h.addVars(count, np.zeros(count), np.full(count, inf))

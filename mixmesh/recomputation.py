@@ -8,6 +8,7 @@ within is computed again right before its backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from .cost import VIEWS
 from .cost.calls import is_computation
@@ -61,7 +62,7 @@ class _Live:
         self.activations: set[str] = set()
         self.last: dict[str, int] = {}  # use of each value, and of what a view looks at
         last = self.last
-        made: dict[str, int] = {}
+        first_made: dict[str, int] = {}
         from_batch: set[str] = set()
         for n, i in enumerate(program.instructions):
             for name in i.inputs:
@@ -75,20 +76,19 @@ class _Live:
                 self.root[r] = self.root[i.inputs[0]] if viewed else r
                 self.activations.add(r)
                 if r in program.requires_grad:
-                    made.setdefault(self.root[r], n)
-        changes = [0.0] * (len(program.instructions) + 1)
-        for name, n in made.items():
-            size = program.types[name].value.size_bytes
-            changes[n] += size
-            changes[max(last.get(name, n), n)] -= size
-        self.held: dict[int, float] = {}
-        total = 0.0
-        able = set(self.computations)
-        for n, change in enumerate(changes):
-            total += change
-            if n in able:
-                self.held[n] = total
+                    first_made.setdefault(self.root[r], n)
+        self.held = self._held_bytes(first_made)
         self.keeps = {n: self._kept(n) for n in self.computations}
+
+    def _held_bytes(self, made: dict[str, int]) -> dict[int, float]:
+        """Bytes of activations at each computation, each held from where it is ``made`` to its last use."""
+        changes = [0.0] * (len(self.program.instructions) + 1)
+        for name, n in made.items():
+            size_bytes = self.program.types[name].value.size_bytes
+            changes[n] += size_bytes
+            changes[max(self.last.get(name, n), n)] -= size_bytes
+        able, totals = set(self.computations), enumerate(accumulate(changes))
+        return {n: total for n, total in totals if n in able}
 
     def _kept(self, n: int) -> tuple[tuple[str, float], ...]:
         """The activations that autograd keeps of a computation, with their bytes."""
@@ -111,8 +111,8 @@ class _Live:
     def divided(self) -> Regions:
         levels = sorted(set(self.held.values()))
         levels = levels[:: -(-len(levels) // MAX_LEVELS)] if levels else []
-        found = {parts: self.estimate(parts) for parts in dict.fromkeys(map(self.cut, levels))}
-        return min(found, key=lambda parts: (found[parts], len(parts)), default=())
+        estimates = {parts: self.estimate(parts) for parts in dict.fromkeys(map(self.cut, levels))}
+        return min(estimates, key=lambda parts: (estimates[parts], len(parts)), default=())
 
     def cut(self, level: float) -> Regions:
         """Regions that end where no more than so much is held."""

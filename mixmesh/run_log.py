@@ -110,7 +110,7 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
     *lines, cut_off = text.split("\n")
     if not lines and cut_off:
         lines = [cut_off]
-    made: dict[int, LoggedStep] = {}
+    step_of: dict[int, LoggedStep] = {}
     marks: list[Mark] = []
     for number, line in enumerate(lines, 1):
         try:
@@ -124,17 +124,17 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
                 hint="mixmesh run JOB --log-json FILE",
             ) from None
         if isinstance(row, _StepLine):
-            if row.step in made:  # a start that left no mark
-                marks.append(Mark(START, row.step - 1, _undo(made, row.step - 1)))
-            made[row.step] = LoggedStep(row.step, row.loss, row.step_s, row.samples_per_s)
+            if row.step in step_of:  # a start that left no mark
+                marks.append(Mark(START, row.step - 1, _undo(step_of, row.step - 1)))
+            step_of[row.step] = LoggedStep(row.step, row.loss, row.step_s, row.samples_per_s)
             continue
         undone = 0
         if row.event == START:
-            undone = _undo(made, row.step)
+            undone = _undo(step_of, row.step)
             marks = [mark for mark in marks if mark.event != OWN or mark.step <= row.step]
         facts = row.model_dump(exclude={"event", "step", "time_s"}, exclude_none=True)
         marks.append(Mark(row.event, row.step, undone, facts))
-    return RunLog(tuple(made[step] for step in sorted(made)), tuple(marks))
+    return RunLog(tuple(step_of[step] for step in sorted(step_of)), tuple(marks))
 
 
 def _undo(made: dict[int, LoggedStep], step: int) -> int:

@@ -79,8 +79,8 @@ MUTATIONS = {
     "buckets": Mutation("planner/task.py", "SMALLER_BYTES = LARGER_BYTES = ()", f"{MECHANISMS} buckets"),
     "margin of owners": Mutation("planner/synced.py", "MARGIN = 0.0", f"{MECHANISMS} hundredth"),
     "margin of owners too wide": Mutation("planner/synced.py", "MARGIN = 0.3", f"{MECHANISMS} owners"),
-    "weight gradients first": Mutation("planner/finished.py", f"apart = {SAME}", f"{MECHANISMS} apart"),
-    "order": Mutation("planner/finished.py", f"ordered = {SAME}", f"{MECHANISMS} order"),
+    "weight gradients first": Mutation("planner/passes.py", f"apart = {SAME}", f"{MECHANISMS} apart"),
+    "order": Mutation("planner/passes.py", f"ordered = {SAME}", f"{MECHANISMS} order"),
     "order: the list scheduler": Mutation(
         "planner/ordered.py", "reordered = lambda *_: ()", f"{MECHANISMS} order"
     ),
@@ -121,7 +121,9 @@ MUTATIONS = {
     "budget of sets": Mutation(
         "planner/hap.py", "Synthesis.most_sets = lambda *_: 1", f"{MECHANISMS} budget"
     ),
-    "two levels on sets": Mutation("planner/make.py", "del ON_MACHINE_SETS['two-level']", PARTS),
+    "two levels on sets": Mutation(
+        "planner/make.py", "ON_MACHINE_SETS['two-level'] = (lambda _: None, 0)", f"{MECHANISMS} levels"
+    ),
     "pipelines on sets": Mutation(
         "planner/make.py", "del ON_MACHINE_SETS['pipeline']", f"{MECHANISMS} pipelines"
     ),

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 import mixmesh
-from mixmesh.bench.vision import find_torchvision
+from benchmarks.vision import find_torchvision
 
 
 def run(script: Path, arguments: list[str], planner: str, printed: Path) -> None:

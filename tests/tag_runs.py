@@ -1,9 +1,9 @@
 """TAG's policy against uniform search on models and clusters that neither training nor the bench has:
 ``python tests/tag_runs.py [--seeds 7] [--sets 2] [--without-advice]``.
 
-A set is fourteen of ``policies.problems`` and ten real models on random clusters, of both the first ones in
+A set is fourteen of ``tools.tag.problems`` and ten real models on random clusters, of both the first ones in
 which uniform search finds 1 % in the median and that no set before it has. The search is set up by the first
-set; the others, and the cases of ``mixmesh bench placement``, say what that is worth. A search of TAG's ends
+set; the others, and the cases of ``benchmarks placement``, say what that is worth. A search of TAG's ends
 where it is level, as only its calls are asked for. Printed are median calls, of TAG's search first.
 """
 
@@ -17,7 +17,7 @@ from typing import Annotated
 import torch
 import typer
 
-from mixmesh.bench.placement_calls import (
+from benchmarks.placement_calls import (
     BETTER,
     EQUAL,
     Trace,
@@ -29,6 +29,7 @@ from mixmesh.bench.placement_calls import (
 )
 from mixmesh.cost import CostModel
 from mixmesh.ir import Graph
+from mixmesh.job.workloads import make, parameter_count
 from mixmesh.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
@@ -36,11 +37,10 @@ from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.policies.evaluate import Evaluator, estimated
 from mixmesh.policies.features import Facts
 from mixmesh.policies.mcts import Tree
-from mixmesh.policies.problems import random_cluster, random_model
 from mixmesh.policies.seeds import judged_seeds
 from mixmesh.policies.tag import TagPriors, load
 from mixmesh.trace import trace
-from mixmesh.workloads import make, parameter_count
+from tools.tag.problems import random_cluster, random_model
 
 CALLS = 1000
 IN_A_SET = {"random": 14, "real": 10}

@@ -54,15 +54,15 @@ def random_cluster(seed: int) -> Cluster:
 
 
 def gpt():
-    from mixmesh.workloads.language import LanguageModel
-    from mixmesh.workloads.layers import Layer
+    from mixmesh.job.workloads.language import LanguageModel
+    from mixmesh.job.workloads.layers import Layer
 
     return LanguageModel([Layer(128, 4, 512) for _ in range(2)], words=1000, seq=32, width=128), words()
 
 
 def moe():
-    from mixmesh.workloads.language import LanguageModel
-    from mixmesh.workloads.layers import MoeLayer
+    from mixmesh.job.workloads.language import LanguageModel
+    from mixmesh.job.workloads.layers import MoeLayer
 
     return LanguageModel([MoeLayer(128, 4, 512, experts=4, seq=32)], words=1000, seq=32, width=128), words()
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from mixmesh.bench import jobs
-from mixmesh.bench.accuracy import Case, distinct_plans, drift, regrets, report, settings, summarise
-from mixmesh.bench.accuracy_cases import CLUSTERS, SETTINGS, Setting, cluster_of
+from benchmarks import jobs
+from benchmarks.accuracy import Case, distinct_plans, drift, regrets, report, settings, summarise
+from benchmarks.accuracy_cases import CLUSTERS, SETTINGS, Setting, cluster_of
 from mixmesh.cost import Profile
 from mixmesh.errors import InputError
 
@@ -56,7 +56,7 @@ def test_regret_is_within_a_job_and_cluster():
 
 
 def test_report_holds_every_case():
-    made = report(CASES, "mixmesh bench accuracy")
+    made = report(CASES, "python -m benchmarks accuracy")
     assert len(made["rows"]) == made["cases"] == 4
     assert made["rows"][0]["time_error"] == pytest.approx(0.1)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from small_graphs import TWO, cluster
 
-from mixmesh.bench import collectives, jobs, order, sfb, sync
-from mixmesh.bench.contest import Contest, ContestResult, Turns, report
-from mixmesh.bench.training_results import Timing
+from benchmarks import collectives, jobs, order, sfb, sync
+from benchmarks.contest import Contest, ContestResult, Turns, report
+from benchmarks.training_results import Timing
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, ring_fit
 from mixmesh.cost.sums import gradient_sums

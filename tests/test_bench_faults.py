@@ -12,12 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mixmesh import checkpoint
-from mixmesh.bench.faults import job
-from mixmesh.bench.faults.bench import Chaos, Trained, choose_kinds, draw_kinds, report
-from mixmesh.bench.faults.disturb import check_start
-from mixmesh.bench.faults.journal import Line, Reader, last_executions
-from mixmesh.bench.faults.judgement import (
+from benchmarks.faults import job
+from benchmarks.faults.bench import Chaos, Trained, choose_kinds, draw_kinds, report
+from benchmarks.faults.disturb import check_start
+from benchmarks.faults.journal import Line, Reader, last_executions
+from benchmarks.faults.judgement import (
     Training,
     check_losses,
     check_samples,
@@ -27,9 +26,10 @@ from mixmesh.bench.faults.judgement import (
     samples_of,
     unreadable,
 )
-from mixmesh.bench.faults.kinds import KINDS, Fault
-from mixmesh.bench.faults.scene import TOKEN_VARIABLE, Setting, end_marked
-from mixmesh.bench.faults.worker import BENCH_VARIABLE
+from benchmarks.faults.kinds import KINDS, Fault
+from benchmarks.faults.scene import TOKEN_VARIABLE, Setting, end_marked
+from benchmarks.faults.worker import BENCH_VARIABLE
+from mixmesh import checkpoint
 from mixmesh.errors import InputError, TestbedUnavailable
 from mixmesh.testbed.system import start_time
 
@@ -180,7 +180,7 @@ def test_kinds_are_drawn_alike_and_those_that_cannot_be_made_are_left_out():
 def test_nothing_is_left_behind():
     """Not what a killed agent has started, found by its environment, nor a rank whose bench is gone."""
     bench = subprocess.Popen(["sleep", "60"], env={**os.environ, TOKEN_VARIABLE: "0123"})
-    code = "from mixmesh.bench.faults.worker import end_with_bench as f; import time; f(); time.sleep(60)"
+    code = "from benchmarks.faults.worker import end_with_bench as f; import time; f(); time.sleep(60)"
     environment = {**os.environ, BENCH_VARIABLE: f"{bench.pid} {start_time(bench.pid)}"}
     rank = subprocess.Popen([sys.executable, "-c", code], env=environment)
     end_marked("4567")

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, graph
 
-from mixmesh import testbed
-from mixmesh.bench import jobs
-from mixmesh.bench.poplar import CASES, cases, result_of, run_turns
-from mixmesh.bench.poplar_cases import MEASURED, NETWORK, SIMULATED, WARMUP_STEPS, machine
-from mixmesh.bench.poplar_plans import Parts, fast_half, plans, split, stage_in
-from mixmesh.bench.poplar_plans import planned as planned_of
-from mixmesh.bench.poplar_results import (
+from benchmarks import jobs
+from benchmarks.commands.poplar import shown
+from benchmarks.poplar import CASES, cases, result_of, run_turns
+from benchmarks.poplar_cases import MEASURED, NETWORK, SIMULATED, WARMUP_STEPS, machine
+from benchmarks.poplar_plans import Parts, fast_half, plans, split, stage_in
+from benchmarks.poplar_plans import planned as planned_of
+from benchmarks.poplar_results import (
     AT_ONCE,
     EQUAL,
     HALF,
@@ -27,7 +27,7 @@ from mixmesh.bench.poplar_results import (
     Variant,
     report,
 )
-from mixmesh.cli.bench.poplar import shown
+from mixmesh import testbed
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError
@@ -138,7 +138,7 @@ def test_targets(changes, missed):
     result = made(**changes)
     found = [name for name, met in result.targets.items() if not met]
     assert len(found) == len(missed) and all(m in f for m, f in zip(missed, found))
-    whole = json.loads(json.dumps(report([result], "mixmesh bench poplar")))
+    whole = json.loads(json.dumps(report([result], "python -m benchmarks poplar")))
     assert whole["targets_met"] == whole["targets"] - len(missed)
     assert ("rank 0" in shown(result)) == changes.get("overflow", True)
 

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from small_graphs import MLP, THREE, cluster, graph
 
-from mixmesh.baselines import data_parallel
-from mixmesh.bench import jobs
-from mixmesh.bench.torch_baselines import (
+from benchmarks import jobs
+from benchmarks.torch_baselines import (
     BASELINES,
     ON_ONE_MACHINE,
     batch_size,
@@ -19,9 +18,9 @@ from mixmesh.bench.torch_baselines import (
     parallel_step,
     single_step,
 )
-from mixmesh.bench.training import cases, dealt_evenly, single_losses
-from mixmesh.bench.training_cases import CASES, QUICK, Race, Sweep, cluster_of, padded
-from mixmesh.bench.training_results import (
+from benchmarks.training import cases, dealt_evenly, single_device_losses
+from benchmarks.training_cases import CASES, QUICK, Race, Sweep, cluster_of, padded
+from benchmarks.training_results import (
     Measured,
     RaceResult,
     SweepResult,
@@ -31,6 +30,7 @@ from mixmesh.bench.training_results import (
     loss_error,
     report,
 )
+from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.ir import make_ratio
@@ -54,7 +54,7 @@ def begin() -> None:
 def losses_agree(number: int) -> None:
     step = parallel_step(small(), BASELINES[number].wrap, UNEVEN)
     losses = [step()() for _ in range(STEPS)]
-    assert loss_error(losses, single_losses("bert", STEPS)) < 1e-5
+    assert loss_error(losses, single_device_losses(jobs.make("bert"), STEPS)) < 1e-5
 
 
 def ddp(_) -> None:
@@ -68,7 +68,7 @@ def fsdp(_) -> None:
 def single(_) -> None:
     step = single_step(small(), 1)
     losses = [step()() for _ in range(STEPS)]
-    assert loss_error(losses, single_losses("bert", STEPS)) < 1e-6
+    assert loss_error(losses, single_device_losses(jobs.make("bert"), STEPS)) < 1e-6
 
 
 def machine(_) -> None:
@@ -77,7 +77,7 @@ def machine(_) -> None:
     assert counts == (0, 48, 16)
     step = parallel_step(small(), ON_ONE_MACHINE[0].wrap, counts)
     losses = [step()() for _ in range(STEPS)]
-    assert loss_error(losses, single_losses("bert", STEPS)) < 1e-5
+    assert loss_error(losses, single_device_losses(jobs.make("bert"), STEPS)) < 1e-5
 
 
 def speeds(_) -> None:
@@ -149,7 +149,7 @@ def test_targets():
     assert list(result(2.1).targets.values()) == [False, True]
     off = result(2.0, errors=(1e-6, 2e-4))
     assert list(off.targets.values()) == [True, False]
-    made = report([result(2.0), off], "mixmesh bench training")
+    made = report([result(2.0), off], "python -m benchmarks training")
     assert (made["targets_met"], made["targets"], made["losses_agree"]) == (3, 4, False)
 
 

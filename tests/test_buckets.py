@@ -11,7 +11,7 @@ from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
-from mixmesh.cost.placed import synchronised
+from mixmesh.cost.outline import synchronised
 from mixmesh.ir import even_ratio, parse_program
 
 COSTS = CostModel(cluster(THREE))

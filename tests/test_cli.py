@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from jobs import GOOD, write_job
 from programs import TWO_DEVICES
 
 from mixmesh.__main__ import execute
+from mixmesh.errors import InputError
 from mixmesh.plan_file import Plan
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +153,7 @@ def test_a_command_imports_no_other(folder):
     done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
     loaded = {*done.stderr.split()}
     assert "mixmesh.cli.show" in loaded
-    assert not loaded & {"mixmesh.cli.run", "mixmesh.cli.bench", "mixmesh.planner", "mixmesh.explain"}
+    assert not loaded & {"mixmesh.cli.run", "benchmarks.commands", "mixmesh.planner", "mixmesh.explain"}
 
 
 def test_help_names_every_command(folder):
@@ -236,3 +241,19 @@ def test_a_plan_begins_with_its_headline(run):
     assert re.match(r"2 devices in \d machines?: ddp-even, \d+ / \d+ samples, [\d.]+ ms", out)
     assert "program mlp" not in out
     assert "program mlp" in run("plan job.py --cluster two.toml --planner ddp-even --program")
+
+
+@pytest.mark.parametrize("program", ("mixmesh bench", "benchmarks"))
+def test_the_comparisons_stand_beside_the_package(folder, program):
+    """``mixmesh bench`` is ``python -m benchmarks`` in a checkout of the repository."""
+    command = [sys.executable, "-m", *program.split(), "planning", "--help"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("Usage: python -m benchmarks planning [OPTIONS]")
+
+
+def test_an_installed_package_says_where_the_comparisons_are(tmp_path):
+    shutil.copytree(ROOT / "mixmesh", tmp_path / "installed" / "mixmesh")
+    ended = mixmesh("bench", "planning", "--quick", cwd=tmp_path, PYTHONPATH=str(tmp_path / "installed"))
+    assert ended.returncode == InputError.exit_status
+    assert "cd CHECKOUT && python -m benchmarks planning --quick" in ended.stderr

@@ -12,8 +12,9 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import OVERLAPPED_ISSUE, CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
 from mixmesh.cost.curve import issued_curve
+from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.model import GPU_KERNEL_S, GPU_LAUNCH_S, GPU_VIEW_S
-from mixmesh.cost.placed import Sheet, held_share, op_time
+from mixmesh.cost.placed import Sheet, op_time
 from mixmesh.ir import ValueType, make_ratio
 from mixmesh.ratios import with_ratio
 from mixmesh.rules import Call

@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from benchmarks import coverage
+from benchmarks.architectures import ARCHITECTURES, FAMILIES, build
+from benchmarks.coverage import CLUSTER, HEADER, chosen, cover, markdown
 from mixmesh.__main__ import execute
-from mixmesh.bench import coverage
-from mixmesh.bench.architectures import ARCHITECTURES, FAMILIES, build
-from mixmesh.bench.coverage import CLUSTER, HEADER, chosen, cover, markdown
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
 from mixmesh.trace import trace
@@ -69,7 +69,7 @@ def test_an_exception_ends_its_row_only(monkeypatch):
     rows = list(coverage.run(chosen(["GPT-2", "BERT"])))
     assert [r.reason for r in rows] == ["ValueError: no GPT-2", "ValueError: no BERT"]
     assert not any(r.exports or r.ok for r in rows)
-    assert markdown(rows, "mixmesh bench coverage").count("| " + " | ".join(HEADER) + " |") == 2
+    assert markdown(rows, "python -m benchmarks coverage").count("| " + " | ".join(HEADER) + " |") == 2
 
 
 def test_without_transformers(monkeypatch):

@@ -6,14 +6,14 @@ import pytest
 import torch
 from mixture_models import cut_program
 
-from mixmesh.bench.coverage import CLUSTER
+from benchmarks.coverage import CLUSTER
 from mixmesh.cluster import Cluster
 from mixmesh.ir import Shard
+from mixmesh.job.workloads.language import LanguageModel
+from mixmesh.job.workloads.layers import Layer
 from mixmesh.runtime import kernels
 from mixmesh.trace import trace
 from mixmesh.verification import verify
-from mixmesh.workloads.language import LanguageModel
-from mixmesh.workloads.layers import Layer
 
 ATTENTION = "aten.scaled_dot_product_attention"
 LENGTH, WIDTH = 350, 48  # large enough for the search to cut; no share of the devices divides it

@@ -7,12 +7,12 @@ from gloo_world import assert_passed, assert_trains_alike, run_world
 from small_graphs import THREE, cluster
 from test_coalesced import Branches, pictures
 
+from benchmarks.measure import cluster_text
 from mixmesh.baselines import data_parallel
-from mixmesh.bench.measure import cluster_text
 from mixmesh.cluster import Cluster
 from mixmesh.cost import DIRECT, ONE_SHOT_SUMS, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.direct import SIZES_BYTES, best_direct_bytes
-from mixmesh.cost.placed import Exchange, exchange_of
+from mixmesh.cost.exchanges import Exchange, exchange_of
 from mixmesh.errors import InputError, ParseError
 from mixmesh.explain import explain_plan
 from mixmesh.ir import Program, make_ratio, parse_program

@@ -56,7 +56,7 @@ def test_equals_the_search_on_folded_blocks(uneven, case):
 def block():
     """A transformer layer under a language model's head."""
     pytest.importorskip("torch")
-    from mixmesh.bench.planning_models import transformer
+    from benchmarks.planning_models import transformer
     from mixmesh.trace import trace
 
     job = transformer(1, 24)

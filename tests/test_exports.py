@@ -46,7 +46,7 @@ def test_no_export_shares_its_name_with_a_module():
 
 def test_functions_survive_the_import_of_every_module():
     for module in pkgutil.iter_modules(mixmesh.__path__):
-        if module.name not in ("__main__", "demo"):
+        if module.name != "__main__":
             importlib.import_module(f"mixmesh.{module.name}")
     assert all(callable(getattr(mixmesh, n)) for n in ("plan", "verify", "simulate", "parallelize"))
 

@@ -6,6 +6,7 @@ Modules of one row form one group and may import each other; groups of one layer
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib
 import importlib.util
 import sys
@@ -19,12 +20,12 @@ ROOT = Path(mixmesh.__file__).parent
 
 # layer -> its groups, from the bottom up; a group is a set of top-level names
 LAYERS: tuple[tuple[set[str], ...], ...] = (
-    ({"errors"}, {"lazy"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}),
+    ({"errors"}, {"lazy"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}, {"solver"}),
     ({"ir"}, {"timeline"}, {"run_log"}, {"cluster", "cluster_file", "catalogue"}),
     ({"rules"},),
-    ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job", "workloads"}),
+    ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job"}),
     ({"cost"},),
-    ({"check"},),
+    ({"check"}, {"step"}),
     (
         {"buckets"},
         {"order"},
@@ -42,19 +43,19 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"policies"}, {"detection"}),
     ({"planner", "explain"},),
     ({"api"}, {"tuning"}),
+    ({"rebalance"},),
     ({"preparation"}, {"whatif"}),
-    ({"checkpoint"}, {"rebalance"}),
+    ({"checkpoint"},),
     ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}, {"report"}),
-    ({"demo"}, {"bench"}),
     ({"cli", "__main__"},),
 )
 # the only ones that may import torch when they are imported
 TORCH = {
-    "operators", "trace", "runtime", "verification", "profiler", "demo", "bench", "workloads", "policies",
+    "operators", "trace", "runtime", "verification", "profiler", "policies",
     "tuning", "detection", "preparation", "checkpoint", "rebalance", "doctor", "integrations", "hf",
     "accelerate", "lightning",
 }  # fmt: skip
-TORCH_FILES = {"check/types.py"}
+TORCH_FILES = {"check/types.py", *(f"job/workloads/{p.name}" for p in (ROOT / "job/workloads").glob("*.py"))}
 
 PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
@@ -108,6 +109,13 @@ def test_imports_go_down(path):
         assert same_group or other[0] < layer, f"{path}:{line}: {top(path)} imports {parts[1]}"
 
 
+def test_nothing_beside_the_package_is_imported():
+    """What is installed does without the repository's other folders."""
+    beside = {"benchmarks", "examples", "tests", "tools"}
+    taken = [(p, n, line) for p in FILES for n, line in imports(p, inside_functions=True)]
+    assert not [(str(p), line) for p, name, line in taken if name.split(".")[0] in beside]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_only_where_it_is_needed(path):
     if top(path) in TORCH or str(path.relative_to(ROOT)) in TORCH_FILES:
@@ -115,7 +123,8 @@ def test_torch_only_where_it_is_needed(path):
     for name, line in imports(path, inside_functions=False):
         assert name.split(".")[0] != "torch", f"{path}:{line} imports torch"
         if name.startswith("mixmesh."):
-            assert name.split(".")[1] not in TORCH, f"{path}:{line} imports {name}, which imports torch"
+            heavy = name.split(".")[1] in TORCH or name.startswith("mixmesh.job.workloads")
+            assert not heavy, f"{path}:{line} imports {name}, which imports torch"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -125,6 +134,34 @@ def test_private_framework_names_are_confined(path):
     for name, line in imports(path, inside_functions=True):
         private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
         assert not private, f"{path}:{line} imports {name}"
+
+
+def all_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The package's modules that a file imports anywhere: in functions and for types alone too."""
+    package = ["mixmesh", *path.relative_to(ROOT).parts[:-1]]
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else []
+            stem = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names.update(f"{stem}.{a.name}" if f"{stem}.{a.name}" in modules else stem for a in node.names)
+    return names & modules.keys()
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """Also where imports inside functions would let it start. A package's face only hands names on: it does
+    not count as an importer of its own modules."""
+    modules = {}
+    for path in FILES:
+        parts = ("mixmesh", *path.relative_to(ROOT).with_suffix("").parts)
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    graph = {
+        name: {other for other in all_imports(path, modules) if not f"{other}.".startswith(f"{name}.")}
+        for name, path in modules.items()
+    }
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names them
 
 
 def test_no_cycle_at_start():

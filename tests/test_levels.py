@@ -13,8 +13,8 @@ from small_graphs import MLP, graph
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import LEVELLED, CostModel, LinkMeasurement, Profile
+from mixmesh.cost.exchanges import Exchange
 from mixmesh.cost.levels import best_levels
-from mixmesh.cost.placed import Exchange
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import ParseError
 from mixmesh.ir import Levels, parse_program

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from mutations import MUTATIONS
 from small_graphs import graph
 
@@ -19,10 +20,13 @@ import mixmesh
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.ir import Graph, Program, owned_type
+from mixmesh.job.workloads.language import LanguageModel
+from mixmesh.job.workloads.layers import MoeLayer
 from mixmesh.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets
 from mixmesh.planner.make import ON_MACHINE_SETS, QUICK
+from mixmesh.trace import trace
 
 # --- models and clusters -------------------------------------------------------------------------------
 
@@ -79,6 +83,15 @@ def elementwise_then_products(rows: int, width: int, first: int, then: int) -> G
         ]
         last = f"h{n}"
     return graph("\n".join([*lines, f"%loss = aten.mean(%{last}) : f[]", "return %loss"]))
+
+
+def mixture() -> Graph:
+    """A language model of one layer, whose feed-forward is a mixture of experts."""
+    with torch.device("meta"):
+        layer = MoeLayer(768, 12, 3072, experts=8, seq=128)
+        model = LanguageModel([layer], words=1000, seq=128, width=768)
+        tokens, targets = torch.randint(1000, (2, 128, 128))
+    return trace(model, {"tokens": tokens, "targets": targets}).graph
 
 
 Speeds = tuple[float, float]  # TFLOP/s and gigabytes of memory per second
@@ -148,6 +161,24 @@ class Case:
 
 TWO_BY_TWO = gpus(5, [2, 2], [2, 2])
 ALONE = gpus(20, [4], [4], [2], [2])  # one in each machine
+THREE_AND_A_WEAK_ONE = Cluster.parse("""
+name = "three and a weak one"
+[network]
+bandwidth_gbit_per_s = 60
+latency_us = 20
+[[machine]]
+link_gbit_per_s = 15
+devices = [{ device = "P100-16GB", count = 3 }]
+[[machine]]
+link_gbit_per_s = 500
+devices = [{ device = "P100-16GB", count = 2 }]
+[[machine]]
+link_gbit_per_s = 200
+devices = [{ device = "P100-16GB", count = 3 }]
+[[machine]]
+link_gbit_per_s = 100
+devices = [{ name = "weak", tflop_per_s = 1, memory_gib = 16, memory_gbyte_per_s = 200 }]
+""")
 CASES = {
     # an optimizer of whole parameters: nothing can be cut, and sums are long
     "gradients from gathered factors": Case(
@@ -155,7 +186,7 @@ CASES = {
         whole_parameters=True, shows=factors,
     ),
     "order of execution": Case(
-        lambda: towers(2048, 8192, 512, 6), ALONE, {"finished.ordered": same}, 1.1
+        lambda: towers(2048, 8192, 512, 6), ALONE, {"passes.ordered": same}, 1.1
     ),
     "sums within machines first": Case(
         lambda: layers(4096, [512] * 13), TWO_BY_TWO, {"task.best_levels": lambda *_: None}, 1.15,
@@ -167,7 +198,7 @@ CASES = {
         shows=owners,
     ),
     "weight gradients apart": Case(
-        lambda: layers(64, [4096] * 3), ALONE, {"finished.apart": same}, 1.05,
+        lambda: layers(64, [4096] * 3), ALONE, {"passes.apart": same}, 1.05,
         shows=lambda program: bool(program.wgrads),
     ),
     "buckets of several sizes": Case(
@@ -211,6 +242,11 @@ CASES = {
     "pipelines": Case(
         lambda: layers(4096, [4096] * 7), gpus(5, [4, 4], [4, 4], link_gbit_per_s=800),
         {"make.QUICK": dict.fromkeys(QUICK, lambda _: iter(()))}, 1.2, planner="auto",
+    ),
+    "two levels on some of the machines": Case(
+        mixture, THREE_AND_A_WEAK_ONE,
+        {"make.ON_MACHINE_SETS": {n: s for n, s in ON_MACHINE_SETS.items() if n != "two-level"}},
+        1.05, planner="auto",
     ),
     "pipelines on some of the machines": Case(
         lambda: layers(2048, [4096] * 11), gpus(2, [0.5] * 4, [8], [1] * 4, [2] * 4, link_gbit_per_s=200),

@@ -14,6 +14,7 @@ from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
+from mixmesh.cost.exchanges import cut_shares
 from mixmesh.cost.memory import (
     ALLOWANCE,
     HEAP_BYTES,
@@ -24,7 +25,6 @@ from mixmesh.cost.memory import (
     peak_memory_bytes,
 )
 from mixmesh.cost.memory.views import contiguous, reshaped
-from mixmesh.cost.placed import cut_shares
 from mixmesh.errors import Infeasible, InputError
 from mixmesh.ir import even_ratio, make_ratio, parse_program
 from mixmesh.optimizer_states import ADAM, OptimizerStates

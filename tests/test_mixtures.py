@@ -11,8 +11,8 @@ from gloo_world import assert_passed, assert_trains_alike, run_world
 from mixture_models import FAMILIES, cut_program, mixture, tokens
 from torch import nn
 
+from benchmarks.coverage import CLUSTER
 from mixmesh.api import plan_traced
-from mixmesh.bench.coverage import CLUSTER
 from mixmesh.cluster import Cluster
 from mixmesh.cost.memory.kept import extra_bytes, kept
 from mixmesh.ir import PARTIAL, REPLICATE, Program, Shard, parse_program, print_program

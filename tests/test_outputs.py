@@ -11,15 +11,16 @@ from pipelines import COSTS, THREE_STAGES, Language, batch, cut_into, pipelined
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from mixmesh.api import plan
+from mixmesh.api import plan, plan_traced
 from mixmesh.baselines import data_parallel, tensor_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import PeakMemory
 from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
-from mixmesh.ir import Returned, outputs_of, parse_program
+from mixmesh.ir import Returned, has_gradient, outputs_of, parse_program
 from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.runtime.outside import Outside
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 
@@ -105,6 +106,37 @@ def test_several_losses_are_refused_with_the_line_to_write(form, line):
     with pytest.raises(TraceError) as caught:
         trace(Tagger(form), BATCH)
     assert line in str(caught.value)
+
+
+def test_a_model_without_a_loss():
+    """All that it returns has a gradient, but for what has none on one device."""
+    features = Tagger(lambda _, logits, model: (logits, logits.argmax(-1), model.head.weight.sum()))
+    scaled = Tagger(lambda _, logits, model: (logits, model.head.bias.exp().sum()))  # a scale is no loss
+    for model, marks in ((features, (1, 0, 1)), (scaled, (1, 1))):
+        traced = trace(model, BATCH, may_be_outside=True)
+        assert traced.returned == Returned(tuple(map(str, range(len(marks)))), "", is_tuple=True)
+        assert [has_gradient(n) for n in traced.graph.nodes if n.op == "output"] == [*map(bool, marks)]
+    nothing = Tagger(lambda _, logits, __: (logits, None, logits.mean(1)))
+    assert trace(nothing, BATCH, may_be_outside=True).returned.names == ("0", "1?", "2")
+    with pytest.raises(TraceError, match="a str at place 1 of a tuple"):
+        trace(Tagger(lambda _, logits, __: (logits, "words")), BATCH, may_be_outside=True)
+    with_loss = Tagger(lambda loss, logits, _: (logits, loss))
+    assert trace(with_loss, BATCH, may_be_outside=True).returned.loss == "1"
+
+
+@pytest.mark.parametrize("planner", ("fsdp-even", "tensor-parallel", "hap", "two-level", "model-parallel"))
+def test_planners_keep_the_gradients_of_outputs(planner):
+    """A program without them is refused when it is to run."""
+    traced = trace(Tagger(lambda _, logits, __: (logits, logits.mean(1))), BATCH, may_be_outside=True)
+    made = plan_traced(traced, CLUSTER, planner=planner)
+    check_program(made.program)
+    assert all(map(has_gradient, outputs_of(made.program).values()))
+    assert Outside.of(Plan.parse(str(made)), None).returned == traced.returned
+    without = [
+        replace(i, kwargs=(("rows", True),)) if i.op == "output" else i for i in made.program.instructions
+    ]
+    with pytest.raises(PlanError, match="no gradient for the model's output 0"):
+        Outside.of(replace(made, program=replace(made.program, instructions=tuple(without))), None)
 
 
 def test_an_output_that_there_is_not():

@@ -184,6 +184,35 @@ def prepared_on_two(optimizer, loader: DataLoader, planner: str, model: nn.Modul
     )  # fmt: skip
 
 
+def check_ranks_draw_the_same_numbers_after_the_order(plan) -> None:
+    """Whatever the first rank's sampler draws of the process's numbers, and in which message."""
+    samplers = (
+        None,
+        torch.utils.data.RandomSampler(Long()),
+        torch.utils.data.SubsetRandomSampler(range(BATCH * MANY)),
+    )
+    for n, sampler in enumerate(samplers):
+        torch.manual_seed(n)
+        expected = [torch.rand(1).item() for _ in DataLoader(Long(), BATCH, sampler=sampler)]
+        torch.manual_seed(n)
+        loader = own_loader(DataLoader(Long(), BATCH, sampler=sampler), plan)
+        assert [torch.rand(1).item() for _ in loader] == expected, n
+
+
+def check_what_the_model_does_not_take_goes_with_its_rows(plan) -> None:
+    """In batches that are loaded whole and cut, the smaller last one too."""
+    batches = []
+    for size in (BATCH, 5):
+        rows = [Rows()[n] for n in range(size)]
+        x, y = (torch.stack(column) for column in zip(*rows))
+        names = [f"{value:g}" for value in x[:, 0].tolist()]
+        batches.append((x, y, names, tuple(names), torch.arange(size), torch.ones(()), "all"))
+    for (whole, *_), (x, _, names, same, numbers, scale, word) in zip(batches, own_loader(batches, plan)):
+        assert names == list(same) == [f"{value:g}" for value in x[:, 0].tolist()]
+        assert torch.equal(whole[numbers], x) and scale.ndim == 0 and word == "all"
+        assert len(names) < len(whole)
+
+
 class AroundClass(torch.optim.Optimizer):
     """As SAM is written: it cannot be made of parameters alone, and asks for a norm of them all."""
 
@@ -219,6 +248,8 @@ WORLD = (
     check_a_class_that_begins_anew,
     check_a_generator_goes_on,
     check_no_numbers_are_drawn_by_a_look_at_a_loader,
+    check_what_the_model_does_not_take_goes_with_its_rows,
+    check_ranks_draw_the_same_numbers_after_the_order,
     check_an_optimizer_that_is_not_made_again_keeps_parameters_whole,
     check_a_last_batch_that_a_pipeline_cannot_cut,
 )

@@ -16,11 +16,11 @@ from mixmesh.baselines import data_parallel
 from mixmesh.buckets import with_buckets
 from mixmesh.check import check_plan, check_program
 from mixmesh.cluster import Cluster
-from mixmesh.cost import CostModel
+from mixmesh.cost import BLOCKING_SENDS, CostModel
+from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.memory import Held, Memory, Walked, flight_of
 from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
-from mixmesh.cost.placed import held_share
 from mixmesh.ir import even_ratio, samples_of, support
 from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import Space, make_grouping
@@ -164,12 +164,12 @@ def test_a_link_is_used_in_both_directions_at_once(traced):
     costs = CostModel(Cluster.parse(SLOW_NETWORK))
     stages = [[float(r == n) for r in range(3)] for n in range(3)]
     simulation = Simulation(cut_into(traced.graph, stages, costs), costs, accumulating=True)
-    number = {key: n for key, n in simulation.channels.items() if key[0] in (ACTIVATIONS, GRADIENTS)}
+    number = {key: n for key, n in simulation.network.numbers.items() if key[0] in (ACTIVATIONS, GRADIENTS)}
     assert len(number) == 4
     named = {n: key for key, n in number.items()}
 
     def rivals(key: tuple) -> set:
-        return {named[n] for n, _ in simulation.rivals[number[key]] if n in named}
+        return {named[n] for n, _ in simulation.network.rivals[number[key]] if n in named}
 
     assert rivals((ACTIVATIONS, (0, 1))) == {(GRADIENTS, (1, 2))}
     assert rivals((ACTIVATIONS, (1, 2))) == {(GRADIENTS, (0, 1))}
@@ -189,6 +189,30 @@ def test_what_is_faster_makes_no_step_longer(traced, what):
         plan = pipelined(program, 6, costs.cluster)
         steps.append(simulate(program, costs, micro_batches=plan.micro_batches).step_s)
     assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1]
+
+
+def test_sends_hold_a_stage_where_that_is_asked_for(traced):
+    """A stage computes nothing from the end of the pass that it sends of until that has arrived."""
+    cluster = Cluster.parse(SLOW_NETWORK)
+    stages = [[float(r == n) for r in range(3)] for n in range(3)]
+    step_s = {}
+    for unmeasured in ((), (BLOCKING_SENDS,)):
+        costs = CostModel(cluster, unmeasured=unmeasured)
+        program = chain(*deep(), stages, costs)
+        plan = pipelined(program, 6, cluster)
+        simulation = Simulation(program, costs, accumulating=True)
+        timeline = simulation.run(program, plan.micro_batches, events=True)
+        names = {m.name for m in simulation.pipeline.moves if m.sender == 0}
+        mine = [e for e in timeline.events if e.rank == 0]
+        sent = [e for e in mine if e.stream == "communication" and e.name in names]
+        works = [e for e in mine if e.stream == "compute"]
+        meanwhile = [
+            w for s in sent for w in works if w.start_s < s.end_s - 1e-9 and w.end_s > s.start_s + 1e-9
+        ]
+        assert sent and bool(meanwhile) == (not unmeasured)
+        step_s[unmeasured] = timeline.step_s
+        assert timeline.step_s == pytest.approx(simulation.step_s(program, plan.micro_batches))
+    assert step_s[BLOCKING_SENDS,] > step_s[()]
 
 
 def test_a_stage_keeps_as_many_micro_batches_as_stages_follow():

@@ -14,7 +14,7 @@ from mixmesh.baselines import data_parallel, fully_sharded, tensor_parallel
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.placed import exchange_of
+from mixmesh.cost.exchanges import exchange_of
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio, parse_program, shard_sizes, support
 from mixmesh.placement import METHODS, Estimator, Placed, Space, make_grouping

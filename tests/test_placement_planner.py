@@ -127,14 +127,14 @@ def test_balanced_shares_end_together(lines):
 
 
 def test_model_parallelism_where_data_parallelism_does_not_fit():
-    """Parameters, gradients and optimizer state of 4 layers are 0.25 GiB each, beside 0.6 of the process."""
+    """Parameters, gradients and optimizer state of 4 layers are 0.25 GiB each, beside 1.34 of the process."""
     model = layers(12, 2048)
     batch = {"x": torch.randn(8, 2048)}
     graph = trace(model, batch)
-    cluster = Cluster.parse(SMALL.format(1.3))
+    cluster = Cluster.parse(SMALL.format(2.1))
     assert not plan_traced(graph, Cluster.parse(SMALL.format(4)), planner="ddp-even").warnings
     plan = plan_traced(graph, cluster, planner="model-parallel")
-    assert plan.feasible and plan.predicted_peak_memory_bytes[0] < 1.3 * 2**30
+    assert plan.feasible and plan.predicted_peak_memory_bytes[0] < 2.1 * 2**30
     everywhere = {plan.program.participants(p.type) for p in plan.program.params}
     assert len(everywhere) > 1 and (0, 1, 2) not in everywhere
     small = layers(12, 16)

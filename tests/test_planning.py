@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
+from benchmarks.planning import CASES, Case, mixed_cluster, report, run
 from mixmesh.baselines import data_parallel, device_seconds
-from mixmesh.bench.planning import CASES, Case, mixed_cluster, report, run
 from mixmesh.buckets import bucketings, numbered
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
@@ -36,7 +36,7 @@ def test_a_row_says_where_the_time_went():
     steps = row.search_s + row.ratios_s + row.simulate_s + row.polish_s
     assert 0.5 * row.total_s < steps <= row.total_s and row.met
     assert row.states_expanded > 0 and row.predicted_step_s > 0
-    made = report([row], "mixmesh bench planning")
+    made = report([row], "python -m benchmarks planning")
     assert made["rows"][0]["met"] is True and made["rows"][0]["size"] == 2
 
 

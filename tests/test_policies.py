@@ -14,14 +14,15 @@ from rich.console import Console
 from torch import nn
 from torch_geometric.data import Batch
 
+from benchmarks.placement import Row, cases, summary
+from benchmarks.placement_calls import Race, better_after, level_after, level_of, median, race
 from mixmesh.baselines import data_parallel
-from mixmesh.bench.placement import Row, cases, summary
-from mixmesh.bench.placement_calls import Race, better_after, level_after, level_of, median, race
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio
 from mixmesh.job import Job
+from mixmesh.job.workloads.images import Classifier
 from mixmesh.optimizer_states import ADAM
 from mixmesh.placement import SYNCS, Estimator, Group, Grouping, Space, make_grouping
 from mixmesh.planner import make_plan
@@ -35,11 +36,10 @@ from mixmesh.policies.moves import Moves
 from mixmesh.policies.seeds import best_alike, everywhere, judged_seeds
 from mixmesh.policies.seeds import data_parallel as all_devices
 from mixmesh.policies.tag import WEIGHTS, Policy, TagPriors, load
-from mixmesh.policies.teacher import CLOSE, lessons
-from mixmesh.policies.train import Taught, labelled, learn, losses, states, visited
 from mixmesh.trace import trace
 from mixmesh.verification import verify
-from mixmesh.workloads.images import Classifier
+from tools.tag.teacher import CLOSE, lessons
+from tools.tag.train import Taught, labelled, learn, losses, states, visited
 
 HEADROOM = 0.05
 FAST = '{ name = "fast", tflop_per_s = 10, memory_gib = 8, memory_gbyte_per_s = 500 }'
@@ -584,7 +584,7 @@ def test_a_plan_equals_the_single_device(planner):
     assert verify(job.model, job.batch, plan, traced=traced).ok
 
 
-# --- mixmesh bench placement ------------------------------------------------------------------------------
+# --- python -m benchmarks placement -----------------------------------------------------------------------
 
 
 def row(method: str, step_s: float, level_after: int | None, **others) -> Row:

@@ -25,9 +25,9 @@ from mixmesh.simulator import simulate
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 from mixmesh.zero import zero_stage
+from tests.support.small_devices import memory_gib
 
 BATCH, TIME, WIDTH = 12, 128, 256
-CONTEXT_MIB = 600  # of a GPU's process
 
 
 class Model(nn.Module):
@@ -58,7 +58,7 @@ def cluster(*devices: tuple[float, float], gbit_per_s: float = 10) -> Cluster:
     """Devices of (GFLOP/s, MiB beside the process), one per machine."""
     machines = []
     for n, (speed, room) in enumerate(devices):
-        gib = (CONTEXT_MIB + room) / (1 - HEADROOM) / 1024
+        gib = memory_gib(room, len(devices))
         figures = f"tflop_per_s = {speed / 1e3}, memory_gbyte_per_s = {speed / 10}, memory_gib = {gib}"
         machines.append(
             f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{speed:g}-{room:g}", {figures} }}]'

@@ -26,7 +26,7 @@ import mixmesh
 from mixmesh.preparation.loading import depends_on_others, example_batch, same_random_numbers
 from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.preparation.refusals import check_gives_all, check_last_batch
-from mixmesh.preparation.script import made_inputs, maker_like
+from mixmesh.preparation.script import made_inputs, maker_like, taken_by
 from mixmesh.preparation.untouched import untouched
 
 TRAINING_LOOP = Path(__file__).parents[1] / "docs" / "guide" / "training-loop.md"
@@ -172,6 +172,30 @@ def test_values_that_the_loss_needs_are_not_for_optional_arguments():
     assert torch.equal(both(x, y, mask), (mask * (model(x) - y)).mean())
 
 
+def test_a_batch_has_more_than_the_model_and_its_loss_take():
+    """Without a loss the rest is for the loop; with one words are, at the end, and other values are not."""
+    linear, x, y, words = nn.Linear(3, 2), torch.ones(2, 3), torch.ones(2), ["a", "b"]
+    assert taken_by(linear, None, (x, y, words)) == (x,)
+    assert taken_by(linear, None, {"input": x, "y": y}) == {"input": x}
+    assert taken_by(linear, F.cross_entropy, (x, y, words)) == (x, y)
+    assert taken_by(linear, F.cross_entropy, (x, y, y)) == (x, y, y)
+
+
+def test_labels_that_the_model_and_the_loss_take():
+    """As of the models of transformers, whose forward also has ``**kwargs``."""
+
+    class Head(nn.Linear):
+        def forward(self, x, labels=None, **kwargs):
+            assert labels is not None and set(kwargs) == {"more"}
+            return super().forward(x)
+
+    model, x, y = Head(3, 2), torch.ones(2, 3), torch.tensor([0, 1])
+    made = with_loss(model, lambda out, labels, weight: F.cross_entropy(out, labels, weight=weight))
+    got = made(x=x, labels=y, weight=torch.tensor([1.0, 3.0]), more=1)
+    expected = F.cross_entropy(nn.Linear.forward(model, x), y, weight=torch.tensor([1.0, 3.0]))
+    assert torch.equal(got, expected)
+
+
 def test_inputs_are_what_the_loop_makes_of_a_batch():
     def noised(x):
         return x + np.random.rand(), x
@@ -180,7 +204,6 @@ def test_inputs_are_what_the_loop_makes_of_a_batch():
     with same_random_numbers():
         first = made_inputs(noised, (torch.ones(2),))
     assert torch.equal(first[0], noised(torch.ones(2))[0])  # numpy's numbers too are drawn again
-    assert made_inputs(None, first) is first
     (alone,) = made_inputs(lambda x: 2 * x, torch.ones(2))
     assert torch.equal(alone, torch.full((2,), 2.0))
     made = made_inputs(lambda x, y: {"x": x, "y": y}, {"y": 1, "x": 2})

@@ -14,8 +14,8 @@ from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
+from mixmesh.cost.exchanges import Exchange, sent_between
 from mixmesh.cost.gaps import gaps
-from mixmesh.cost.placed import Exchange, sent_between
 from mixmesh.errors import InputError
 from mixmesh.ir import even_ratio, parse_program
 from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links

@@ -10,7 +10,7 @@ import torch
 from gloo_world import assert_passed, run_world
 from small_graphs import THREE, cluster, graph
 
-from mixmesh.bench import jobs
+from benchmarks import jobs
 from mixmesh.cost import CostModel, moved_bytes
 from mixmesh.job import Job
 from mixmesh.profiler.meter import Meter

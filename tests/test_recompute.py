@@ -42,6 +42,7 @@ from mixmesh.synthesis import Prices, Problem, emit, search
 from mixmesh.trace import trace
 from mixmesh.verification import verify
 from mixmesh.zero import with_stage
+from tests.support.small_devices import memory_gib
 
 WORLD, BATCH, TIME, WORDS, WIDTH, LAYERS = 3, 12, 8, 11, 8, 3
 UNEVEN, OWNERS = (0.5, 0.333333, 0.166667), (0.2, 0.0, 0.8)  # 6, 4 and 2 samples
@@ -310,14 +311,12 @@ def test_the_second_run_takes_its_time():
 
 # --- planning ---------------------------------------------------------------------------------------------
 
-CONTEXT_MIB = 600  # of a GPU's process
-
 
 def gpus(*rooms_mib: float, gbit_per_s: float = 1) -> Cluster:
     """Devices of one speed with so much memory beside the process, one per machine."""
     machines = [
         f'[[machine]]\nname = "m{n}"\ndevices = [{{ name = "d{room:g}", tflop_per_s = 0.01, '
-        f"memory_gbyte_per_s = 1, memory_gib = {(CONTEXT_MIB + room) / 0.95 / 1024} }}]\n"
+        f"memory_gbyte_per_s = 1, memory_gib = {memory_gib(room, len(rooms_mib))} }}]\n"
         for n, room in enumerate(rooms_mib)
     ]
     network = f"[network]\nbandwidth_gbit_per_s = {gbit_per_s}\nlatency_us = 20\n"

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
-from mixmesh.bench.scripts import changed_lines
-from mixmesh.bench.vision import has_torchvision
+from benchmarks.scripts import changed_lines
+from benchmarks.vision import has_torchvision
 from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "scripts"

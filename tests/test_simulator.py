@@ -17,8 +17,9 @@ from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.calls import is_computation, work_type
+from mixmesh.cost.exchanges import exchange_of, held_share
 from mixmesh.cost.memory import peak_memory_bytes
-from mixmesh.cost.placed import exchange_of, held_share, op_time
+from mixmesh.cost.placed import op_time
 from mixmesh.cost.resources import link_s_per_byte
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.ir import even_ratio, make_ratio, parse_program

@@ -1,6 +1,6 @@
 """``auto`` is never slower, in simulation, than on a part of its machines, or than a planner asked alone.
 
-A few small pairs by default; ``MIXMESH_PAIRS=60`` draws as many as ``mixmesh bench subsets``.
+A few small pairs by default; ``MIXMESH_PAIRS=60`` draws as many as ``python -m benchmarks subsets``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from small_graphs import GRAPHS, graph
 
-from mixmesh.bench.subsets import TOLERANCE, draw_pairs, graph_of, parts, report, run
+from benchmarks.subsets import TOLERANCE, draw_pairs, graph_of, parts, report, run
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.optimizer_states import ADAM

@@ -11,7 +11,7 @@ from torch import nn
 from mixmesh.baselines import data_parallel
 from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
-from mixmesh.cost.placed import Exchange
+from mixmesh.cost.exchanges import Exchange
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.ir import make_ratio, parse_program
 from mixmesh.optimizer_states import ADAM

@@ -18,9 +18,9 @@ from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.policies.evaluate import Evaluator, estimated
 from mixmesh.policies.features import Facts
 from mixmesh.policies.mcts import Tree
-from mixmesh.policies.problems import random_cluster, random_model
 from mixmesh.policies.seeds import judged_seeds
 from mixmesh.policies.tag import Policy, TagPriors, load
+from tools.tag.problems import random_cluster, random_model
 
 pytest.importorskip("torch_geometric")
 PROBLEMS = (

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks import coverage
 from mixmesh.api import plan_traced
-from mixmesh.bench import coverage
 from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
 from mixmesh.ir import Graph, Node, Ref, ValueType

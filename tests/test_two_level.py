@@ -36,6 +36,7 @@ from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.trace import trace
 from mixmesh.verification import TOLERANCE_F64, verify
+from tests.support.small_devices import memory_gib
 
 DEVICE = '{{ name = "at {0}", tflop_per_s = {0}, memory_gib = 2, memory_gbyte_per_s = 0.1 }}'
 CLUSTER = f"""\
@@ -307,15 +308,14 @@ def test_machines_of_other_sizes_hold_other_pieces():
 
 # --- with activations computed again -----------------------------------------------------------------------
 
-CONTEXT_MIB = 600  # of a GPU's process
-ROOM_MIB = 4.9  # beside it: for all but the activations of a machine's samples
+ROOM_MIB = 4.9  # beside the process: for all but the activations of a machine's samples
 
 
 def thin(room_mib: float) -> Cluster:
     """Two and three devices of one speed with so much memory beside the process, behind thin links."""
     device = (
         f'{{ name = "d", tflop_per_s = 0.1, memory_gbyte_per_s = 10, '
-        f"memory_gib = {(CONTEXT_MIB + room_mib) / 0.95 / 1024} }}"
+        f"memory_gib = {memory_gib(room_mib, 5)} }}"
     )
     inside = "link_gbit_per_s = 100\nlink_latency_us = 1\n"
     machines = [f"[[machine]]\n{inside}devices = [{', '.join([device] * count)}]\n" for count in (2, 3)]

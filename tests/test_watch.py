@@ -14,6 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mixmesh.errors import CollectiveError
+from mixmesh.runtime.lost import Waiting
 from mixmesh.runtime.watch import Watch
 
 WORKER = Path(__file__).parent / "watch_worker.py"
@@ -40,6 +42,7 @@ AGREED = {
     "shape": "x: the ranks were given neither one whole batch nor each its own part of one",
     "evaluates": "in evaluation forward",
     "saves": "in full_state_dict",
+    "leaves an epoch": "rank 1 in the start of an epoch",
 }
 # on the rank whose data it is; the others are told as much
 OF_DATA = {
@@ -81,6 +84,19 @@ def test_an_error_of_a_checkpoint_is_told_too():
         raise CheckpointException("save", {0: (OSError("no space left"), StackSummary())})
     watch.close()
     assert "no space left" in json.loads(store.get("mixmesh/watch/0"))["failed"]
+
+
+def test_the_process_that_holds_the_store_ends_when_the_others_know_why():
+    store = dist.HashStore()
+    first, second = (Watch(store, rank, 2, heartbeat_s=30.0) for rank in range(2))
+    second.begin("step")
+    second.waiting = Waiting.now("the sum of gradients")
+    with pytest.raises(ValueError), first.call("step"):
+        raise ValueError("negative rate")
+    first.close()
+    with pytest.raises(CollectiveError, match="negative rate"):
+        second.raise_verdict()
+    second.close()
 
 
 @pytest.mark.parametrize("scenario", AGREED)

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 import mixmesh as mm
+from benchmarks.papers import cases, measured_links, plan_case, run
 from mixmesh.__main__ import execute
-from mixmesh.bench.papers import cases, measured_links, plan_case, run
 from mixmesh.cluster import presets
 from mixmesh.cost import CostModel
 from mixmesh.errors import ClusterError, InputError, JobError
 from mixmesh.job import Job, load_job
+from mixmesh.job.workloads import WORKLOADS, make, parameter_count
+from mixmesh.job.workloads.language import LanguageModel
+from mixmesh.job.workloads.layers import Layer, MoeLayer
 from mixmesh.rules import RULES
 from mixmesh.trace import trace
-from mixmesh.workloads import WORKLOADS, make, parameter_count
-from mixmesh.workloads.language import LanguageModel
-from mixmesh.workloads.layers import Layer, MoeLayer
 
 
 def expected_parameters(name: str, batch: int) -> float:

@@ -21,6 +21,8 @@ from torch import nn
 import mixmesh
 from mixmesh.errors import MixmeshError
 from mixmesh.ir import parse_program
+from mixmesh.plan_file import Plan
+from mixmesh.preparation.loading import own_loader
 from mixmesh.runtime import agreement
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
@@ -129,6 +131,17 @@ def run_on_data_in_trouble(scenario: str, rank: int, program) -> None:
     run_training(job, program, steps=None, epochs=1, device="cpu", timeout_s=150)
 
 
+def train_for_epochs(model, optimizer, rank: int) -> None:
+    """A loop of a script's own, which the last rank leaves early in the first epoch."""
+    data = torch.utils.data.DataLoader(Rows(False), 12, collate_fn=Collate())
+    loader = own_loader(data, Plan(model.program, "test", 0.0, (), ""))
+    for epoch in range(2):
+        for number, given in enumerate(loader):
+            if rank == WORLD - 1 and not epoch and number == 2:
+                break
+            train(model, optimizer, 1, lambda step, given=given: given)
+
+
 def train_in_trouble(scenario: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -153,6 +166,9 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     )  # fmt: skip
     train(model, optimizer, COMPARED_STEPS, lambda step: batch(step + last if scenario == "data" else step))
     print("START", flush=True)
+    if scenario == "leaves an epoch":
+        train_for_epochs(model, optimizer, rank)
+        return
     trouble = {
         "shape": lambda: train(model, optimizer, 1, lambda s: {**batch(s), "x": torch.zeros(5, 4)}),
         "no input": lambda: None,

@@ -13,8 +13,9 @@ OPERATOR = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}")
 LEAF_OPTIONS = {"param": ("trainable",)}
 SINK_FORMS = {
     "update": 'update("buffer", %value)',
-    "output": 'output("name", %value) or output("name", %value, rows=true)',
+    "output": 'output("name", %value), with rows=true for samples and grad=true for a gradient from outside',
 }
+OUTPUT_OPTIONS = "rows", "grad"
 
 
 def check_form(i: Instruction, fail) -> None:
@@ -35,8 +36,10 @@ def check_form(i: Instruction, fail) -> None:
 def _check_sink(i: Instruction, fail) -> None:
     if i.results or len(i.args) != 2 or not isinstance(i.args[0], str) or not isinstance(i.args[1], Ref):
         raise fail(f"this is no {i.op}", SINK_FORMS[i.op])
-    if i.op == "output" and any(name != "rows" or not isinstance(value, bool) for name, value in i.kwargs):
-        raise fail("an output says of itself only whether it has rows", SINK_FORMS[i.op])
+    if i.op == "output" and any(
+        name not in OUTPUT_OPTIONS or not isinstance(value, bool) for name, value in i.kwargs
+    ):
+        raise fail("an output says of itself only whether it has rows and a gradient", SINK_FORMS[i.op])
 
 
 def _check_leaf(i: Instruction, fail) -> None:

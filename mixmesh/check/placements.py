@@ -47,10 +47,10 @@ def check_names(program: Program, where: str = "") -> None:
                 expected=f"{program.world_size}, one per rank",
                 where=where,
             )
-    known: dict[str, Instruction] = {}
+    defined: dict[str, Instruction] = {}
     for i in program.instructions:
         fail = partial(invalid, program, i, where)
-        _check_names(i, known, fail)
+        _check_names(i, defined, fail)
         for t in i.types:
             _check_type(program, t, fail)
         if "." not in i.op and i.op not in (*LEAVES, *REDISTRIBUTIONS, *SINKS):
@@ -59,8 +59,8 @@ def check_names(program: Program, where: str = "") -> None:
             raise fail(f"unknown operator {i.op}", "an ATen operator or a redistribution", i.op, *near[:3])
         check_form(i, fail)
         check_attributes(i, fail)
-        known.update((r, i) for r in i.results if r is not None)
-    if program.loss not in known:
+        defined.update((r, i) for r in i.results if r is not None)
+    if program.loss not in defined:
         raise VerificationError(f"the loss %{program.loss} is not defined", where=where)
 
 
@@ -115,9 +115,9 @@ def _check_names(i: Instruction, known: dict[str, Instruction], fail) -> None:
     for name in i.inputs:
         if name not in known:
             raise fail(f"%{name} is used before it is defined")
-    for name in i.results:
-        if name in known:
-            raise fail(f"%{name} is defined twice")
+    for result in i.results:
+        if result in known:
+            raise fail(f"%{result} is defined twice")
 
 
 def _check_type(program: Program, t: TensorType, fail) -> None:
@@ -153,8 +153,8 @@ def _check_owners(program: Program, i: Instruction, fail) -> None:
     if i.op != "param" or not isinstance(i.type.placement, Replicate) or not i.type.value.shape:
         raise fail("only a replicated parameter with dims has owners", 'a param held as R, or no "owned"')
     if ratio not in program.ratio_of:
-        known = ", ".join(f'"{name}"' for name in program.ratio_of)
-        raise fail(f"unknown ratio {ratio!r}", known or "a ratio line", f"owned={ratio!r}")
+        ratio_names = ", ".join(f'"{name}"' for name in program.ratio_of)
+        raise fail(f"unknown ratio {ratio!r}", ratio_names or "a ratio line", f"owned={ratio!r}")
     if isinstance(stage_of(i), bool) or stage_of(i) not in STAGES:
         raise fail(
             "there is no such stage of owned parameters", "stage=1 or stage=2", f"stage={stage_of(i)!r}"
@@ -252,13 +252,13 @@ def _check_operator(program: Program, i: Instruction, fail) -> None:
     ins = tuple(t.placement for _, t in inputs)
     outs = tuple(t.placement for t in i.types)
     try:
-        found = find_strategy(rule, call, ins, outs)
+        strategy = find_strategy(rule, call, ins, outs)
     except PatternMismatch as error:
         raise fail(f"the shapes do not fit {i.op}: {error}") from None
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         # rules read arguments as PyTorch's exporter writes them, and text may have anything in their place
         raise fail(f"the arguments do not fit {i.op}: {error}") from error
-    if found is None:
+    if strategy is None:
         got = f"{_signature(ins)} -> {_signature(outs)}"
         raise fail(f"{i.op} cannot be computed with these placements", _allowed(rule, call, ins), got)
 

@@ -28,14 +28,14 @@ def check_plan(
 def _check_cluster(plan: Plan, cluster: Cluster, where: str) -> None:
     if plan.cluster_fingerprint == cluster.fingerprint:
         return
-    planned, given = plan.program.world_size, cluster.world_size
+    planned, cluster_size = plan.program.world_size, cluster.world_size
     differs = ["other figures of a device or a link"]
-    if planned != given:
-        differs = [f"{planned} devices, not {given}"]
+    if planned != cluster_size:
+        differs = [f"{planned} devices, not {cluster_size}"]
     raise PlanError(
         "the plan was made for another cluster",
         expected=f'"{plan.cluster_name}" ({plan.cluster_fingerprint}), {planned} devices',
-        got=f'"{cluster.name}" ({cluster.fingerprint}), {given} devices: the plan has {differs[0]}',
+        got=f'"{cluster.name}" ({cluster.fingerprint}), {cluster_size} devices: the plan has {differs[0]}',
         where=where,
         hint="mixmesh plan JOB --cluster C.toml --out X.plan",
     )
@@ -59,13 +59,13 @@ def _check_graph(plan: Plan, graph: Graph, where: str) -> None:
 
 
 def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
-    known = {op: [n.args[0] for n in graph.nodes if n.op == op] for op in ("param", "buffer", "input")}
+    names_by_op = {op: [n.args[0] for n in graph.nodes if n.op == op] for op in ("param", "buffer", "input")}
     for i in plan.program.instructions:
-        if i.op in known and i.args[0] not in known[i.op]:
-            near = difflib.get_close_matches(str(i.args[0]), known[i.op], 2)
+        if i.op in names_by_op and i.args[0] not in names_by_op[i.op]:
+            near = difflib.get_close_matches(str(i.args[0]), names_by_op[i.op], 2)
             raise PlanError(
                 f'the plan loads {i.op}("{i.args[0]}"), which this job does not have',
-                expected=" or ".join(near) or f"one of {len(known[i.op])} names of the job",
+                expected=" or ".join(near) or f"one of {len(names_by_op[i.op])} names of the job",
                 got=str(i.args[0]),
                 where=f"{where}:{i.line}" if where and i.line else where,
                 hint="undo the edit, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan",
@@ -75,23 +75,23 @@ def _check_leaves(plan: Plan, graph: Graph, where: str) -> None:
 def _differences(planned: Graph, given: Graph) -> Iterator[tuple[str, str]]:
     """Pairs of what was planned and what was given: leaves by name first, then the first operator that
     differs."""
-    found = False
+    differs = False
     for op, label in (("param", "parameter"), ("buffer", "buffer"), ("input", "input")):
         ours = {n.args[0]: n.types[0] for n in planned.nodes if n.op == op}
         theirs = {n.args[0]: n.types[0] for n in given.nodes if n.op == op}
         for name in {**ours, **theirs}:
             if ours.get(name) != theirs.get(name):
-                found = True
+                differs = True
                 yield _shown(label, name, ours.get(name)), _shown(label, name, theirs.get(name))
-    if found:
+    if differs:
         return
-    ours, theirs = _operators(planned), _operators(given)
-    for mine, other in zip(ours, theirs):
+    own_operators, other_operators = _operators(planned), _operators(given)
+    for mine, other in zip(own_operators, other_operators):
         if mine != other:
             yield _line(mine), _line(other)
             return
-    if len(ours) != len(theirs):
-        yield f"{len(ours)} operators", f"{len(theirs)} operators"
+    if len(own_operators) != len(other_operators):
+        yield f"{len(own_operators)} operators", f"{len(other_operators)} operators"
 
 
 def _shown(label: str, name: str, value) -> str:

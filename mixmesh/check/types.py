@@ -29,11 +29,13 @@ def check_types(program: Program, where: str = "") -> None:
         key = (i.op, _typed(i.args, program), tuple((k, _typed(v, program)) for k, v in i.kwargs))
         if key not in seen:
             seen[key] = _results(program, i, where)
-        found = seen[key]
-        if len(found) != len(i.types):
+        result_types = seen[key]
+        if len(result_types) != len(i.types):
             many = f"{len(i.types)} result types"
-            raise invalid(program, i, where, f"{i.op} gives {len(found)} results", str(len(found)), many)
-        for name, printed, actual in zip(i.results, i.types, found):
+            raise invalid(
+                program, i, where, f"{i.op} gives {len(result_types)} results", str(len(result_types)), many
+            )
+        for name, printed, actual in zip(i.results, i.types, result_types):
             # kernels on meta tensors need not know the size of a result that nobody reads
             if name is not None and actual is not None and actual != printed.value:
                 message = f"{i.op} gives another type"

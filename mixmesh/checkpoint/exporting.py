@@ -95,15 +95,15 @@ def good_checkpoint(path: Path) -> tuple[Path, Manifest]:
     """The checkpoint at ``path``, or the newest good one in that folder, with its manifest. All of its files
     are read. Raises InputError if there is none, or if it is damaged."""
     if not (path / MANIFEST).is_file():
-        found = newest_good(path, Ranks(0, 1, None))
-        if found is None:
+        newest = newest_good(path, Ranks(0, 1, None))
+        if newest is None:
             raise InputError(
                 "there is no checkpoint",
                 expected="a checkpoint, such as DIR/000007-step-300, or a folder of checkpoints",
                 got="no such folder" if not path.is_dir() else "a folder without any",
                 where=str(path),
             )
-        return found
+        return newest
     try:
         manifest = Manifest.read(path)
         check_files(path, manifest.files, manifest.files)
@@ -120,12 +120,12 @@ def good_checkpoint(path: Path) -> tuple[Path, Manifest]:
 
 def entries_of(manifest: Manifest, kind: str, prefix: str) -> dict[str, TensorEntry]:
     """The tensors of a checkpoint that are ``model:`` or ``optimizer:``, by their names in the files."""
-    found = {}
+    entries = {}
     for full_name, entry in manifest.tensors.items():
         if full_name.startswith(kind):
             key, _, name = full_name.removeprefix(kind).rpartition(":")
-            found[f"{prefix}{name}.{key}" if key else f"{prefix}{name}"] = entry
-    return found
+            entries[f"{prefix}{name}.{key}" if key else f"{prefix}{name}"] = entry
+    return entries
 
 
 def parts_of(entries: Entries) -> list[Part]:

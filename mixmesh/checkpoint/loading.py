@@ -38,8 +38,8 @@ def latest(folder: str | Path) -> Path | None:
     All of its files are read. One that is damaged is passed over with a warning. Raises InputError if there
     are checkpoints and all are damaged. Not collective.
     """
-    found = newest_good(Path(folder), Ranks(0, 1, None))
-    return None if found is None else found[0]
+    newest = newest_good(Path(folder), Ranks(0, 1, None))
+    return None if newest is None else newest[0]
 
 
 def load(
@@ -67,10 +67,10 @@ def load(
     ranks = Ranks.of(model)
     finish(model)
     with ranks.meeting("checkpoint.load"):
-        found = newest_good(Path(folder), ranks)
-        if found is None:
+        newest = newest_good(Path(folder), ranks)
+        if newest is None:
             return None
-        path, manifest = found
+        path, manifest = newest
         parts = {"scheduler": scheduler, "loader": loader, "scaler": scaler}
         states = decoded_states(manifest, parts)
         tensors = model_tensors(model)

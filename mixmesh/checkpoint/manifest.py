@@ -141,17 +141,17 @@ def check_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str])
     """Reads these ``names`` of ``files``. Raises Damaged for the first one that is not as it was written."""
     for name in names:
         entry = files[name]
-        made, size_bytes = new_digest(), 0
+        checksum, size_bytes = new_digest(), 0
         try:
             with (folder / name).open("rb") as file:
                 while block := file.read(BLOCK_BYTES):
-                    made.update(block)
+                    checksum.update(block)
                     size_bytes += len(block)
         except OSError as error:
             raise Damaged(f"{name} cannot be read: {error.strerror}") from None
         if size_bytes != entry.size_bytes:
             raise Damaged(f"{name} has {size_bytes} bytes, and {entry.size_bytes} were written")
-        if made.hexdigest() != entry.digest:
+        if checksum.hexdigest() != entry.digest:
             raise Damaged(f"{name} has another checksum than was written")
 
 
@@ -161,10 +161,10 @@ def check_files(folder: Path, files: dict[str, FileEntry], names: Iterable[str])
 def checkpoints_in(folder: Path) -> list[Path]:
     """The checkpoints of a folder, the newest first; none where there is no folder."""
     try:
-        found = [(name, path) for path in folder.iterdir() if (name := NAME.fullmatch(path.name))]
+        numbered = [(name, path) for path in folder.iterdir() if (name := NAME.fullmatch(path.name))]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [path for _, path in sorted(found, key=lambda pair: int(pair[0][1]), reverse=True)]
+    return [path for _, path in sorted(numbered, key=lambda pair: int(pair[0][1]), reverse=True)]
 
 
 def number_of(path: Path) -> int:

@@ -62,17 +62,17 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
     own_of = {name: own for own in owns for name in own.names}
     original = own_module(model._runtime.original if hasattr(model, "_runtime") else model)
     rename = renaming(own_of, held)
-    found: dict[Own, list[Held]] = {own: [] for own in owns}
+    held_of: dict[Own, list[Held]] = {own: [] for own in owns}
     unknown = []
     for name, tensor in held.items():
         own = own_of.get(rename(name))
         if own is not None:
-            found[own].append(tensor)
+            held_of[own].append(tensor)
         else:
             unknown.append(name)
     unused = unused_names(original)
     unknown = [name for name in unknown if not any(re.search(p, name) for p in unused)]
-    missing = [own.names[0] for own, tensors in found.items() if not tensors]
+    missing = [own.names[0] for own, tensors in held_of.items() if not tensors]
     if missing or unknown:
         raise PlanError(
             "the weights are of another model",
@@ -83,7 +83,7 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
             where=str(place),
             hint=hints_for(original, place),
         )
-    pairs = [(own, tensor) for own, tensors in found.items() for tensor in tensors]
+    pairs = [(own, tensor) for own, tensors in held_of.items() for tensor in tensors]
     others = [(own, tensor) for own, tensor in pairs if not fits(own.tensor, tensor)]
     if others:
         raise PlanError(
@@ -93,7 +93,7 @@ def match(model: nn.Module, held: Mapping[str, Held], place: Path) -> list[Match
             where=str(place),
             hint=dtype_hint(others[0][1]),
         )
-    return [Match(own, tuple(tensors)) for own, tensors in found.items()]
+    return [Match(own, tuple(tensors)) for own, tensors in held_of.items()]
 
 
 def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str]:
@@ -112,8 +112,8 @@ def renaming(own: Collection[str], held: Collection[str]) -> Callable[[str], str
 
 def prefixes(name: str) -> Iterator[str]:
     """``a.b.`` and ``a.`` of ``a.b.c``."""
-    for found in re.finditer(r"\.", name):
-        yield name[: found.end()]
+    for dot in re.finditer(r"\.", name):
+        yield name[: dot.end()]
 
 
 def unused_names(original: nn.Module) -> list[str]:

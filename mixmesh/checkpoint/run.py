@@ -49,15 +49,15 @@ class Every:
     @classmethod
     def parse(cls, text: str) -> Every:
         """``50`` are steps, ``600s`` seconds. Raises InputError for anything else."""
-        found = EVERY.fullmatch(text)
-        if found is None or not int(found[1]):
+        parts = EVERY.fullmatch(text)
+        if parts is None or not int(parts[1]):
             raise InputError(
                 "how often checkpoints are written cannot be read",
                 expected="steps, as --every 50, or seconds, as --every 600s",
                 got=f"--every {text}",
             )
-        count = int(found[1])
-        return cls(time_s=count) if found[2] else cls(steps=count)
+        count = int(parts[1])
+        return cls(time_s=count) if parts[2] else cls(steps=count)
 
 
 @dataclass(frozen=True)
@@ -130,19 +130,19 @@ class RunCheckpoints:
         return self._batches(job), self.first_step
 
     def _go_on(self) -> bool:
-        found = load(self._settings.folder, **self._parts())
+        loaded = load(self._settings.folder, **self._parts())
         ranks = Ranks.of(self._model)
         # machines count their restarts, each for itself
         restart = max(ranks.everyones(int(os.environ.get(RESTART_VARIABLE, "0"))))
         start = f"restart {restart}: " if restart else ""
-        if found is None:
+        if loaded is None:
             if restart:
                 self._say(f"{start}{plural(ranks.world_size, 'device')}, no checkpoint yet: beginning anew")
             return False
-        self.first_step = self._saved_step = found.step
-        self._most_devices = max(ranks.world_size, found.extra.get(MOST_DEVICES, 0))
+        self.first_step = self._saved_step = loaded.step
+        self._most_devices = max(ranks.world_size, loaded.extra.get(MOST_DEVICES, 0))
         devices = f"{ranks.world_size} of {plural(self._most_devices, 'device')}"
-        self._say(f"{start}{devices}, going on after step {found.step}, from {found.path}")
+        self._say(f"{start}{devices}, going on after step {loaded.step}, from {loaded.path}")
         return True
 
     def _parts(self) -> dict[str, Any]:
@@ -196,9 +196,9 @@ class RunCheckpoints:
         elsewhere where the plan's own memory leaves as much."""
         if self._has_room is None:
             rank, plan = self._model.comm.rank, self._model._runtime.forms.plan
-            known = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
+            is_predicted = bool(plan.usable_bytes and plan.predicted_peak_memory_bytes)
             has_room = True
-            if self._model.comm.device.type == "cpu" and known:
+            if self._model.comm.device.type == "cpu" and is_predicted:
                 left = plan.usable_bytes[rank] - plan.predicted_peak_memory_bytes[rank]
                 has_room = state_bytes(self._model, self._optimizer) <= left
             self._has_room = all(Ranks.of(self._model).everyones(has_room))
@@ -243,21 +243,39 @@ class RunCheckpoints:
         extra = {MOST_DEVICES: self._most_devices}
         return {"step": num_steps, "keep": self._settings.keep, "extra": extra}
 
+    def save_now(self, num_steps: int) -> bool:
+        """Waits for what is being written, and saves what was trained since: whether the state after
+        ``num_steps`` steps is kept. Notes a signal that has come on any rank."""
+        started = time.monotonic()
+        self._save_rest(num_steps)
+        self.stopped_by = self.stopped_by or max(Ranks.of(self._model).everyones(self._signals.number))
+        self.held_s += time.monotonic() - started
+        return num_steps == self._saved_step
+
+    def goes_on_from(self, earlier: RunCheckpoints) -> None:
+        """Counts the steps of an ``earlier`` part of the same start, and what held it up."""
+        self.first_step = earlier.first_step
+        self.held_s += earlier.held_s
+
     def end(self, num_steps: int) -> None:
         """Waits for what is being written, and saves what was trained since."""
         started = time.monotonic()
         self._vote.finish()
+        self._save_rest(num_steps)
+        self.held_s += time.monotonic() - started
+
+    def _save_rest(self, num_steps: int) -> None:
         self._finish()
         if num_steps != self._saved_step:
             self._check_data()
             self._check_alone()
             self._save(num_steps)
-        self.held_s += time.monotonic() - started
 
     def close(self) -> int:
         """Gives signals back to whom they belonged: the status to exit with, 128 and the number of the signal
         that has stopped the run, or 0."""
         self._open.close()
+        del self._model, self._optimizer, self._loader
         return OF_SIGNAL + self.stopped_by if self.stopped_by else 0
 
     def figures(self) -> dict[str, float]:

@@ -11,7 +11,9 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_S = 2.0  # a launcher passes a signal on that its processes have got too: together they are one
@@ -40,10 +42,22 @@ class Signals:
     ) -> None:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            signal.signal(number, self._unless_same(handler) if self.number else handler)
         os.close(self._to)  # the thread reads the end
         self._thread.join()
         os.close(self._from)
+
+    def _unless_same(self, handler: Any) -> Callable[[int, Any], None]:
+        """``handler`` for a second signal alone: one that belongs to the first may come when all is saved and
+        the process is about to end by itself."""
+
+        def handle(number: int, frame: Any) -> None:
+            if time.monotonic() - self._came_at <= SAME_S:
+                return
+            signal.signal(number, handler)
+            signal.raise_signal(number)
+
+        return handle
 
     def _read(self) -> None:
         while got := os.read(self._from, 1):

@@ -31,8 +31,8 @@ SHOWN = 3  # names in an error
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model by checkpoint name, a tied one once. Raises InputError
     for other state (``get_extra_state``)."""
-    found: dict[str, Tensor] = {}
-    known: set[int] = set()
+    tensor_of: dict[str, Tensor] = {}
+    seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
             raise InputError(
@@ -40,10 +40,10 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
                 expected="parameters and buffers",
                 got=f"a {type(value).__name__}, of get_extra_state",
             )
-        if id(value) not in known:
-            known.add(id(value))
-            found[MODEL + name] = value.detach()
-    return found
+        if id(value) not in seen:
+            seen.add(id(value))
+            tensor_of[MODEL + name] = value.detach()
+    return tensor_of
 
 
 def with_elements(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

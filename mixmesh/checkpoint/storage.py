@@ -117,9 +117,9 @@ class Writer(StorageWriter):
                 for item, piece in zip(plan.items, pieces)
             ]
         part = replace(self.part, rank=place.rank, file=entry)
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(OF_RANK, 0, part), *results])
-        return done
+        outcome: Future[list[WriteResult]] = Future()
+        outcome.set_result([WriteResult(OF_RANK, 0, part), *results])
+        return outcome
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         parts = [result.storage_data for rank in results for result in rank if result.index == OF_RANK]
@@ -203,15 +203,15 @@ def write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> tupl
         Piece(tuple(item.tensor_data.chunk.offsets), part.shape, path.name, begin)
         for item, part, begin in zip(items, parts, begins)
     ]
-    made, size_bytes = new_digest(), 0
+    checksum, size_bytes = new_digest(), 0
     with path.open("wb") as file:
         for block in _blocks(head, items, planner):
             file.write(block)
-            made.update(block)
+            checksum.update(block)
             size_bytes += len(block)
         file.flush()
         os.fsync(file.fileno())
-    return pieces, FileEntry(size_bytes, made.hexdigest())
+    return pieces, FileEntry(size_bytes, checksum.hexdigest())
 
 
 def _blocks(head: bytes, items: list[WriteItem], planner: SavePlanner) -> Iterator[memoryview]:
@@ -234,7 +234,7 @@ class Reader(StorageReader):
         self._places = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        found = {}
+        metadata_of = {}
         for name, entry in self.manifest.tensors.items():
             chunks = []
             for piece in entry.pieces:
@@ -242,8 +242,8 @@ class Reader(StorageReader):
                 chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
                 self._places[MetadataIndex(name, offsets)] = piece
             properties = TensorProperties(dtype=TORCH_DTYPE[entry.dtype])
-            found[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-        return Metadata(found)
+            metadata_of[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+        return Metadata(metadata_of)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -264,9 +264,9 @@ class Reader(StorageReader):
                 path, box = self.folder / piece.file, (item.storage_offsets, item.lengths)
                 values = read_box(path, piece.first_byte, piece.sizes, dtype, *box)
                 planner.resolve_tensor(item).copy_(values)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        all_read: Future[None] = Future()
+        all_read.set_result(None)
+        return all_read
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -40,13 +40,13 @@ def held_tensors(place: Path) -> dict[str, Held]:
     names_by_file: dict[str, list[str]] = {}
     for name, file in _weight_map(path).items():
         names_by_file.setdefault(file, []).append(name)
-    found = {}
+    tensor_of = {}
     for file, names in names_by_file.items():
         held = tensors_in(path.parent / file)
         if missing := [name for name in names if name not in held]:
             raise _unreadable(path.parent / file, f"no {missing[0]}, which {path.name} says is there")
-        found |= {name: held[name] for name in names}
-    return found
+        tensor_of |= {name: held[name] for name in names}
+    return tensor_of
 
 
 def _entry(place: Path) -> Path:
@@ -102,15 +102,15 @@ def tensors_in(path: Path) -> dict[str, Held]:
             header = json.loads(file.read(size_bytes))
     except (OSError, SafetensorError) as error:
         raise _unreadable(path, text_of(error)) from None
-    found = {}
+    file_of = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
         if entry["dtype"] not in DTYPE_OF:
             raise _unreadable(path, f"{name} of the dtype {entry['dtype']}, which is not known here")
         part = Part(name, DTYPE_OF[entry["dtype"]], tuple(entry["shape"]))
-        found[name] = Held(path, part, 8 + size_bytes + entry["data_offsets"][0])
-    return found
+        file_of[name] = Held(path, part, 8 + size_bytes + entry["data_offsets"][0])
+    return file_of
 
 
 def _unreadable(path: Path, reason: str) -> InputError:

@@ -54,10 +54,10 @@ def load_weights(model: nn.Module, path: str | Path) -> None:
 
 def together(ranks: Ranks, make: Callable[[], T]) -> T:
     """``make()`` of this rank, or on all ranks the error of the first one that has one. Collective."""
-    made: T | None = None
+    result: T | None = None
     error: MixmeshError | None = None
     try:
-        made = make()
+        result = make()
     except MixmeshError as failure:
         error = failure
     except OSError as failure:
@@ -69,7 +69,7 @@ def together(ranks: Ranks, make: Callable[[], T]) -> T:
         )
     if first := next(filter(None, ranks.everyones(error)), None):
         raise first
-    return made
+    return result
 
 
 def check_same_files(ranks: Ranks, held: dict[str, Held], place: Path) -> None:

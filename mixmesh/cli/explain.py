@@ -55,14 +55,14 @@ def explain(
             print(overview_text(loaded, seen))
         return
     with working("searching with other placements"):
-        found = explain_tensor(
+        explanation = explain_tensor(
             loaded, described, tensor, profile=load_profile(profile), all_layers=all_layers
         )
     lines = plan.read_text().split("\n")
     if as_json:
-        print_json(explanation_object(found, lines))
+        print_json(explanation_object(explanation, lines))
     else:
-        print(explanation_text(found, lines))
+        print(explanation_text(explanation, lines))
 
 
 def cluster_of(plan: Plan, path: Path, tensor: str | None, cluster: Path | None) -> Cluster:

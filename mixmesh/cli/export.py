@@ -53,7 +53,7 @@ def export(
     from ..checkpoint import export as write
 
     with working("checking the checkpoint") as say:
-        made = write(
+        written = write(
             checkpoint,
             to,
             max_shard_bytes=max_shard_bytes,
@@ -65,26 +65,29 @@ def export(
     if as_json:
         print_json(
             {
-                "checkpoint": str(made.checkpoint),
-                "step": made.step,
-                "files": [str(path) for path in made.files],
-                "num_tensors": made.num_tensors,
-                "size_bytes": made.size_bytes,
-                "has_config": made.has_config,
+                "checkpoint": str(written.checkpoint),
+                "step": written.step,
+                "files": [str(path) for path in written.files],
+                "num_tensors": written.num_tensors,
+                "size_bytes": written.size_bytes,
+                "has_config": written.has_config,
             }
         )
         return
-    print(f"{made.num_tensors} tensors, {size(made.size_bytes)}, of {made.checkpoint} (step {made.step})")
-    for path in made.files:
+    print(
+        f"{written.num_tensors} tensors, {size(written.size_bytes)}, "
+        f"of {written.checkpoint} (step {written.step})"
+    )
+    for path in written.files:
         print(f"  {path}")
-    if not made.has_config:
+    if not written.has_config:
         print("there is no config.json, which from_pretrained needs: --config FROM takes it from elsewhere")
 
 
 def parse_size(text: str) -> int:
     """``5GB`` in bytes: 5e9, as transformers counts. Raises InputError for anything else."""
-    found = SIZE.fullmatch(text.strip())
-    size_bytes = int(float(found[1]) * UNIT_BYTES[found[2].upper()]) if found else 0
+    match = SIZE.fullmatch(text.strip())
+    size_bytes = int(float(match[1]) * UNIT_BYTES[match[2].upper()]) if match else 0
     if not size_bytes:
         raise InputError(
             "the largest size of a file cannot be read",
@@ -103,19 +106,19 @@ def config_files(text: str) -> dict[str, str]:
         places = [path / name for name in CONFIG_FILES] if path.is_dir() else [path]
         names = CONFIG_FILES if path.is_dir() else CONFIG_FILES[:1]
         try:
-            found = {n: p.read_text(encoding="utf-8") for n, p in zip(names, places) if p.is_file()}
+            texts = {n: p.read_text(encoding="utf-8") for n, p in zip(names, places) if p.is_file()}
         except (OSError, UnicodeDecodeError) as error:
             raise InputError("the config cannot be read", got=str(error), where=text) from None
     else:
         from ..checkpoint.pretrained import pretrained_files
         from ..job import load_job
 
-        found = pretrained_files(load_job(text).model)
-    if CONFIG_FILES[0] not in found:
+        texts = pretrained_files(load_job(text).model)
+    if CONFIG_FILES[0] not in texts:
         raise InputError(
             "there is no config",
             expected="a folder with config.json, the file, or a job whose model is one of transformers",
             got=text,
             where="--config",
         )
-    return found
+    return texts

@@ -123,6 +123,10 @@ class Live:
         facts = {"world_size": plan.program.world_size, "planner": plan.planner, "bound_s": plan.bound_s}
         self.mark(START, step, predicted_step_s=plan.predicted_step_s, **facts)
 
+    def follow(self, plan: Plan) -> None:
+        """Tells of another plan from now on."""
+        self._plan = plan
+
     def saved(self, step: int) -> None:
         """Notes that the state after ``step`` steps is kept."""
         self.mark(CHECKPOINT, step)

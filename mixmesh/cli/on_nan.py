@@ -27,11 +27,11 @@ def on_nan_of(name: str | None, allow_nan: bool) -> OnNan:
     """The answer to them. Raises InputError for another word, and for two that differ."""
     from ..runtime.finite import OnNan
 
-    given = name if name is not None else "ignore" if allow_nan else "stop"
-    if given not in CHOICES or (allow_nan and given != "ignore"):
+    choice = name if name is not None else "ignore" if allow_nan else "stop"
+    if choice not in CHOICES or (allow_nan and choice != "ignore"):
         raise InputError(
             "what is done about a loss that is not finite cannot be read",
             expected=f"--on-nan {', '.join(CHOICES[:-1])} or {CHOICES[-1]}",
-            got=f"--on-nan {given}" + (" and --allow-nan" if allow_nan else ""),
+            got=f"--on-nan {choice}" + (" and --allow-nan" if allow_nan else ""),
         )
-    return OnNan(given)
+    return OnNan(choice)

@@ -51,7 +51,8 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue; repeat.",
+        help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue, blocking-sends; "
+        "repeat.",
     ),
 ]
 BatchNorm = Annotated[
@@ -75,11 +76,14 @@ def plan(
     batch_norm: BatchNorm = "exact",
     out: Annotated[Path | None, typer.Option("--out", metavar="X.plan", help="Write the plan here.")] = None,
     with_program: Annotated[bool, typer.Option("--program", help="Print the program too.")] = False,
+    with_passes: Annotated[
+        bool, typer.Option("--passes", help="Print the passes, with the seconds that each took and gained.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Find the fastest program for a job on a cluster, and print what it does and what it would take."""
     described = Cluster.load(cluster)
-    _, _, made = plan_job(
+    _, _, planned = plan_job(
         job,
         described,
         planner,
@@ -91,16 +95,18 @@ def plan(
         batch_norm=batch_norm,
     )
     if out is not None:
-        made.save(out)
+        planned.save(out)
     if as_json:
-        print_json(plan_object(made))
+        print_json(plan_object(planned))
         return
     from ..explain.headline import headline
 
-    print(headline(made, described))
-    print(summary(made, described))
+    print(headline(planned, described))
+    print(summary(planned, described))
+    if with_passes:
+        print(f"\n{passes(planned)}")
     if with_program:
-        print(f"\n{print_program(made.program, made.notes)}")
+        print(f"\n{print_program(planned.program, planned.notes)}")
     if out is not None:
         print(f"\nwritten to {out}")
 
@@ -134,7 +140,7 @@ def plan_job(
         say("tracing the model")
         traced = trace(loaded.model, loaded.batch, batch_norm=batch_norm, outputs=loaded.outputs)
         states = optimizer_states(loaded.optimizer)
-        made = plan_traced(
+        planned = plan_traced(
             traced,
             cluster,
             planner=planner,
@@ -146,7 +152,7 @@ def plan_job(
             unmeasured=unmeasured,
             progress=say,
         )
-    return loaded, traced, made
+    return loaded, traced, planned
 
 
 def plan_object(plan: Plan) -> dict[str, Any]:
@@ -175,6 +181,7 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         ],
         "states_expanded": plan.states_expanded,
         "timings_s": plan.timings_s,
+        "passes": [vars(row) for row in plan.passes],
         "gap": plan.gap,
         "bound_s": plan.bound_s,
         "cost_source": plan.cost_source,
@@ -213,7 +220,8 @@ def bound(plan: Plan) -> str:
     bound_s = seconds(plan.bound_s)
     if plan.is_bound_measured:
         return f"no plan can be faster than {bound_s} (all devices computing all the time)"
-    return f"all devices computing all the time would take about {bound_s} (estimated, not measured)"
+    at_most = "all devices computing all the time, at the peaks of their figures"
+    return f"no plan can be faster than {bound_s} ({at_most})"
 
 
 def recomputation(program: Program) -> str:
@@ -230,6 +238,15 @@ def effort(plan: Plan) -> str:
     steps = ", ".join(f"{name} {seconds(spent)}" for name, spent in plan.timings_s.items())
     gap = "" if plan.gap is None else f"; at most {plan.gap:.1%} above the cheapest by the search's own cost"
     return f"{plan.states_expanded} states expanded; {steps}{gap}"
+
+
+def passes(plan: Plan) -> str:
+    """A line for each pass that finishes a plan, in their order; empty for a plan from a file."""
+    rows = [
+        (row.name, seconds(row.spent_s), seconds(row.gained_s) if row.gained_s else "0", row.about)
+        for row in plan.passes
+    ]
+    return table(("pass", "spent on all proposals", "gained in this plan's step", ""), rows)
 
 
 def ranks(plan: Plan, cluster: Cluster | None) -> str:

@@ -50,7 +50,7 @@ def profile(
     even = even_ratio(described.world_size)
     program = data_parallel(graph, CostModel(described), even) if micro_batches else None
     with telling(rank, "profiling") as say:
-        found = measure(
+        measured = measure(
             graph,
             loaded,
             described,
@@ -60,11 +60,11 @@ def profile(
             progress=say,
         )
     if rank == 0:
-        found.save(out)
+        measured.save(out)
     leave()
     if rank:
         return
-    skipped = found.provenance.get("skipped", [])
+    skipped = measured.provenance.get("skipped", [])
     if as_json:
         devices = {
             name: {
@@ -75,16 +75,16 @@ def profile(
                 "rested_speed": d.rested_speed,
                 "largest_micro_batch": d.largest_micro_batch,
             }
-            for name, d in found.devices.items()
+            for name, d in measured.devices.items()
         }
-        curves = len(found.collectives)
-        print_json({"out": str(out), "devices": devices, "collectives": curves, **found.provenance})
+        curves = len(measured.collectives)
+        print_json({"out": str(out), "devices": devices, "collectives": curves, **measured.provenance})
         return
     print(
-        f"{len(found.devices)} kinds of device and {len(found.collectives)} curves of collectives "
-        f"({found.provenance['backend']}) measured, written to {out}"
+        f"{len(measured.devices)} kinds of device and {len(measured.collectives)} curves of collectives "
+        f"({measured.provenance['backend']}) measured, written to {out}"
     )
-    for name, d in found.devices.items():
+    for name, d in measured.devices.items():
         if d.largest_micro_batch:
             print(f"{name}: up to {', '.join(map(str, d.largest_micro_batch))} samples in ZeRO stages 0 to 3")
     if skipped:
@@ -96,13 +96,13 @@ def on_every_device(
 ) -> tuple[Cluster, int]:
     """The cluster, given or the testbed's, and this process's rank, of a command that writes to ``out`` what
     was measured. Raises InputError."""
-    given = cluster or os.environ.get(CLUSTER_VARIABLE)
-    if given is None:
+    cluster_path = cluster or os.environ.get(CLUSTER_VARIABLE)
+    if cluster_path is None:
         raise InputError(f"{command} needs to know the cluster", expected="--cluster C.toml")
-    described = Cluster.load(given)
+    described = Cluster.load(cluster_path)
     if not out.parent.is_dir():
         raise InputError(f"the {writes} cannot be written", where=str(out), got=f"no folder {out.parent}")
-    return described, check_launch(command, job, described, given, out)
+    return described, check_launch(command, job, described, cluster_path, out)
 
 
 @contextmanager

@@ -15,15 +15,20 @@ from ..plan_file import Plan
 from .live import Live
 
 if TYPE_CHECKING:
+    from ..preparation import Prepared
     from ..rebalance import RunBalancer
+    from ..rebalance.replan import PlanFor
 
 Rebalance = Annotated[
     bool,
     typer.Option(
         "--rebalance/--no-rebalance",
-        help="On CPUs: change shares in mid-run where a device gets slower or faster than planned.",
+        help="On CPUs: change shares, or the plan, where a device gets slower or faster than planned.",
     ),
 ]
+
+
+PLANNING = "tracing", "plan"  # phases of the preparation
 
 
 def balancer_of(
@@ -33,14 +38,16 @@ def balancer_of(
     known: Callable[[], tuple[Cluster | None, Profile | None]],
     num_steps: int | None,
     live: Live,
+    plan_for: tuple[PlanFor, float] | None = None,
 ) -> RunBalancer | None:
     """The balancer of a run on the cluster that is ``known`` on the first rank, with its profile if there is
     one. Collective. None where it is not wanted, where one device trains alone, and on GPUs, where a rank's
-    own seconds are not known; and where the cluster is not known, which the first rank says."""
+    own seconds are not known; and where the cluster is not known, which the first rank says. ``plan_for``
+    plans again on the first rank, in about so many seconds, where a plan of another form may follow."""
     if not is_wanted or plan.program.world_size == 1:
         return None
     from ..job import optimizer_states
-    from ..rebalance import RunBalancer, Solver
+    from ..rebalance import Replanner, RunBalancer, Solver
     from ..runtime.comm import default_device
     from ..runtime.first_rank import from_first_rank
 
@@ -69,4 +76,22 @@ def balancer_of(
         say,
         on_window=live.own_seconds,
         on_change=live.shares_changed,
+        replanner=Replanner(*plan_for) if plan_for is not None else None,
     )
+
+
+def planning_again(
+    job: str, prepared: Prepared, planner: str, profile_s: float, batch_norm: str
+) -> tuple[PlanFor, float]:
+    """A function that plans the job again for a cluster and a profile, on the first rank, and the seconds
+    that this took at the start, as far as it was not kept."""
+
+    def plan_for(cluster: Cluster, profile: Profile | None) -> Plan:
+        from ..job import load_job
+        from ..preparation import Options, plan_again, same_random_numbers
+
+        with same_random_numbers():
+            options = Options(profile_s, planner, batch_norm=batch_norm)
+            return plan_again(load_job(job), cluster, profile, options)
+
+    return plan_for, sum(phase.time_s for phase in prepared.phases if phase.name in PLANNING)

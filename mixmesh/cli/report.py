@@ -60,8 +60,8 @@ def report(
 
     if len(given) > 2:
         raise InputError("a page shows one or two", expected=EXPECTED, got=f"{len(given)} of them")
-    found = [recognise(path) for path in given]
-    kinds = [KINDS[type(each).__name__] for each in found]
+    recognised = [recognise(path) for path in given]
+    kinds = [KINDS[type(each).__name__] for each in recognised]
     if len(set(kinds)) > 1:
         raise InputError(
             "only two of one kind are shown side by side",
@@ -69,13 +69,13 @@ def report(
             got=" and ".join(kinds),
         )
     names = names_of(given)
-    if isinstance(found[0], Plan):
+    if isinstance(recognised[0], Plan):
         options = (clusters or [], load_profile(profile), measured, asks_what_if)
-        page = page_of_plans(given, names, found, *options)
+        page = page_of_plans(given, names, recognised, *options)
     else:
         check_no_options(kinds[0], clusters, profile, measured, asks_what_if)
-        found = [replace(each, name=name) for each, name in zip(found, names)]
-        page = run_page(found) if kinds[0] == KINDS["Run"] else bench_page(found)
+        recognised = [replace(each, name=name) for each, name in zip(recognised, names)]
+        page = run_page(recognised) if kinds[0] == KINDS["Run"] else bench_page(recognised)
     save_page(page, out)
     if as_json:
         print_json({"report": str(out), "size_bytes": out.stat().st_size, "sentences": list(page.sentences)})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,14 +31,16 @@ from .on_nan import AllowNan, OnNanName, on_nan_of
 from .output import Json, print_json
 from .plan import JobName, PlannerName, ProfileFile
 from .prepare import CacheFolder, Fresh, ProfileSeconds, prepared_plan
-from .rebalance import Rebalance, balancer_of
+from .rebalance import Rebalance, balancer_of, planning_again
 from .run_results import Results, save_measured
 from .testbed import CLUSTER_VARIABLE
 from .weights import InitialWeights, initial_weights
 
 if TYPE_CHECKING:
     from ..checkpoint.run import RunCheckpoints
+    from ..rebalance import OtherPlan, RunBalancer
     from ..runtime.parallel import ParallelModel
+    from ..runtime.train import RunReport
 
 DEFAULT_STEPS = 10
 
@@ -99,6 +103,9 @@ def run(
     is_anew: CheckpointFresh = False,
     weights: InitialWeights = None,
     is_rebalanced: Rebalance = True,
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Compile what is between collectives by torch.compile.")
+    ] = False,
     print_every: PrintEvery = 1,
     log: LogJson = None,
     tensorboard: TensorBoard = None,
@@ -115,6 +122,8 @@ def run(
     if kept is not None and log is None:
         log = kept.folder / RUN_LOG
     jobs = []  # emptied when training starts, which lets go of what it does not need
+    again = None  # plans again where devices change their speed
+    known: Callable[[], tuple[Cluster | None, Profile | None]]
     if plan is None:
         with checkpoint_stays(kept):
             loaded, prepared, rank = prepared_plan(
@@ -123,6 +132,8 @@ def run(
         jobs.append(loaded)
         del loaded
         loaded_plan, known = prepared.plan, lambda: (prepared.cluster, prepared.profile)
+        if kept is not None:
+            again = planning_again(job, prepared, planner, profile_s, batch_norm or "exact")
     else:
         loaded_plan, rank = launched_plan(job, plan, batch_norm, timeout_s)
         known = lambda: described_costs(cluster, profile)  # noqa: E731
@@ -139,6 +150,7 @@ def run(
     from ..job import batch_size, load_job
     from ..runtime.comm import leave
     from ..runtime.train import train
+    from ..testbed import leave_device
 
     check_program(loaded_plan.program, str(plan or "the plan made at the start"))
     if plan is not None and CLUSTER_VARIABLE in os.environ:
@@ -150,33 +162,52 @@ def run(
     live = Live(
         loaded_plan, batch_size(jobs[0].batch), num_steps, goes_to, is_quiet=is_quiet, print_every=print_every
     )
-    balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps, live)
-    keeper = keeper_of(
-        kept,
-        loaded_plan,
-        epochs,
-        initial,
-        is_quiet=is_quiet,
-        may_follow=balancer is not None,
-        on_saved=live.saved,
-    )
-    report = train(
-        jobs.pop(),
-        loaded_plan,
-        steps=num_steps,
-        epochs=epochs,
-        timeout_s=timeout_s,
-        heartbeat_s=heartbeat_s,
-        record=trace is not None,
-        check_model=plan is not None,
-        on_nan=what_on_nan,
-        keeper=keeper,
-        balancer=balancer,
-        initial=initial,
-        on_start=starter(live, keeper),
-        on_step=live.after_step,
-        on_end=writer(save),
-    )
+    earlier: Trained | None = None
+    while True:
+        balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps, live, again)
+        keeper = keeper_of(
+            kept,
+            loaded_plan,
+            epochs,
+            initial,
+            is_quiet=is_quiet,
+            may_follow=balancer is not None,
+            on_saved=live.saved,
+        )
+        report = train(
+            jobs.pop(),
+            loaded_plan,
+            steps=num_steps,
+            epochs=epochs,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            record=trace is not None,
+            check_model=plan is not None,
+            compile=compiles,
+            on_nan=what_on_nan,
+            keeper=keeper,
+            balancer=balancer,
+            initial=initial,
+            on_start=starter(live, keeper),
+            on_step=live.after_step,
+            on_end=writer(save),
+        )
+        if earlier is not None and keeper is not None and balancer is not None:
+            report = earlier.report.followed_by(report)
+            keeper.goes_on_from(earlier.keeper)
+            balancer = earlier.balancer.followed_by(balancer)
+        earlier = to_go_on(report, keeper, balancer)
+        if earlier is None or kept is None:
+            break
+        # under another plan, from the checkpoint of this moment
+        loaded_plan, known = earlier.following.plan, found_costs(earlier.following)
+        live.follow(loaded_plan)
+        earlier.keeper.close()
+        earlier.balancer.close()
+        leave_device()
+        gc.collect()  # the model before, of which nothing is needed any more
+        kept = replace(kept, is_fresh=False)
+        jobs.append(load_job(job))
     live.close()
     leave()
     status = keeper.close() if keeper is not None else 0
@@ -191,6 +222,30 @@ def run(
     else:
         print("\n".join(results.lines()), flush=True)
     raise typer.Exit(status)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A part of a training, which the plan of another form follows in these processes."""
+
+    report: RunReport
+    keeper: RunCheckpoints
+    balancer: RunBalancer
+    following: OtherPlan
+
+
+def to_go_on(
+    report: RunReport, keeper: RunCheckpoints | None, balancer: RunBalancer | None
+) -> Trained | None:
+    """The finished part of a training, if a plan of another form follows; not after a signal."""
+    if balancer is None or balancer.following is None or keeper is None or keeper.stopped_by:
+        return None
+    return Trained(report, keeper, balancer, balancer.following)
+
+
+def found_costs(other: OtherPlan) -> Callable[[], tuple[Cluster | None, Profile | None]]:
+    """The cluster and the profile as the devices turned out to be."""
+    return lambda: (other.cluster, other.profile)
 
 
 def starter(live: Live, keeper: RunCheckpoints | None) -> Callable[[], None]:

@@ -9,22 +9,39 @@ from typing import Annotated
 import typer
 
 from ..check import check_loaded
-from ..ir import print_program
-from ..plan_file import Plan
+from ..cost.micro_steps import costed_micro_step
+from ..ir import print_program, samples_of
+from ..plan_file import Plan, accumulates
+from ..step import print_step
 from .output import seconds, size
 from .plan import summary
 
 PlanFile = Annotated[Path, typer.Argument(metavar="X.plan", help="A plan.")]
 
 
-def show(plan: PlanFile) -> None:
-    """Print a plan: its program, as it stands in the file, and what it is predicted to cost."""
+def show(
+    plan: PlanFile,
+    step: Annotated[bool, typer.Option("--step", help="Print the events of a step instead.")] = False,
+) -> None:
+    """Print a plan: its program, as it stands in the file, and what it is predicted to cost; with --step,
+    what all ranks do in a step, in order."""
     loaded = Plan.load(plan)
     check_loaded(loaded, str(plan))
+    if step:
+        print(_step_text(loaded))
+        return
     lines = plan.read_text().split("\n")
     start = next(n for n, line in enumerate(lines) if line.startswith("program "))
     print("\n".join(lines[start:]))
     print(summary(loaded))
+
+
+def _step_text(plan: Plan) -> str:
+    """The events of a step, or of one micro-batch of it."""
+    if not accumulates(plan.micro_batches):
+        return print_step(plan.program)
+    micro_batch = costed_micro_step(plan.program, samples_of(plan.program))
+    return "each micro-batch; gradients are reduced in the last one\n" + print_step(micro_batch, plan.program)
 
 
 def diff(

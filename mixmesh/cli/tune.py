@@ -45,18 +45,18 @@ def tune(
         print("mixmesh tune: without --profile plans are made from datasheets", file=sys.stderr, flush=True)
     with telling(rank, "tuning") as say:
         load = partial(load_job, job)
-        found = run(load, described_cluster, costs, planner=planner, count=count, rounds=rounds, progress=say)
+        tuned = run(load, described_cluster, costs, planner=planner, count=count, rounds=rounds, progress=say)
     if rank == 0:
-        found.plan.save(out)
+        tuned.plan.save(out)
     leave()
     if rank:
         return
     if as_json:
-        print_json({"out": str(out), **tuned_object(found)})
+        print_json({"out": str(out), **tuned_object(tuned)})
         return
-    print(trials_table(found))
+    print(trials_table(tuned))
     print()
-    print(summary(found.plan, described_cluster))
+    print(summary(tuned.plan, described_cluster))
     print(f"\nwritten to {out}")
 
 

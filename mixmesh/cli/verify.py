@@ -35,11 +35,13 @@ def verify(
     if plan is None and cluster is None:
         raise InputError("verify needs a cluster or a plan", expected="--cluster C.toml, or --plan X.plan")
     if plan is None:
-        loaded, traced, made = plan_job(job, Cluster.load(cluster), planner, profile, batch_norm=batch_norm)
+        loaded, traced, verified_plan = plan_job(
+            job, Cluster.load(cluster), planner, profile, batch_norm=batch_norm
+        )
     else:
-        made, traced = Plan.load(plan), None
+        verified_plan, traced = Plan.load(plan), None
         if cluster is not None:
-            check_plan(made, Cluster.load(cluster), where=str(plan))
+            check_plan(verified_plan, Cluster.load(cluster), where=str(plan))
         from ..job import load_job
 
         loaded = load_job(job)
@@ -49,7 +51,7 @@ def verify(
         report = run(
             loaded.model,
             loaded.batch,
-            made,
+            verified_plan,
             steps=steps,
             optimizer=loaded.optimizer,
             traced=traced,
@@ -57,9 +59,9 @@ def verify(
             progress=say,
         )
     if as_json:
-        print_json({**dataclasses.asdict(report), "planner": made.planner})
+        print_json({**dataclasses.asdict(report), "planner": verified_plan.planner})
     else:
-        print(f"{made.planner} on {report.world_size} ranks against the model on one device")
+        print(f"{verified_plan.planner} on {report.world_size} ranks against the model on one device")
         print(
             f"  loss       {report.max_loss_error_f64:.1e}   in its own precision {report.max_loss_error:.1e}"
         )
@@ -72,7 +74,7 @@ def verify(
             print(f"  worst      {report.worst}")
         if report.differs_in:
             print(f"  differs in the {report.differs_in}")
-        if made.batch_norm == "local":
+        if verified_plan.batch_norm == "local":
             print(
                 "batch norm takes each rank's own samples: compared with one device that normalises these "
                 "apart, which differs from the whole batch"

@@ -55,13 +55,13 @@ def what_if(
     asked = [c for c in changes(described, swaps or ()) if not only or c.kind in only]
     now = Change("now", "as it is", described)
     with working("loading the job") as say:
-        found = list(answers(now, asked, *prepared(job, planner, profile), progress=say))
+        rows = list(answers(now, asked, *prepared(job, planner, profile), progress=say))
     if as_json:
-        print_json(what_if_object(found))
+        print_json(what_if_object(rows))
         return
-    print(what_if_table(found, ranked(found)))
+    print(what_if_table(rows, ranked(rows)))
     print()
-    for line in advice(found):
+    for line in advice(rows):
         print(line)
     if profile is not None:
         print("links are taken from the cluster file, not from the profile")

@@ -5,9 +5,10 @@ from .curve import ZERO, Curve, affine_curve
 from .links import LinkMeasurement, MeasuredCollective, measurement_of_fit
 from .model import VIEWS, CostModel, OpTime, call_flop, moved_bytes, roofline_s
 from .profile import DeviceProfile, OpMeasurement, Profile, device_key, host_key, links_fingerprint, op_key
-from .unmeasured import ONE_SHOT_SUMS, OVERLAPPED_ISSUE, UNMEASURED, check_unmeasured
+from .unmeasured import BLOCKING_SENDS, ONE_SHOT_SUMS, OVERLAPPED_ISSUE, UNMEASURED, check_unmeasured
 
 __all__ = [
+    "BLOCKING_SENDS",
     "COLLECTIVES", "DIRECT", "FLAT", "LEVELLED", "ONE_SHOT_SUMS", "OVERLAPPED_ISSUE", "UNMEASURED", "VIEWS",
     "ZERO", "CollectiveFit", "CostModel", "Curve", "DeviceProfile", "LinkMeasurement", "MeasuredCollective",
     "OpMeasurement", "OpTime", "Profile", "affine_curve", "call_flop", "check_unmeasured",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .collectives import DIRECT, on_gpus
+from .exchanges import Exchange
 from .levels import MARGIN
 from .model import CostModel
-from .placed import Exchange
 from .unmeasured import ONE_SHOT_SUMS
 
 SIZES_BYTES = tuple(2**n for n in range(8, 19))  # every rank holds all addends: not of large ones
@@ -18,8 +18,8 @@ def best_direct_bytes(costs: CostModel) -> int:
 
     A library's sum takes two hops for every level of a tree, or two for every rank of a ring. This one takes
     a single hop, and n - 1 times the bytes. On emulated CPUs gloo's sums are a fifth as fast in a loop, and
-    yet no slower in a training step (``mixmesh bench sync --only small-sums``): who waits for one saves up
-    processor time meanwhile, and who has none left is late either way.
+    yet no slower in a training step (``python -m benchmarks sync --only small-sums``): who waits for one
+    saves up processor time meanwhile, and who has none left is late either way.
     """
     everyone = tuple(range(costs.cluster.world_size))
     if len(everyone) < 2 or not on_gpus(costs.cluster, everyone):

@@ -11,9 +11,9 @@ from ..ir import Program
 from ..ir.packed import packed_sums
 from ..rules import call_of
 from .calls import is_computation, work_type
+from .exchanges import Exchange, exchange_of, held_share
 from .links import MeasuredCollective
 from .model import VIEWS, CostModel
-from .placed import Exchange, exchange_of, held_share
 from .profile import device_key
 from .sums import gradient_sums
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ..cluster import Cluster
 from ..ir import Levels
+from .exchanges import Exchange
 from .model import CostModel
-from .placed import Exchange
 
 SIZES_BYTES = tuple(2**n for n in range(12, 27, 2))
 MARGIN = 0.05  # share of its seconds by which a sum must be faster: less is noise

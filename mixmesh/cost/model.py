@@ -16,6 +16,7 @@ from ..cluster import Cluster, Device
 from ..ir import Placement
 from ..lazy import lazy
 from ..rules import RULES, Call, PatternMismatch, multiply_adds
+from . import gpu_memory
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve, issued_curve
 from .links import MeasuredCollective, measured_collective
@@ -32,7 +33,6 @@ VIEWS = frozenset(
     ).split()
 )
 CPU_PROCESS_BYTES = (340 * 2**20, 290 * 2**20)  # for `mixmesh run` with PyTorch 2.13: working, idle
-GPU_CONTEXT_BYTES = 600 * 2**20
 GPU_LAUNCH_S = 8e-6  # a kernel launch from eager PyTorch
 # With OVERLAPPED_ISSUE eager PyTorch issues the next kernels while a GPU computes: an operator takes the
 # longer of its issue and its run. That a queue of issued kernels hides a slow issue is not counted on.
@@ -131,6 +131,9 @@ class CostModel:
     def _knows_cuts(self) -> bool:
         profiles = self.profile.devices.values() if self.profile else ()
         return any(op.cuts for d in profiles for op in d.ops.values())
+
+    def has_profile_of(self, device: Device) -> bool:
+        return self._measured(device) is not None
 
     def _measured(self, device: Device) -> DeviceProfile | None:
         return self.profile.devices.get(device_key(device)) if self.profile else None
@@ -282,13 +285,15 @@ class CostModel:
         return tried[stage] if stage < len(tried) else None
 
     def memory_constant_bytes(self, rank: int, *, idle: bool = False) -> int:
-        """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context. One that is
-        ``idle`` has not loaded the kernels."""
+        """Bytes that a process holds before any tensor: interpreter, libraries, CUDA context, buffers
+        of NCCL. One that is ``idle`` has not loaded the kernels."""
         device = self.cluster.devices[rank]
         measured = self._measured(device)
         if measured is not None:
             return measured.idle_constant_bytes if idle else measured.memory_constant_bytes
-        return CPU_PROCESS_BYTES[idle] if device.kind == "cpu" else GPU_CONTEXT_BYTES
+        if device.kind == "cpu":
+            return CPU_PROCESS_BYTES[idle]
+        return gpu_memory.process_bytes(self.cluster.world_size, idle=idle)
 
 
 def _ratio(a: float, b: float) -> float:

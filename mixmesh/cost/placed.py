@@ -1,221 +1,29 @@
-"""Costs of the instructions of a program: the shares of work, times and collectives that simulator, LP
-and report all read.
-"""
+"""Costs of the instructions of a program: the shares of work and times that simulator, LP and report read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 
-from ..cluster import Cluster
 from ..ir import (
     Cut,
     Instruction,
-    Partial,
-    Placement,
     Program,
-    Ratio,
-    Replicate,
     Shard,
-    TensorType,
     cells,
-    dual,
     owned_type,
     region_of,
-    shard_sizes,
     support,
     wgrad_of,
 )
 from ..lazy import lazy
 from ..rules import call_of
-from .calls import kinds_of
-from .collectives import DIRECT, LEVELLED, CollectiveFit, level_fits
 from .curve import ZERO
+from .exchanges import cut_shares, exchange_of
 from .micro_steps import Part, scaled
 from .model import CostModel, OpTime
-from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
-
-# the redistribution that a redistribution's gradient is, by name
-ROOTED = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
-DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
-
-
-def held_share(program: Program, t: TensorType, rank: int) -> float:
-    """The share of a tensor that a rank holds, by integer sizes; 0 if it takes no part."""
-    ratio = program.ratio(t.ratio)
-    if ratio is not None and ratio[rank] == 0:
-        return 0.0
-    if not isinstance(t.placement, Shard):
-        return 1.0
-    return _shares(t.value.shape[t.placement.dim], ratio, t.placement.unit)[rank]
-
-
-@lru_cache(maxsize=65536)
-def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
-    if size == 0:
-        return (0.0,) * len(ratio)
-    return tuple(n / size for n in shard_sizes(size, ratio, unit))
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
-    ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
-    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first; or
-    ``direct``: each rank sends its addend to each other one."""
-
-    name: str
-    size_bytes: int
-    ranks: tuple[int, ...]
-    sent: Sent | None = None
-    rooted: bool = False
-    levelled: bool = False
-    direct: bool = False
-
-    @property
-    def performed(self) -> str:
-        """The collective that is performed."""
-        if self.levelled:
-            return LEVELLED[self.name]
-        if self.direct:
-            return DIRECT
-        return ROOTED[self.name] if self.rooted else self.name
-
-    def seconds(self, costs: CostModel) -> float:
-        if len(self.ranks) < 2 or self.sent == ():
-            return 0.0
-        name, ranks, size_bytes = self.as_measured(costs.cluster)
-        return costs.collective(name, ranks).seconds(size_bytes)
-
-    def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
-        """The collective that takes as long: its name, between whom it is, and of how many bytes.
-
-        The bytes that ranks have sent each other are scaled to what the fullest link carries, as a collective
-        sends every pair as much. Where some ranks only send and the others only receive it is like one
-        sending to another: links that are full both ways at once are slower.
-        """
-        if not self.sent:
-            return self.performed, self.ranks, self.size_bytes
-        load = max(self.link_s_per_byte(cluster).values())
-        if self.is_one_way:
-            a, b, _ = max(self.sent, key=lambda pair: pair[2])
-            usual = max(sent_s_per_byte(cluster, ((a, b, 1.0),)).values())
-            return "send", (a, b), self.size_bytes * load / usual
-        usual = max(self.link_s_per_byte(cluster, usual=True).values())
-        return self.performed, self.ranks, self.size_bytes * load / usual
-
-    @property
-    def is_one_way(self) -> bool:
-        """Whether nobody both sends and receives."""
-        return bool(self.sent) and not {a for a, _, _ in self.sent} & {b for _, b, _ in self.sent}
-
-    def lag_s(self, costs: CostModel) -> float:
-        """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
-        the longest one is what a sum takes of the next. Where they were measured nothing is said of that: a
-        processor's time for one is not the other's."""
-        if not self.levelled or not isinstance(costs.collective(self.performed, self.ranks), CollectiveFit):
-            return 0.0
-        stages = [f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.name, self.ranks)]
-        return self.seconds(costs) * (1 - max(stages) / sum(stages))
-
-    def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
-        """Seconds for which it occupies each link, per byte of the whole tensor."""
-        if self.sent is not None and not usual:
-            return sent_s_per_byte(cluster, self.sent)
-        return link_s_per_byte(cluster, self.performed, self.ranks)
-
-
-def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
-    """The collective that a redistribution issues forward, or in the backward pass; None if it is local.
-
-    The one step of the runtime's ``route`` between the two layouts that communicates: no route has more.
-    """
-    if not i.is_redistribution:
-        return None
-    before, after = program.types[i.inputs[0]], i.type
-    held, wanted = program.participants(before), program.participants(after)
-    if backward:
-        name, ranks = _meeting(dual(after.placement), wanted, dual(before.placement), held)
-    else:
-        name, ranks = _meeting(before.placement, held, after.placement, wanted)
-    size_bytes = after.value.size_bytes
-    if len(ranks) < 2 or (size_bytes == 0 and name != "all_to_all"):
-        return None
-    if name == "all_to_all" and is_cut_alike(program, before, after):
-        return None
-    sent = None
-    if name == "all_to_all" and before.ratio != after.ratio:
-        a, b = (after, before) if backward else (before, after)
-        sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
-    owners = wanted if backward == (name == "all_gather") else held
-    rooted = name in ROOTED and len(owners) == 1
-    direct = name == "all_reduce" and program.sums_directly(size_bytes)
-    return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct)
-
-
-def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
-    return _shares(t.value.shape[t.placement.dim], program.ratio(t.ratio), t.placement.unit)
-
-
-@lru_cache(maxsize=4096)
-def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
-    """How much passes between two ranks where pieces of these shares become those."""
-    found = []
-    starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
-    for a, held in enumerate(src):
-        for b, wanted in enumerate(dst):
-            share = held * wanted
-            if same_dim:
-                share = min(starts[a + 1], ends[b + 1]) - max(starts[a], ends[b])
-            if a != b and share > 1e-9:
-                found.append((a, b, share))
-    return tuple(found)
-
-
-@lru_cache(maxsize=4096)
-def _meeting(
-    src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
-) -> tuple[str, tuple[int, ...]]:
-    """The collective from ``src`` on the ranks ``held`` to ``dst`` on those ``wanted``, and who meets."""
-    everyone = tuple(sorted({*held, *wanted}))
-    missing, leaving = set(wanted) - set(held), set(held) - set(wanted)
-    match src, dst:
-        case Shard(), Replicate():
-            return "all_gather", everyone
-        case Partial(), Shard():
-            return "reduce_scatter", everyone
-        case Partial(), Replicate():
-            return "all_reduce", everyone
-        case Shard(), Shard():
-            return "all_to_all", everyone
-        case ((Shard() | Partial()), Partial()):  # those that leave give their addends to one that stays
-            return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
-        case Replicate(), Partial() if len(missing) < len(wanted):
-            return "", ()  # a rank that holds it keeps it, the others hold zeros
-        case Replicate(), _:
-            return "broadcast", tuple(sorted({held[0], *missing})) if missing else ()
-    raise AssertionError(f"{src} -> {dst}")
-
-
-def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
-    """Whether two types of one tensor put the same pieces on the same ranks."""
-    if a.placement != b.placement or not isinstance(a.placement, Shard):
-        return False
-    size, unit = a.value.shape[a.placement.dim], a.placement.unit
-    one, two = program.ratio(a.ratio), program.ratio(b.ratio)
-    return support(one) == support(two) and shard_sizes(size, one, unit) == shard_sizes(size, two, unit)
-
-
-def first_uses(program: Program) -> dict[str, int]:
-    """Index of the first instruction that uses each value."""
-    out: dict[str, int] = {}
-    for n, i in enumerate(program.instructions):
-        for name in i.inputs:
-            out.setdefault(name, n)
-    return out
+from .outline import Outline, is_factored
 
 
 def op_time(program: Program, i: Instruction, costs: CostModel, device_class: int) -> OpTime:
@@ -223,58 +31,6 @@ def op_time(program: Program, i: Instruction, costs: CostModel, device_class: in
     grads = sum(1 for name in dict.fromkeys(i.inputs) if name in program.requires_grad)
     cut = costs.cut(call, [program.types[name].placement for name in i.inputs])
     return costs.op(call, grads, device_class, cut)
-
-
-def synchronised(program: Program, i: Instruction) -> bool:
-    """Whether a parameter's gradient must be summed over ranks after the backward pass."""
-    return (
-        i.op == "param"
-        and i.result in program.requires_grad
-        and (
-            i.args[0] in program.copies
-            or (not isinstance(i.type.placement, Shard) and len(program.participants(i.type)) > 1)
-        )
-        and i.result not in program.factored
-    )
-
-
-def summed_params(program: Program) -> list[Instruction]:
-    """The parameters whose gradients are summed after the backward pass; of copies the first, for all."""
-    return [i for i in program.params if synchronised(program, i) and is_first(program, i)]
-
-
-def is_first(program: Program, param: Instruction) -> bool:
-    """Whether no earlier instruction loads the parameter."""
-    copies = program.copies.get(param.args[0])
-    return copies is None or copies[0].result == param.result
-
-
-def is_stored(program: Program, i: Instruction) -> bool:
-    """Whether a redistribution brings a parameter that is stored sharded: its gradient goes straight to
-    the parameter, and is awaited at the end of the backward pass only."""
-    source = program.producers[i.inputs[0]]
-    return source.op == "param" and isinstance(source.type.placement, Shard)
-
-
-def purpose_of(program: Program, i: Instruction) -> str:
-    """The purpose of the process group of a redistribution: those that bring a parameter and take back its
-    gradient have one of their own, as what is computed of samples need not wait for them."""
-    return "parameter" if is_stored(program, i) else "data"
-
-
-def is_resharded(program: Program, i: Instruction) -> bool:
-    """Whether a gathered parameter is freed after its last use and gathered again (ZeRO-3)."""
-    return i.op == "all_gather" and bool(i.attr("reshard", False)) and is_stored(program, i)
-
-
-def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
-    """The share of a tensor cut so that each rank holds, by integer sizes."""
-    size, unit, _ = cut
-    if ratio is None:
-        return (1.0,) * world_size
-    if not size:
-        return tuple(1.0 if share > 0 else 0.0 for share in ratio)
-    return _shares(size, ratio, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,14 +41,15 @@ class Work:
     cut: Cut
 
 
-class Sheet:
+class Sheet(Outline):
     """The costs of a program, whatever the values of its ratios and its buckets: made once, then read for
     many ratios. The ranks that take part must stay the same.
     """
 
     def __init__(self, program: Program, costs: CostModel, like: Sheet | None = None) -> None:
         """``like`` is of the same instructions on other ranks."""
-        self.program, self.costs = program, costs
+        super().__init__(program)
+        self.costs = costs
         self.world_size = program.world_size
         if like is not None:
             self.kinds, self.borders, self.ratio_names = like.kinds, like.borders, like.ratio_names
@@ -304,7 +61,6 @@ class Sheet:
             return
         self.borders = tuple(i for i in program.instructions if _moves_borders(program, i))
         self.pattern = self.pattern_of(program)
-        self.kinds = kinds_of(program)
         self.works: list[Work] = []
         self.work_of: dict[int, int] = {}  # index of a computation -> index of its work
         self.factor_work_of: dict[int, int] = {}  # a computation with sfb -> that of the weight's gradient
@@ -371,15 +127,6 @@ class Sheet:
         return (supports(program), *(exchange_of(program, i) for i in self.borders), *shared)
 
     @lazy
-    def uses(self) -> dict[str, list[int]]:
-        """Indices of the instructions that use each value."""
-        out: dict[str, list[int]] = {}
-        for n, i in enumerate(self.program.instructions):
-            for name in dict.fromkeys(i.inputs):
-                out.setdefault(name, []).append(n)
-        return out
-
-    @lazy
     def ratio_names(self) -> frozenset[str | None]:
         """That types name."""
         return frozenset(t.ratio for i in self.program.instructions for t in i.types)
@@ -398,12 +145,6 @@ class Sheet:
         return tuple(dict.fromkeys((*(work.cut for work in self.works), *self.optimized)))
 
     @lazy
-    def flows(self) -> tuple[bool, ...]:
-        """Per instruction, whether the backward pass goes through it."""
-        grad = self.program.requires_grad
-        return tuple(any(r in grad for r in i.results) for i in self.program.instructions)
-
-    @lazy
     def optimized(self) -> dict[Cut, int]:
         """Bytes of trainable parameters, by how they are cut."""
         out: dict[Cut, int] = {}
@@ -420,24 +161,6 @@ class Sheet:
         for i in self.program.params:
             if i.result in self.program.requires_grad:
                 out[i.type.cut] = out.get(i.type.cut, 0) + i.type.value.size_bytes
-        return out
-
-    @lazy
-    def exchanges(self) -> dict[tuple[str, bool], Exchange | None]:
-        """By the result of a redistribution, and whether it is in the backward pass."""
-        out: dict[tuple[str, bool], Exchange | None] = {}
-        known: dict[tuple[TensorType, TensorType], tuple[Exchange | None, Exchange | None]] = {}
-        by_identity: dict[tuple[int, int], tuple[Exchange | None, Exchange | None]] = {}
-        types = self.program.types
-        for i in self.program.instructions:
-            if i.is_redistribution:
-                ends = types[i.inputs[0]], i.type
-                found = by_identity.get((id(ends[0]), id(ends[1])))
-                if found is None:
-                    if ends not in known:
-                        known[ends] = tuple(exchange_of(self.program, i, backward=b) for b in (False, True))
-                    found = by_identity[id(ends[0]), id(ends[1])] = known[ends]
-                out[i.result, False], out[i.result, True] = found
         return out
 
     def shares(self, cut: Cut, program: Program, part: Part = None) -> tuple[float, ...]:
@@ -499,10 +222,6 @@ def _moves_borders(program: Program, i: Instruction) -> bool:
         return False
     ends = program.types[i.inputs[0]], i.type
     return all(isinstance(t.placement, Shard) for t in ends) and ends[0].ratio != ends[1].ratio
-
-
-def is_factored(i: Instruction) -> bool:
-    return bool(i.attrs) and bool(i.attr("sfb", False))
 
 
 def split_by_factors(

@@ -23,7 +23,8 @@ from ..ir import (
     stage_of,
     support,
 )
-from .placed import Exchange, summed_params
+from .exchanges import Exchange
+from .outline import summed_params
 
 BUCKET_CAP_BYTES = 4 * 2**20
 # a gradient on its way to the ranks that own it, or back from them, holds its buffer: the runtime has no

@@ -14,7 +14,9 @@ from ..errors import InputError
 ONE_SHOT_SUMS = "one-shot-sums"
 # kernels are issued while earlier ones run: an operator takes the longer of both, not their sum
 OVERLAPPED_ISSUE = "overlapped-issue"
-UNMEASURED = (ONE_SHOT_SUMS, OVERLAPPED_ISSUE)
+# a stage of a pipeline computes nothing while it sends, as in systems that were measured; ours is to go on
+BLOCKING_SENDS = "blocking-sends"
+UNMEASURED = (ONE_SHOT_SUMS, OVERLAPPED_ISSUE, BLOCKING_SENDS)
 
 
 def check_unmeasured(names: Collection[str]) -> frozenset[str]:

@@ -97,10 +97,10 @@ def merged_device(
     name: str, inventory: Inventory, speeds: tuple[Speed | None, ...], ranks: list[int]
 ) -> Device:
     """The type that the devices of ``ranks`` are of, as slow as the slowest of them."""
-    found = inventory.devices[ranks[0]]
+    first_device = inventory.devices[ranks[0]]
     memory_bytes = si_bytes(memory_gib(inventory, ranks[0]))
-    if found.row is not None:
-        row = found.row
+    if first_device.row is not None:
+        row = first_device.row
         return Device(
             name,
             row.tflop_per_s * 1e12,
@@ -109,15 +109,15 @@ def merged_device(
             half_flop_per_s=row.half_tflop_per_s * 1e12,
             supports_bf16=row.supports_bf16,
         )
-    measured = [speeds[rank] for rank in ranks]
+    measured = [speed for rank in ranks if (speed := speeds[rank]) is not None]
     return Device(
         name,
         rounded(min(s.flop_per_s for s in measured)),
         memory_bytes,
         rounded(min(s.memory_bytes_per_s for s in measured)),
-        kind=found.kind,
+        kind=first_device.kind,
         half_flop_per_s=rounded(min(s.half_flop_per_s for s in measured)),
-        supports_bf16=found.supports_bf16,
+        supports_bf16=first_device.supports_bf16,
     )
 
 

@@ -86,7 +86,7 @@ def inventory_of(devices: Sequence[FoundDevice]) -> Inventory:
     hosts = [devices[ranks[0]].host for ranks in inventory.machines]
     repeated = sorted({host for host in hosts if hosts.count(host) > 1})
     if repeated:
-        ranks = [rank for rank, found in enumerate(inventory.devices) if found.host == repeated[0]]
+        ranks = [rank for rank, device in enumerate(inventory.devices) if device.host == repeated[0]]
         raise InputError(
             f"the ranks of the host {repeated[0]} do not follow each other",
             expected="all ranks of a host in a row, as torchrun numbers them",

@@ -11,6 +11,8 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
+from ..runtime.accelerator import synchronize
+
 PING_BYTES = 8
 NUM_PINGS = 20
 FIRST_BYTES = 2**18
@@ -55,8 +57,8 @@ def machine_pairs(num_machines: int) -> tuple[tuple[int, int], ...]:
     every = tuple(combinations(range(num_machines), 2))
     if len(every) <= MOST_PAIRS:
         return every
-    ring = {tuple(sorted((a, (a + d) % num_machines))) for a in range(num_machines) for d in (1, 2)}
-    return tuple(sorted(ring))
+    ends = {(a, (a + d) % num_machines) for a in range(num_machines) for d in (1, 2)}
+    return tuple(sorted({(min(pair), max(pair)) for pair in ends}))
 
 
 def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
@@ -66,6 +68,7 @@ def measure_pair(rank_a: int, rank_b: int, device: torch.device) -> Link:
     if dist.get_rank() in (rank_a, rank_b):
         link[0] = exchange(rank_a, rank_b, device)
     dist.broadcast_object_list(link, src=rank_a)
+    assert link[0] is not None  # one of them has measured it
     return link[0]
 
 
@@ -111,6 +114,5 @@ def round_trip_s(payload: torch.Tensor, answer: torch.Tensor, peer: int, is_firs
     else:
         dist.recv(payload, peer)
         dist.send(answer, peer)
-    if payload.device.type == "cuda":
-        torch.cuda.synchronize(payload.device)
+    synchronize(payload.device)
     return time.perf_counter() - started

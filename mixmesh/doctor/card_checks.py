@@ -8,6 +8,7 @@ from dataclasses import asdict
 import torch
 
 from ..errors import CollectiveError
+from ..runtime.accelerator import synchronize
 from ..runtime.agreement import ranks_text
 from .cards import Card, card_of
 from .ground import Ground, Note
@@ -63,8 +64,8 @@ def power_text(card: Card | None) -> str:
     """A card's limit of power, beside that as it was made."""
     if card is None or card.power_limit_w is None:
         return ABSENT
-    made = "" if card.default_power_w is None else f" of {card.default_power_w:.0f}"
-    return f"{card.power_limit_w:.0f}{made} W"
+    default_text = "" if card.default_power_w is None else f" of {card.default_power_w:.0f}"
+    return f"{card.power_limit_w:.0f}{default_text} W"
 
 
 def peer_to_peer(ground: Ground) -> str | Note:
@@ -114,6 +115,6 @@ def is_copied(source: torch.device, target: torch.device) -> bool:
     """Whether numbers arrive as they were sent."""
     sent = torch.arange(COPIED, device=source, dtype=torch.int32)
     there = sent.to(target)
-    torch.cuda.synchronize(source)
-    torch.cuda.synchronize(target)
+    synchronize(source)
+    synchronize(target)
     return torch.equal(there.cpu(), torch.arange(COPIED, dtype=torch.int32))

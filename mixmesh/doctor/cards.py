@@ -36,10 +36,10 @@ def read_cards() -> tuple[Card, ...]:
         return ()
     query = [command, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True)
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=SMI_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ()
-    return cards_of(done.stdout)
+    return cards_of(answer.stdout)
 
 
 def cards_of(text: str) -> tuple[Card, ...]:

@@ -93,8 +93,8 @@ def told_of_plan(path: Path) -> Told:
     """A plan file, and a digest of what the start of a training compares: not how long its planning took."""
     plan = Plan.load(path)
     compared = plan.micro_batches, plan.devices, plan.predicted_peak_memory_bytes
-    made = digest(print_program(plan.program) + repr(compared))
-    return str(plan), f"{plan.planner} for {plan.program.world_size} ranks, digest {made}"
+    fingerprint = digest(print_program(plan.program) + repr(compared))
+    return str(plan), f"{plan.planner} for {plan.program.world_size} ranks, digest {fingerprint}"
 
 
 def read_alike(ground: Ground, what: str, path: Path, read: Callable[[], Told]) -> list[str | None]:
@@ -125,12 +125,12 @@ def _hosts(ground: Ground, ranks: Sequence[int]) -> str:
 
 def check_world(ground: Ground, planned: int, path: Path) -> None:
     """Raises InputError unless there is a process for every device of the file."""
-    given = ground.meeting.world_size
-    if planned != given:
+    num_processes = ground.meeting.world_size
+    if planned != num_processes:
         raise InputError(
             "the file is for another number of devices",
             expected=f"{planned} processes, one for each device of the file",
-            got=f"{given}",
+            got=f"{num_processes}",
             where=str(path),
             hint=(
                 f"torchrun --nproc-per-node {planned} -m mixmesh doctor ... on one machine",
@@ -144,14 +144,14 @@ def misfits(planned: Sequence[PlannedDevice], inventory: Inventory) -> list[Misf
     wrong = []
     for rank, (plan, device) in enumerate(zip(planned, inventory.devices)):
         memory_bytes = inventory.memory_bytes(rank)
-        found = f"{device.name} with {size_text(memory_bytes)} on host {device.host}"
+        description = f"{device.name} with {size_text(memory_bytes)} on host {device.host}"
         other_card = device.kind == "gpu" and not devices.may_be(plan.device, device)
         is_short = memory_bytes < plan.memory_bytes * (1 - MEMORY_TOLERANCE)
         if plan.kind != device.kind or other_card or is_short:
             sharing = sum(d.memory_pool == device.memory_pool for d in inventory.devices)
             shared = f", a part of what {sharing} ranks share" if is_short and sharing > 1 else ""
             kind = "" if plan.kind == device.kind else f", a {plan.kind.upper()}"
-            wrong.append(Misfit(rank, f"{plan}{kind}", found + shared))
+            wrong.append(Misfit(rank, f"{plan}{kind}", description + shared))
     return wrong
 
 
@@ -187,8 +187,8 @@ def check_fits(wrong: Sequence[Misfit], path: Path, hint: tuple[str, ...]) -> No
 
 def check_order(ground: Ground, planned: Sequence[PlannedDevice] | None) -> None:
     """Raises PlanError if the machines were started in another order than the file has them."""
-    found = [devices.FoundDevice(d.host, d.kind, d.name, d.memory_bytes) for d in ground.devices]
-    error: PlanError | None = devices.device_mismatch(planned, (), found)
+    present = [devices.FoundDevice(d.host, d.kind, d.name, d.memory_bytes) for d in ground.devices]
+    error: PlanError | None = devices.device_mismatch(planned, (), present)
     if error is not None:
         raise error
 

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..cluster import Cluster
 from ..detection.inventory import FoundDevice, Inventory
 from ..job import Job
 from ..plan_file import Plan
+from ..runtime.accelerator import take
 from ..runtime.comm import backend_for, default_device
 from .meeting import Meeting
 
@@ -75,9 +74,8 @@ class Ground:
         return 2 * self.timeout_s + LATER_S
 
     def take_device(self) -> None:
-        """Makes this rank's GPU that of the calling thread: every thread has a device of its own."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        """Makes this rank's device that of the calling thread."""
+        take(self.device)
 
     @property
     def inventory(self) -> Inventory:

@@ -72,8 +72,8 @@ def data(ground: Ground) -> str:
 
     def make() -> list[str]:
         batches: Iterable[Any] = () if ground.job.data is None else islice(ground.job.data, COMPARED_STEPS)
-        found = [digest(batch) for batch in (ground.job.batch, *batches)]
-        return found + [END] * (1 + COMPARED_STEPS - len(found))
+        digests = [digest(batch) for batch in (ground.job.batch, *batches)]
+        return digests + [END] * (1 + COMPARED_STEPS - len(digests))
 
     told = ground.meeting.gather_here("the comparison of data", make)
     for number, digests in enumerate(zip(*told)):

@@ -117,11 +117,11 @@ def made_up(machines: Sequence[Sequence[int]]) -> Cluster:
         ranks = machines[0]
         machines = ranks[: (len(ranks) + 1) // 2], ranks[(len(ranks) + 1) // 2 :]
     rate = FAST_LINK_BYTES_PER_S
-    made = tuple(
+    batch = tuple(
         Machine(f"machine {index}", tuple(map(slow_device, ranks)), rate, 0.0, rate)
         for index, ranks in enumerate(machines)
     )
-    return Cluster("made up", made, rate, 0.0)
+    return Cluster("made up", batch, rate, 0.0)
 
 
 def slow_device(rank: int) -> Device:

@@ -44,8 +44,8 @@ def links(ground: Ground) -> str:
 
     def make() -> list:
         ground.take_device()
-        found = measure_links(machines, ground.device)
-        return [interface_text(own_host(ground.backend)), [[*key, asdict(link)] for key, link in flat(found)]]
+        links = measure_links(machines, ground.device)
+        return [interface_text(own_host(ground.backend)), [[*key, asdict(link)] for key, link in flat(links)]]
 
     measured = best = None
     for _ in range(TRIES):

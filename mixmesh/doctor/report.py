@@ -90,21 +90,23 @@ class Report:
 def examine(ground: Ground) -> Report:
     """The report of all ranks, the same on each but for the times. Collective. Nothing is raised for what is
     wrong; a rank that does not come in time ends what can be tried."""
-    made: list[Check] = []
+    checks_so_far: list[Check] = []
     for name, needs, function in rows_of(ground.asked):
         lacking = [
-            check.name for check in made if check.name in needs and check.status in ("wrong", "not tried")
+            check.name
+            for check in checks_so_far
+            if check.name in needs and check.status in ("wrong", "not tried")
         ]
-        if made and ground.is_over or lacking:
+        if checks_so_far and ground.is_over or lacking:
             reason = f"needs {lacking[0]}" if lacking else "a rank is missing"
-            made.append(Check(name, "not tried", reason, 0.0))
+            checks_so_far.append(Check(name, "not tried", reason, 0.0))
         else:
             ground.progress(name)
-            made.append(tried(name, partial(function, ground)))
+            checks_so_far.append(tried(name, partial(function, ground)))
     checks.leave_group(ground)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     columns = {name: tuple(values) for name, values in ground.columns.items()}
-    return Report(tuple(made), tuple(ground.devices), world_size, columns)
+    return Report(tuple(checks_so_far), tuple(ground.devices), world_size, columns)
 
 
 def rows_of(asked: Asked) -> tuple[Row, ...]:
@@ -125,12 +127,12 @@ def tried(name: str, function: Callable[[], str | Note]) -> Check:
     raises."""
     started = time.perf_counter()
     try:
-        found = function()
+        outcome = function()
     except MixmeshError as error:
         time_s = time.perf_counter() - started
         fields = error.expected, error.got, error.where, error.hint, error.ranks
         return Check(name, "wrong", error.message, time_s, *fields)
     time_s = time.perf_counter() - started
-    if isinstance(found, Note):
-        return Check(name, "note", found.found, time_s, hint=found.hint, ranks=found.ranks)
-    return Check(name, "ok", found, time_s)
+    if isinstance(outcome, Note):
+        return Check(name, "note", outcome.found, time_s, hint=outcome.hint, ranks=outcome.ranks)
+    return Check(name, "ok", outcome, time_s)

@@ -11,8 +11,9 @@ summary       the answer in a sentence
 overview      a plan as a whole: who computes what, and what passes between them
 """
 
-from .alternatives import Alternative, Explanation, explain_tensor
+from .alternatives import explain_tensor
 from .changes import Collective
+from .explanation import Alternative, Explanation
 from .overview import Overview, Unit, explain_plan
 
 __all__ = ["Alternative", "Collective", "Explanation", "Overview", "Unit", "explain_plan", "explain_tensor"]

@@ -3,75 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..factors import best_factors
-from ..ir import Instruction, Program, print_instruction
+from ..ir import Instruction, Program
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Plan
-from .changes import Collective, collectives_between, differing
+from .changes import collectives_between, differing
+from .explanation import SAME, Alternative, Explanation
 from .judge import Judge, Judged
 from .summary import summary_of
 from .views import Flat, Joined, Lowered, View, view_of
-
-SAME = 1e-6  # share of a step: less is rounding
-
-
-@dataclass(frozen=True)
-class Alternative:
-    """One placement of the tensor, with where it holds if that is not the whole plan: ``S(0)@r1`` under a
-    ratio, ``R@m0`` in a machine. Where ``program`` is None there is none, and ``impossible`` says why.
-
-    ``difference_s`` is to the plan's step. ``num_differing``, ``added``, ``removed`` and
-    ``memory_difference_bytes`` (per rank, of the peak) are to the program of the plan's own placement.
-    """
-
-    placement: str
-    is_plan: bool
-    impossible: str = ""
-    program: Program | None = field(default=None, repr=False)
-    step_s: float = float("inf")
-    fits: bool = False
-    difference_s: float = float("inf")
-    num_differing: int = 0
-    added: tuple[Collective, ...] = ()
-    removed: tuple[Collective, ...] = ()
-    memory_difference_bytes: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Where a tensor stands in a plan, and what other placements of it would cost.
-
-    ``tensors``: the tensor asked for, and with it those of the other layers that were forced alike.
-    ``made`` and ``used`` are instructions of the plan; of a tensor in several machines, ``made`` is that of
-    the first and ``used`` has those of the others too. ``can_be_improved``: one of
-    the programs is faster than the plan's, by more than rounding.
-    """
-
-    tensors: tuple[str, ...]
-    op: str
-    location: str
-    placement: str
-    made: Instruction
-    used: tuple[Instruction, ...]
-    step_s: float
-    alternatives: tuple[Alternative, ...]
-    can_be_improved: bool
-    notes: tuple[str, ...]
-    summary: str
-
-    @property
-    def own(self) -> Alternative:
-        return next(a for a in self.alternatives if a.is_plan)
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """The instructions of the plan that make, move and use the tensor."""
-        return tuple(map(print_instruction, (self.made, *self.used)))
 
 
 def explain_tensor(
@@ -97,14 +41,14 @@ def explain_tensor(
     alternatives = tuple(question.alternatives())
     planned = question.planned
     least_s = min((a.step_s for a in alternatives if a.fits or not planned.fits), default=float("inf"))
-    made, *others = (plan.program.producers[name] for name in dict.fromkeys(view.made))
+    maker, *others = (plan.program.producers[name] for name in dict.fromkeys(view.made))
     used = [i for name in view.made for i in _uses(plan.program, name)]
     return Explanation(
         tensors=view.tensors,
-        op=made.op,
-        location=made.location,
+        op=maker.op,
+        location=maker.location,
         placement=view.text(view.own),
-        made=made,
+        made=maker,
         used=tuple(dict.fromkeys((*others, *used))),
         step_s=planned.step_s,
         alternatives=alternatives,
@@ -138,11 +82,11 @@ class Question:
                 if not any(a.is_plan for a in rows):
                     rows.append(self._alternative(view.text(codes), own, own, is_plan=True))
                 continue
-            found = self.cheapest(view.programs(codes))
-            if found is None:
+            candidate = self.cheapest(view.programs(codes))
+            if candidate is None:
                 rows.append(Alternative(view.text(codes), False, impossible=view.nothing))
             else:
-                rows.append(self._alternative(view.text(codes), found, own))
+                rows.append(self._alternative(view.text(codes), candidate, own))
         if not any(a.is_plan for a in rows):  # machines hold it in different ways
             rows.insert(0, self._alternative(view.text(view.own), own, own, is_plan=True))
         yield from rows
@@ -154,10 +98,10 @@ class Question:
 
     def _own(self) -> Judged:
         """The cheapest program with the plan's own placement: the plan's, or what the search finds now."""
-        found, planned = self.cheapest(self.view.programs(self.view.own)), self.planned
-        if found is not None and found.key < planned.key:
-            if found.step_s < planned.step_s * (1 - SAME) or not planned.fits:
-                return found
+        searched, planned = self.cheapest(self.view.programs(self.view.own)), self.planned
+        if searched is not None and searched.key < planned.key:
+            if searched.step_s < planned.step_s * (1 - SAME) or not planned.fits:
+                return searched
         return planned
 
     def _alternative(self, text: str, found: Judged, own: Judged, is_plan: bool = False) -> Alternative:
@@ -180,12 +124,12 @@ class Question:
 
     def cheapest(self, programs: Iterable[Program]) -> Judged | None:
         """The best of some programs; None of none."""
-        found = [self.judge.best(p) for p in dict.fromkeys(programs)]
-        if found and not any(j.fits for j in found):
+        judged = [self.judge.best(p) for p in dict.fromkeys(programs)]
+        if judged and not any(j.fits for j in judged):
             # other parameters may be stored in shards where memory is short
-            stored = (self.view.in_shards(j.program) for j in tuple(found))
-            found += [self.judge.best(p) for p in stored if p is not None]
-        best = min(found, key=lambda j: j.key, default=None)
+            stored = (self.view.in_shards(j.program) for j in tuple(judged))
+            judged += [self.judge.best(p) for p in stored if p is not None]
+        best = min(judged, key=lambda j: j.key, default=None)
         if best is None:
             return None
         # no factors are gathered in a program of micro-steps, or of several ratios

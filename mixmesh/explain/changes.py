@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..cost import CostModel
-from ..cost.placed import Exchange, exchange_of, is_factored, is_resharded
+from ..cost.exchanges import Exchange, exchange_of
+from ..cost.outline import is_factored, is_resharded
 from ..cost.sums import gradient_bytes, gradient_sums
 from ..ir import Instruction, Program, Ref, map_refs
 
@@ -91,6 +92,11 @@ def collectives(program: Program, costs: CostModel) -> Iterator[Collective]:
             for value in (i.result, i.inputs[0])[: 1 + has_weight]:
                 size = program.types[value].value.size_bytes
                 yield made(Exchange("all_gather", size, ranks), value, "backward")
+    yield from _of_gradients(program, costs, called)
+
+
+def _of_gradients(program: Program, costs: CostModel, called: dict[str, str]) -> Iterator[Collective]:
+    """The sums of gradients, parameter by parameter: each has its part of the bucket's seconds."""
     for bucket in gradient_sums(program):
         passed = [(bucket.exchange, "gradient"), *([(bucket.gather, "stepped")] if bucket.owned else [])]
         for p, cell in zip(bucket.params, bucket.cells or (None,) * len(bucket.params)):

@@ -62,13 +62,13 @@ class Judge:
     def best(self, program: Program) -> Judged:
         """The program in its best buckets, with owners and weight gradients as in the plan, in as many
         micro-steps if it can run in them; if it does not fit, with regions that are computed again."""
-        made = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
-        if not made.fits:
+        candidate = self.in_micro_steps(self.as_planned(replace(program, dtypes=self.plan.program.dtypes)))
+        if not candidate.fits:
             recompute = recomputed_within if is_joined(program) else recomputed
-            again = self.in_micro_steps(self.as_planned(recompute(made.program)))
+            again = self.in_micro_steps(self.as_planned(recompute(candidate.program)))
             if again.fits:
                 return replace(again, proposal=fewest(self.task, again.proposal))
-        return made
+        return candidate
 
     def as_planned(self, program: Program) -> Program:
         return with_wgrads_of(self.plan.program, with_owners_of(self.plan.program, program))

@@ -19,8 +19,8 @@ def find_tensor(program: Program, text: str) -> str:
     asked = text.strip().removeprefix("%")
     if asked in names:
         return names[asked]
-    found = {name: of for name, of in names.items() if asked and name.endswith(f".{asked}")}
-    distinct = {of: name for name, of in reversed(found.items())}  # each by the first of its names
+    matching = {name: of for name, of in names.items() if asked and name.endswith(f".{asked}")}
+    distinct = {of: name for name, of in reversed(matching.items())}  # each by the first of its names
     if len(distinct) == 1:
         return next(iter(distinct))
     if distinct:

@@ -105,8 +105,10 @@ def _whole(plan: Plan) -> Iterator[Unit]:
     ratio = next(iter((*ratios_of(program).values(), *(r for _, r in program.ratios))), None)
     ranks = tuple(r for r in range(program.world_size) if ratio is None or ratio[r])
     operators = [i for i in program.instructions if is_computation(i)]
-    given = next((i for i in program.instructions if i.op == "input" and i.type.value.shape), None)
-    samples = () if given is None else tuple(_held_samples(program, given, rank) for rank in ranks)
+    batch_input = next((i for i in program.instructions if i.op == "input" and i.type.value.shape), None)
+    samples = (
+        () if batch_input is None else tuple(_held_samples(program, batch_input, rank) for rank in ranks)
+    )
     yield _unit("all" if len(ranks) == program.world_size else "in use", program, ranks, samples, operators)
 
 
@@ -184,7 +186,20 @@ def _unit(
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
-    program = plan.program
+    yield from _about_sums(plan.program)
+    yield from _about_passes(plan)
+    yield from _about_weight_gradients(plan.program)
+    if plan.bound_s:
+        bound = seconds_text(plan.bound_s)
+        yield (
+            f"No plan can be faster than {bound}."
+            if plan.is_bound_measured
+            else f"At the peaks of the devices' figures no plan can be faster than {bound}."
+        )
+    yield from _about_others(plan)
+
+
+def _about_sums(program: Program) -> Iterator[str]:
     if stage := zero_stage(program):
         yield f"Gradients and optimizer state have owners (ZeRO stage {stage})."
     if program.levels is not None:
@@ -192,6 +207,10 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if program.direct_bytes:
         size = size_text(program.direct_bytes)
         yield f"Values of up to {size} are summed by one message between each two ranks."
+
+
+def _about_passes(plan: Plan) -> Iterator[str]:
+    program = plan.program
     if plan.order is not None:
         yield f"Micro-steps run in {plan.order} order: {max(m.steps for m in plan.micro_batches)} of them."
     elif plan.micro_batches is not None and max(m.steps for m in plan.micro_batches) > 1:
@@ -200,6 +219,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if parts := regions(program):
         count, every = sum(map(len, parts.values())), sum(map(is_computation, program.instructions))
         yield f"The backward pass computes {count} of {every} operators again, in {len(parts)} regions."
+
+
+def _about_weight_gradients(program: Program) -> Iterator[str]:
     if program.factored:
         yield f"{len(program.factored)} weight gradients are computed from gathered factors."
     beside = beside_points(program)
@@ -211,13 +233,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if beside:
         count = len({at.collective for at in beside.values()})
         yield f"{len(beside)} weight gradients are computed while {count} collectives travel back."
-    if plan.bound_s:
-        bound = seconds_text(plan.bound_s)
-        yield (
-            f"No plan can be faster than {bound}."
-            if plan.is_bound_measured
-            else f"All devices computing all the time would take about {bound} (estimated, not measured)."
-        )
+
+
+def _about_others(plan: Plan) -> Iterator[str]:
     others = [c for c in plan.candidates if c.planner != plan.planner]
     fitting = [c for c in others if c.feasible]
     if fitting:

@@ -94,8 +94,8 @@ class Place:
         """Programs that use a parameter whole, gathered ahead of that, where it is asked for in rows."""
         if code != 2 or not self.is_param or len(support(self.ratio)) == 1:
             return {}
-        found = {price: fully_sharded(p, self.names) for price, p in self.searched(R).items()}
-        return {price: p for price, p in found.items() if held_as(p, self.graph, self.name) == code}
+        sharded = {price: fully_sharded(p, self.names) for price, p in self.searched(R).items()}
+        return {price: p for price, p in sharded.items() if held_as(p, self.graph, self.name) == code}
 
     def possible(self, code: int) -> bool:
         return bool(self.searched(code) or self.stored(code))
@@ -135,5 +135,5 @@ def held_as(program: Program, graph: Graph, name: str) -> int:
 
 def all_held(program: Program) -> dict[str, int]:
     """``held_as`` of all tensors of the program's graph."""
-    made = [i for i in program.instructions if not i.is_redistribution]
-    return {r: code_of(t.placement) for i in made for r, t in zip(i.results, i.types) if r is not None}
+    makers = [i for i in program.instructions if not i.is_redistribution]
+    return {r: code_of(t.placement) for i in makers for r, t in zip(i.results, i.types) if r is not None}

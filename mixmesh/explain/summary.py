@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from ..units import seconds_text, size_text
 from .changes import Collective
-
-if TYPE_CHECKING:
-    from .alternatives import Alternative
+from .explanation import SAME, Alternative
 
 SHOWN = 3  # kinds of collectives in a sentence
-SAME = 1e-6  # share of a step: less is rounding
 
 
 def summary_of(alternatives: Sequence[Alternative], planned_s: float, num_tensors: int) -> str:

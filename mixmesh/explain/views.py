@@ -175,17 +175,17 @@ class Lowered(View):
         if len(support(self.ratio)) == 1:
             return
         mine = [name for name, ratio in self.ratios.items() if ratio == self.ratio]
-        for found in self.place.searched(code).values():
+        for plain in self.place.searched(code).values():
             yield from self.held_so(
-                code, lower(lifted(self.program, dict.fromkeys(mine, found)), self.placed)
+                code, lower(lifted(self.program, dict.fromkeys(mine, plain)), self.placed)
             )
         if code == 2 and self.place.is_param:
-            for found in self.place.searched(R).values():
-                made = lower(lifted(self.program, dict.fromkeys(mine, found)), self.placed)
-                owners = [name for name, ratio in made.ratios if ratio == self.ratio]
-                names = {n for n in self.tensors if held_as(made, self.graph, n) == R}
+            for plain in self.place.searched(R).values():
+                lowered = lower(lifted(self.program, dict.fromkeys(mine, plain)), self.placed)
+                owners = [name for name, ratio in lowered.ratios if ratio == self.ratio]
+                names = {n for n in self.tensors if held_as(lowered, self.graph, n) == R}
                 if owners and names:
-                    yield from self.held_so(code, stored_by_owners(made, names, owners[0]))
+                    yield from self.held_so(code, stored_by_owners(lowered, names, owners[0]))
 
     def held_so(self, code: int, made: Program) -> Iterator[Program]:
         """The program, if lowering has left the tensor as it was to be."""
@@ -205,9 +205,9 @@ class Lowered(View):
             if ratio == self.ratio:
                 continue
             for names in moved:
-                made = lower(plain, {**self.placed, **dict.fromkeys(names, Placed(ratio))})
-                text = placement_text(held_as(made, self.graph, self.tensors[0]))
-                yield f"{text}@{self.name_of(ratio)}", made
+                lowered = lower(plain, {**self.placed, **dict.fromkeys(names, Placed(ratio))})
+                text = placement_text(held_as(lowered, self.graph, self.tensors[0]))
+                yield f"{text}@{self.name_of(ratio)}", lowered
 
 
 class Joined(View):
@@ -230,8 +230,8 @@ class Joined(View):
         if machine and int(machine[2]) in numbers:
             asked, numbers = machine[1], (int(machine[2]),)
         self.numbers = tuple(numbers)
-        places, tensors, made = [], [], []
-        known: dict[tuple, Place] = {}  # machines of equal devices with as many samples have one search
+        places, tensors, makers = [], [], []
+        place_of: dict[tuple, Place] = {}  # machines of equal devices with as many samples have one search
         for m in self.numbers:
             graph = self.sets[m].program.graph
             name = find_tensor(self.sets[m].program, asked)
@@ -242,13 +242,13 @@ class Joined(View):
             types = tuple(i.types for i in self.sets[m].program.instructions)
             key = (graph.fingerprint, names, shares, types)
             place = Place(
-                self.sets[m].program, ratio, costs, names, optimizer_states, PRICES, like=known.get(key)
+                self.sets[m].program, ratio, costs, names, optimizer_states, PRICES, like=place_of.get(key)
             )
-            known.setdefault(key, place)
+            place_of.setdefault(key, place)
             places.append(place)
             tensors += names if m == self.numbers[0] else ()
-            made.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
-        self.places, self.tensors, self.made = tuple(places), tuple(tensors), tuple(made)
+            makers.append(f"{name}.m{m}" if f"{name}.m{m}" in program.producers else name)
+        self.places, self.tensors, self.made = tuple(places), tuple(tensors), tuple(makers)
         if len(self.numbers) == 1:
             self.tensors = tuple(f"{name}.m{self.numbers[0]}" for name in tensors)
 
@@ -274,10 +274,10 @@ class Joined(View):
             for m, place, code in zip(self.numbers, self.places, codes)
         ]
         for key in dict.fromkeys(key for options in found for key in options) if all(found) else ():
-            made = [s.program for s in self.sets]
+            chosen = [s.program for s in self.sets]
             for m, options in zip(self.numbers, found):
-                made[m] = options[key] if key in options else next(iter(options.values()))
-            yield self.joined(made)
+                chosen[m] = options[key] if key in options else next(iter(options.values()))
+            yield self.joined(chosen)
 
     def joined(self, programs: Sequence[Program]) -> Program:
         sets = [replace(s, program=p) for s, p in zip(self.sets, programs)]

@@ -11,7 +11,7 @@ def factorable(program: Program) -> dict[str, tuple[Instruction, ...]]:
     for i in program.instructions:
         for name in dict.fromkeys(i.inputs):
             users.setdefault(name, []).append(i)
-    out = {}
+    out: dict[str, tuple[Instruction, ...]] = {}
     for i in program.instructions:
         if i.op == "aten.linear" and region_of(i) is None and _fits(program, i):
             parameters = i.inputs[1:]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..cost import CostModel
-from ..cost.placed import held_share, op_time, split_by_factors
+from ..cost.exchanges import held_share
+from ..cost.placed import op_time, split_by_factors
 from ..ir import Instruction, Program
 from .apply import factorable, with_factors
 from .cut import Product, cheapest_cut
@@ -81,13 +82,13 @@ def best_factors(program: Program, costs: CostModel, judge: Callable[[Program], 
             gains[kind] = gains.get(kind, 0.0) + gain
     if not kinds:
         return None
-    best, taken = judge(program), frozenset[str]()
+    best, applied = judge(program), frozenset[str]()
     seed = cut_factors(program, costs)
-    if seed and (found := judge(with_factors(program, seed))) < best:
-        best, taken = found, seed
+    if seed and (score := judge(with_factors(program, seed))) < best:
+        best, applied = score, seed
     for kind in sorted(kinds, key=lambda k: -gains[k]):
         names = kinds[kind]
-        other = taken - names if names <= taken else taken | names
-        if other != seed and (found := judge(with_factors(program, other))) < best:
-            best, taken = found, other
-    return with_factors(program, taken) if taken else None
+        other = applied - names if names <= applied else applied | names
+        if other != seed and (score := judge(with_factors(program, other))) < best:
+            best, applied = score, other
+    return with_factors(program, applied) if applied else None

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
+from ..solver import quiet_solver
+
 
 @dataclass(frozen=True, slots=True)
 class Product:
@@ -37,8 +39,7 @@ def cheapest_cut(products: Sequence[Product], gather_s: Mapping[str, float]) -> 
     if not products:
         return frozenset()
     column = {name: len(products) + n for n, name in enumerate(gather_s)}
-    h = highspy.Highs()
-    h.setOptionValue("output_flag", False)
+    h = quiet_solver()
     count = len(products) + len(gather_s)
     h.addVars(count, np.zeros(count), np.ones(count))
     cost = np.array([-p.saved_s for p in products] + list(gather_s.values()))

@@ -10,10 +10,12 @@ from .graph import (
     Graph,
     Node,
     Ref,
+    has_gradient,
     map_refs,
     nameless,
     refs,
 )
+from .instruction import REDISTRIBUTIONS, Instruction, redistribution, with_attrs
 from .levels import Levels, Parts, leaders
 from .local_norms import (
     BATCH_NORMS,
@@ -49,16 +51,8 @@ from .placement import (
     shard_sizes,
     support,
 )
-from .printing import print_instruction, print_program
-from .program import (
-    REDISTRIBUTIONS,
-    Buckets,
-    Instruction,
-    Program,
-    redistribution,
-    with_attrs,
-    without_needless_names,
-)
+from .printing import print_instruction
+from .program import Buckets, Program, print_program, without_needless_names
 from .recompute import region_of, regions, release_points, with_regions
 from .samples import Samples, local_kind, micro_step_program, once_program, samples_of
 from .slices import with_whole_rows
@@ -83,11 +77,11 @@ __all__ = [
     "REDISTRIBUTIONS", "REPLICATE", "SINKS", "WGRADS", "Arg", "Beside", "Buckets", "Cell", "Cut", "DType",
     "Graph", "Instruction", "Levels", "Node", "Partial", "Parts", "Placement", "Program", "Ratio", "Ref",
     "Replicate", "Returned", "Samples", "Shard", "TensorType", "ValueType", "batch_norm_of", "batch_size_of",
-    "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio", "has_rows", "held_rows",
-    "in_flight", "last_points", "leaders", "local_bytes", "local_kind", "local_norms", "local_shape",
-    "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless", "once_program",
-    "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of", "piece",
-    "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions",
+    "beside_points", "cell_bytes", "cells", "dealt_rows", "dual", "even_ratio", "has_gradient", "has_rows",
+    "held_rows", "in_flight", "last_points", "leaders", "local_bytes", "local_kind", "local_norms",
+    "local_shape", "lonely_norms", "make_ratio", "map_refs", "micro_step_program", "nameless",
+    "once_program", "outputs_of", "own_samples", "owned_type", "parse_program", "participants", "passes_of",
+    "piece", "print_instruction", "print_program", "redistribution", "refs", "region_of", "regions",
     "release_points", "returned", "samples_of", "separable", "shard_offsets", "shard_sizes", "shown_rows",
     "stage_of", "stages_of", "support", "transfers_of", "weight_points", "wgrad_of", "with_attrs",
     "with_regions", "with_rows_as_dealt", "with_wgrads", "with_whole_rows", "without_needless_names",

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise, product
 
+from .instruction import Instruction
 from .placement import Shard, shard_offsets, shard_sizes
-from .program import Instruction, Program
+from .program import Program
 from .types import DTYPE_BYTES, ValueType
 
 Box = tuple[tuple[int, int], ...]  # per dim, first element and number of elements
@@ -66,14 +67,14 @@ def _cells(value: ValueType, held: tuple[tuple[tuple[int, Box], ...], ...]) -> t
         for dim, size in enumerate(value.shape)
     ]
     first = {rank for rank, _ in held[0]}
-    found: dict[tuple[int, ...], list[Box]] = {}
+    boxes_of: dict[tuple[int, ...], list[Box]] = {}
     for spans in product(*(tuple(pairwise(edges)) for edges in borders)):
         cell = tuple((start, stop - start) for start, stop in spans)
         ranks = tuple(sorted(rank for copy in held for rank, box in copy if _within(cell, box)))
-        found.setdefault(ranks, []).append(cell)
+        boxes_of.setdefault(ranks, []).append(cell)
     return tuple(
         Cell(ranks, min(first.intersection(ranks), default=ranks[0]), tuple(these))
-        for ranks, these in found.items()
+        for ranks, these in boxes_of.items()
         if len(ranks) > 1
     )
 

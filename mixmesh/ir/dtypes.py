@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .graph import Arg, DType, Graph, Node
-from .program import Instruction, Program
+from .instruction import Instruction
+from .program import Program
 from .types import ValueType
 
 STAND_INS = {"bf16": ("bf16", "f16")}  # dtypes of as many bytes: costs and memory stay as they are

@@ -104,7 +104,7 @@ class Node:
     @property
     def result(self) -> str:
         (name,) = self.results
-        return name
+        return name  # type: ignore[return-value]  # only one of several results is left out
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,27 @@ NOT_DIFFERENTIABLE = frozenset(
 )
 
 
+def has_gradient(node) -> bool:
+    """Whether an input gets a gradient, or an output has one."""
+    return bool(dict(node.kwargs).get("grad", False)) if node.kwargs else False
+
+
+def begins_gradient(node) -> bool:
+    """Whether a gradient is asked for of what the node itself brings in."""
+    if node.op == "param":
+        return dict(node.kwargs).get("trainable", True)
+    return node.op == "input" and has_gradient(node)
+
+
 def gradient_flow(nodes, loss: str, types: dict[str, ValueType]) -> frozenset[str]:
+    """Values between what gets a gradient (trainable parameters, and inputs with ``grad=true``) and what has
+    one: the loss, and outputs with ``grad=true``, whose gradient comes from outside of the program."""
     down: set[str] = set()
+    up: set[str] = {loss, *(n.inputs[0] for n in nodes if n.op == "output" and has_gradient(n))}
     nodes = [node for node in nodes if node.op not in NOT_DIFFERENTIABLE]
     for node in nodes:
-        trainable = node.op == "param" and dict(node.kwargs).get("trainable", True)
-        if trainable or not down.isdisjoint(node.inputs):
+        if begins_gradient(node) or not down.isdisjoint(node.inputs):
             down.update([r for r in node.results if r is not None and types[r].is_floating])
-    up: set[str] = {loss}
     for node in reversed(nodes):
         for r in node.results:
             if r in up and r in down:  # it descends from a parameter: no comparison, and no choice

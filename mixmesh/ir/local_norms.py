@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .graph import Graph, Node
+from .instruction import Instruction
 from .placement import Shard, shard_sizes
-from .program import Instruction, Program
+from .program import Program
 
 EXACT, LOCAL = "exact", "local"
 BATCH_NORMS = (EXACT, LOCAL)

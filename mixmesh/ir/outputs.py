@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .graph import Node, Ref
+from .instruction import Instruction
 from .placement import REPLICATE, Shard, shard_sizes
-from .program import Instruction, Program
+from .program import Program
 from .types import TensorType, ValueType
 
 
@@ -21,11 +22,16 @@ from .types import TensorType, ValueType
 class Returned:
     """A model's return value in place of its loss: the ``names`` of the tensors in it, the one called
     ``loss`` among them, and whether it is a tuple, which unpacks to values. Without names it is the loss
-    itself."""
+    itself. Where ``loss`` is "" there is none among them, and a lone tensor has the name ""."""
 
     names: tuple[str, ...] = ()
     loss: str = "loss"
     is_tuple: bool = False
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the model computes its loss itself. Else the caller does, from all that it returns."""
+        return bool(self.loss)
 
 
 def has_rows(i: Node | Instruction) -> bool:
@@ -80,16 +86,18 @@ def with_rows_as_dealt(program: Program) -> Program:
 
     Rows that are cut otherwise are gathered, and what has no rows is held by all ranks, those without
     samples too. The same object if nothing is to be done."""
-    made: list[Instruction] = []
+    marked: list[Instruction] = []
     for i in program.instructions:
         for op, t in _on_the_way(program, i) if i.op == "output" else ():
             name = f"{i.inputs[0]}.shown"
             while name in program.types:
                 name += "2"
-            made.append(Instruction((name,), (t,), op, (Ref(i.inputs[0]),)))
+            marked.append(Instruction((name,), (t,), op, (Ref(i.inputs[0]),)))
             i = replace(i, args=(i.args[0], Ref(name)))
-        made.append(i)
-    return program if len(made) == len(program.instructions) else replace(program, instructions=tuple(made))
+        marked.append(i)
+    return (
+        program if len(marked) == len(program.instructions) else replace(program, instructions=tuple(marked))
+    )
 
 
 def _on_the_way(program: Program, i: Instruction) -> Iterator[tuple[str, TensorType]]:

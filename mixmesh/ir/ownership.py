@@ -8,7 +8,8 @@ owners belongs to those with the largest shares; one without dims cannot be owne
 
 from __future__ import annotations
 
-from .program import Instruction, Program
+from .instruction import Instruction
+from .program import Program
 from .types import TensorType
 
 STAGES = (1, 2)

@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .program import Instruction, Program
+from .instruction import Instruction
+from .program import Program
 
 
 class PackedSum(NamedTuple):

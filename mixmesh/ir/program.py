@@ -5,112 +5,16 @@ It is the forward program; the backward pass follows from the placements (see ``
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ..lazy import lazy
-from .graph import LEAVES, SINKS, Arg, Graph, Node, Ref, gradient_flow, map_refs, nameless, refs
+from .graph import Graph, Node, gradient_flow, map_refs
+from .instruction import Instruction
 from .levels import Levels
-from .placement import Partial, Placement, Ratio, Replicate, Shard
-from .printing import print_program
+from .placement import Ratio, Replicate, Shard
+from .printing import print_instruction
 from .types import TensorType, ValueType, local_shape, participants
-
-# redistributions, by name; the name follows from the two placements
-REDISTRIBUTIONS = (
-    "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
-    "local_slice", "as_partial", "pad_partial", "move",
-)  # fmt: skip
-_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # asked for all the time
-
-
-def redistribution(src: Placement, dst: Placement) -> str:
-    """The name of what turns ``src`` into ``dst`` under one ratio. Raises ValueError for R -> R."""
-    match src, dst:
-        case Shard(), Replicate():
-            return "all_gather"
-        case Partial(), Shard():
-            return "reduce_scatter"
-        case Partial(), Replicate():
-            return "all_reduce"
-        case Shard(), Shard():
-            return "all_to_all"
-        case Replicate(), Shard():
-            return "local_slice"
-        case Replicate(), Partial():
-            return "as_partial"  # one rank keeps its copy, the others hold zeros
-        case Shard(), Partial():
-            return "pad_partial"  # every rank pads its piece with zeros
-    raise ValueError(f"nothing turns {src} into {dst}")
-
-
-@dataclass(frozen=True)  # no slots: what it reads is worked out once
-class Instruction:
-    """One step of a program. As ``Node``, with placed types and attributes.
-
-    ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
-    ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for one that is
-    computed apart (see ``wgrad``), ``owned`` and ``stage`` for a gradient
-    that belongs to some ranks (see ``ownership``), ``recompute`` for what is computed again in the backward
-    pass (see ``recompute``). ``location`` is the user's file and line, ``line`` the
-    line of the program text that this was read from (0: it was not).
-    """
-
-    results: tuple[str | None, ...]
-    types: tuple[TensorType, ...]
-    op: str
-    args: tuple[Arg, ...] = ()
-    kwargs: tuple[tuple[str, Arg], ...] = ()
-    attrs: tuple[tuple[str, Arg], ...] = ()
-    location: str = field(default="", compare=False)
-    line: int = field(default=0, compare=False)
-
-    @lazy
-    def inputs(self) -> tuple[str, ...]:
-        names = []
-        for arg in (*self.args, *[v for _, v in self.kwargs]):
-            if isinstance(arg, Ref):  # nearly always; asked for so often that a generator would be felt
-                names.append(arg.name)
-            elif isinstance(arg, tuple):
-                names += [r.name for r in refs(arg)]
-        return tuple(names)
-
-    @lazy
-    def plain(self) -> tuple:
-        """As of ``Node``."""
-        return self.op, nameless(self.args), nameless(self.kwargs)
-
-    @property
-    def is_leaf(self) -> bool:
-        return self.op in _LEAVES
-
-    @property
-    def is_sink(self) -> bool:
-        return self.op in SINKS
-
-    @property
-    def is_redistribution(self) -> bool:
-        return self.op in _REDISTRIBUTIONS
-
-    @property
-    def result(self) -> str:
-        (name,) = self.results
-        return name
-
-    @property
-    def type(self) -> TensorType:
-        (only,) = self.types
-        return only
-
-    def attr(self, name: str, default: Arg = None) -> Arg:
-        for key, value in self.attrs:
-            if key == name:
-                return value
-        return default
-
-
-def with_attrs(i: Instruction, attrs: tuple[tuple[str, Arg], ...]) -> Instruction:
-    """``i`` with other attributes: planning makes many, and ``dataclasses.replace`` is slow."""
-    return Instruction(i.results, i.types, i.op, i.args, i.kwargs, attrs, i.location, i.line)
-
 
 Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
 
@@ -220,14 +124,14 @@ class Program:
     def changed(self, **fields) -> Program:
         """A copy with other ratios, or other attributes of instructions. Results that follow from names and
         types alone are handed on, as planning makes many such copies."""
-        made = replace(self, **fields)
-        same = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
+        copy = replace(self, **fields)
+        same: tuple[str, ...] = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
         same = () if "instructions" in fields else same
         same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
-        for known in ("types", "requires_grad", *same):
-            if known in self.__dict__:
-                made.__dict__[known] = self.__dict__[known]
-        return made
+        for name in ("types", "requires_grad", *same):
+            if name in self.__dict__:
+                copy.__dict__[name] = self.__dict__[name]
+        return copy
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
         """The shape of what ``rank`` holds of value ``name``; None if it takes no part."""
@@ -240,8 +144,8 @@ class Program:
     @lazy
     def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
         """Per ratio, the ranks that take part; by None, everyone."""
-        named = {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
-        return {None: participants(None, self.world_size), **named}
+        unnamed: dict[str | None, tuple[int, ...]] = {None: participants(None, self.world_size)}
+        return unnamed | {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
 
     @lazy
     def working_ranks(self) -> tuple[int, ...]:
@@ -280,12 +184,35 @@ def without_needless_names(program: Program) -> Program:
         is_cut = any(isinstance(p, Shard) for p in t.placements)
         return replace(t, ratio=None) if t.ratio in everyone and not is_cut else t
 
-    known: dict[TensorType, TensorType] = {}
+    bare_types: dict[TensorType, TensorType] = {}
     out = []
     for i in program.instructions:
         for t in i.types:
-            if t not in known:
-                known[t] = bare(t)
-        types = tuple([known[t] for t in i.types])
+            if t not in bare_types:
+                bare_types[t] = bare(t)
+        types = tuple([bare_types[t] for t in i.types])
         out.append(i if types == i.types else replace(i, types=types))
     return replace(program, instructions=tuple(out))
+
+
+def print_program(program: Program, notes: Mapping[int, str] | None = None) -> str:
+    """The text of a program. ``notes`` maps instruction indices to comments (costs, local sizes)."""
+    lines = [f"program {program.name} world={program.world_size} {{"]
+    for name, ratio in program.ratios:
+        lines.append(f"  ratio {name} = [{', '.join(f'{share:g}' for share in ratio)}]")
+    lines += [f"  dtype {name} = [{', '.join(row)}]" for name, row in program.dtypes]
+    if program.levels is not None:
+        sizes = ", ".join(map(str, program.levels.sizes))
+        lines.append(f"  levels = [{sizes}] from {program.levels.least_bytes}")
+    if program.direct_bytes:
+        lines.append(f"  direct to {program.direct_bytes}")
+    body = [(f"  {print_instruction(i)}", _note(i, n, notes)) for n, i in enumerate(program.instructions)]
+    column = min(100, max((len(text) for text, note in body if note), default=0))
+    for text, note in body:
+        lines.append(f"{text:<{column}}  # {note}" if note else text)
+    return "\n".join([*lines, f"  return %{program.loss}", "}"]) + "\n"
+
+
+def _note(i: Instruction, index: int, notes: Mapping[int, str] | None) -> str:
+    parts = [notes.get(index, "") if notes else "", i.location]
+    return "  ".join(p for p in parts if p)

@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from .program import Instruction, Program
+from .instruction import Instruction
+from .program import Program
 
 
 def region_of(i: Instruction) -> int | None:
@@ -68,19 +69,19 @@ def release_points(program: Program, names: Iterable[str]) -> dict[str, int]:
     members = regions(program) if read else {}
     for number, those in read.items():
         end = region_end(program, members[number])
-        for name in those if end is not None else ():
-            last[name] = max(last[name], end)
+        if end is not None:
+            last.update((name, max(last[name], end)) for name in those)
     return last
 
 
 def updated_buffers(program: Program) -> frozenset[str]:
     """Buffers that the step updates in place, and what is made of them alone, which may be views of them."""
     updated = {u.args[0] for u in program.instructions if u.op == "update"}
-    found: set[str] = set()
+    buffers: set[str] = set()
     for i in program.instructions if updated else ():
-        if (i.op == "buffer" and i.args[0] in updated) or (i.inputs and found.issuperset(i.inputs)):
-            found.update(r for r in i.results if r is not None)
-    return frozenset(found)
+        if (i.op == "buffer" and i.args[0] in updated) or (i.inputs and buffers.issuperset(i.inputs)):
+            buffers.update(r for r in i.results if r is not None)
+    return frozenset(buffers)
 
 
 def buffers_kept_for_backward(program: Program) -> frozenset[str]:

@@ -26,11 +26,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ..errors import PlanError
-from .graph import Ref
+from .graph import Ref, has_gradient
+from .instruction import Instruction
 from .local_norms import LOCAL_NORM
 from .placement import Partial, Replicate, Shard, shard_sizes
 from .printing import print_instruction
-from .program import Instruction, Program
+from .program import Program
 from .stages import Ranks, stages_of, transfers_of
 
 LOCAL = ("local_slice", "as_partial", "pad_partial")
@@ -114,7 +115,7 @@ def samples_of(program: Program) -> Samples:
     counts = shard_sizes(batch_size, program.ratio(program.types[first].ratio))
     if stages:
         counts = _counts_of_stages(program, moved, batch_size)
-    given: list[str] = []
+    once: list[str] = []
     meets = False
     for i in program.instructions:
         _check_operator(program, i)
@@ -123,10 +124,12 @@ def samples_of(program: Program) -> Samples:
             if role is Role.SAMPLES:
                 values.add(i.result)
             elif role is Role.GIVEN:
-                given.append(i.result)
+                once.append(i.result)
             meets = meets or role is Role.MEETING
         elif i.op == "output" and (stages or i.inputs[0] not in values):
             raise _refusal(program, i, "shows what is no row of each sample, or rows of a stage")
+        elif i.op == "output" and has_gradient(i):
+            raise _refusal(program, i, "has a gradient that comes when all micro-steps are over")
         elif is_cut_without_samples(program, i, values):
             raise _refusal(program, i, "is cut between samples, and is none")
         elif any(name in values for name in i.inputs):
@@ -135,7 +138,7 @@ def samples_of(program: Program) -> Samples:
         _check_cut(program, i, values, batch_size, counts, stages)
     if program.loss not in values:
         raise _refusal(program, program.producers[program.loss], "is a loss that is no sum over samples")
-    return Samples(batch_size, counts, frozenset(values), tuple(given), meets, stages, moved)
+    return Samples(batch_size, counts, frozenset(values), tuple(once), meets, stages, moved)
 
 
 class Role(Enum):
@@ -324,12 +327,12 @@ def _check_cut(
 
 
 def _refusal(program: Program, i: Instruction, why: str) -> PlanError:
-    made = i
-    while not made.location and made.inputs:  # a redistribution is of no line, but of what it moves
-        made = program.producers[made.inputs[0]]
+    maker = i
+    while not maker.location and maker.inputs:  # a redistribution is of no line, but of what it moves
+        maker = program.producers[maker.inputs[0]]
     return PlanError(
         f"micro-steps cannot run this program: {i.op} {why}",
-        where=f"{print_instruction(i)}  {made.location}".rstrip(),
+        where=f"{print_instruction(i)}  {maker.location}".rstrip(),
         expected="data parallelism or a chain of stages, and no value of the whole batch that depends on "
         "parameters",
         hint="leave it out of outputs="

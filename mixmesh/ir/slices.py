@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .graph import Ref, map_refs
+from .instruction import Instruction, redistribution
 from .placement import REPLICATE
-from .program import Instruction, Program, redistribution
+from .program import Program
 from .samples import cut_between_samples, is_cut_without_samples
 
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..errors import PlanError
+from .instruction import Instruction
 from .placement import Shard
 from .printing import print_instruction
-from .program import Instruction, Program
+from .program import Program
 from .types import TensorType
 
 Ranks = tuple[int, ...]
@@ -47,8 +48,8 @@ def stages_of(program: Program) -> tuple[Ranks, ...]:
     for stage, moves in after.items():
         for other in after:
             if other != stage and {*stage} & {*other}:
-                i = next(iter({**moves, **after[other]}.values()), None)
-                raise _refusal(i, f"stages on ranks {_text(stage)} and {_text(other)} share a rank")
+                move = next(iter({**moves, **after[other]}.values()), None)
+                raise _refusal(move, f"stages on ranks {_text(stage)} and {_text(other)} share a rank")
     ordered: list[Ranks] = []
     left = dict(after)
     while left:

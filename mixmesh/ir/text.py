@@ -23,9 +23,10 @@ import math
 
 from . import bounds
 from .graph import Arg, DType, Ref
+from .instruction import Instruction
 from .levels import Levels
 from .placement import REPLICATE, Partial, Placement, Shard, make_ratio
-from .program import Instruction, Program
+from .program import Program
 from .tokens import Tokens
 from .types import DTYPE_BYTES, TensorType, ValueType
 
@@ -69,11 +70,11 @@ class _Parser(Tokens):
         loss = self.use(known)
         self.take("mark", "}")
         self.take("end", what="nothing after the closing brace")
-        made = tuple(ratios.items()), tuple(instructions), loss
+        parsed = tuple(ratios.items()), tuple(instructions), loss
         return Program(
             name,
             world_size,
-            *made,
+            *parsed,
             dtypes=tuple(dtypes.items()),
             levels=levels,
             direct_bytes=direct_bytes,
@@ -237,8 +238,8 @@ class _Parser(Tokens):
                 self.fail(place, f"unknown ratio {ratio!r}", expected=", ".join(ratios) or "a ratio line")
         elif any(isinstance(p, Shard) for p in placements):
             self.fail(place, "a sharded type needs a ratio", expected="S(...)@NAME")
-        made = TensorType(value, placements, ratio)
-        return self.known_types.setdefault(made, made)
+        tensor_type = TensorType(value, placements, ratio)
+        return self.known_types.setdefault(tensor_type, tensor_type)
 
     def placement(self, value: ValueType) -> Placement:
         place = self.token[2]

@@ -44,15 +44,15 @@ class Tokens:
     def _tokenise(self) -> Iterator[tuple[str, str, Place]]:
         line, start, pos = 1, 0, 0
         while pos < len(self.text):
-            found = _TOKEN.match(self.text, pos)
-            if not found:
+            token = _TOKEN.match(self.text, pos)
+            if not token:
                 self.fail((line, pos - start + 1), f"unexpected {self.text[pos]!r}")
-            kind = found.lastgroup
+            kind = token.lastgroup or ""
             if kind == "newline":
-                line, start = line + 1, found.end()
+                line, start = line + 1, token.end()
             elif kind != "skip":
-                yield kind, found.group(), (line, pos - start + 1)
-            pos = found.end()
+                yield kind, token.group(), (line, pos - start + 1)
+            pos = token.end()
         yield "end", "end of text", (line, pos - start + 1)
 
     def fail(self, place: Place, message: str, expected: str = "", hint: str = "") -> NoReturn:
@@ -69,8 +69,8 @@ class Tokens:
         """The file and line at the end of the comment behind the token that was taken last, if there is
         one."""
         _, text, (line, column) = self.tokens[self.at - 1]
-        found = _LOCATION.fullmatch(self.lines[line - 1][column - 1 + len(text) :])
-        return found[1] if found else ""
+        match = _LOCATION.fullmatch(self.lines[line - 1][column - 1 + len(text) :])
+        return match[1] if match else ""
 
     @property
     def token(self):
@@ -94,7 +94,7 @@ class Tokens:
 
     def separated(self, close: str, item: Callable) -> list:
         """Items separated by commas, up to and with ``close``."""
-        items = []
+        items: list = []
         while not self.accept(close):
             if items:
                 self.take("mark", ",", what=f"',' or '{close}'")
@@ -113,11 +113,11 @@ class Tokens:
 
     def string(self, text: str, place: Place) -> str:
         try:
-            made = json.loads(text)
-            made.encode()
+            value = json.loads(text)
+            value.encode()
         except ValueError:
             self.fail(place, "this string cannot be read", "a string as JSON writes it")
-        return made
+        return value
 
     def number(self) -> float:
         return float(self.take("number", what="a number"))
@@ -127,4 +127,4 @@ class Tokens:
         text = self.take("number", what=what)
         if not text.isdigit():
             self.fail(place, f"unexpected {text!r}", expected=f"{what}, a whole number")
-        return self.convert(text, place)
+        return int(self.convert(text, place))

@@ -19,8 +19,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .instruction import Instruction, with_attrs
 from .placement import Partial, Replicate, Shard
-from .program import Instruction, Program, with_attrs
+from .program import Program
 from .recompute import region_of
 
 WGRADS = ("first", "last", "beside")

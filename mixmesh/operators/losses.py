@@ -106,21 +106,21 @@ class _CrossEntropy(torch.autograd.Function):
         logs = _log(sums)
         counts = target != ignore_index
         target = target.long()
-        known = torch.where(counts, target, first)  # an ignored label need not be a class
+        label = torch.where(counts, target, first)  # an ignored label need not be a class
         if first or x.shape[1] < num_classes:
-            fits = (known >= 0) & (known < num_classes)
+            fits = (label >= 0) & (label < num_classes)
             torch._assert_async(fits.all(), f"a target is none of {num_classes} classes")
-            known = known - first
-            own = counts & (known >= 0) & (known < x.shape[1])
-            known.clamp_(0, x.shape[1] - 1)
+            label = label - first
+            own = counts & (label >= 0) & (label < x.shape[1])
+            label.clamp_(0, x.shape[1] - 1)
         else:
             own = counts
-        picked = x.gather(1, known.unsqueeze(1)).squeeze(1)
+        picked = x.gather(1, label.unsqueeze(1)).squeeze(1)
         rows = torch.where(own, logs - picked, 0.0).mul_(1 - label_smoothing)
         if label_smoothing:
             others = logs * x.shape[1] - x.sum(1, dtype=torch.float64)
             rows += torch.where(counts, others, 0.0).mul_(label_smoothing / num_classes)
-        ctx.save_for_backward(x, logs, counts, own, known)
+        ctx.save_for_backward(x, logs, counts, own, label)
         ctx.smoothing = label_smoothing, num_classes
         return (rows.sum() if reduction == SUM else rows).to(wide(x))
 
@@ -133,18 +133,18 @@ class _CrossEntropy(torch.autograd.Function):
         rows = _pieces(x)
         grad = grad.expand(of_rows[0].shape)
         parts = zip(x.split(rows), dx.split(rows), grad.split(rows), *(t.split(rows) for t in of_rows))
-        for piece, out, g, logs, counts, own, known in parts:
+        for piece, out, g, logs, counts, own, label in parts:
             g = torch.where(counts, g, 0.0).unsqueeze(1)
             # exp(x - log) is the softmax; a factor makes up for what a logarithm loses in the precision of x
             near = logs.to(g.dtype)
             rest = (near - logs).exp_().to(g.dtype)
-            made = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
-            made.mul_(g * rest.unsqueeze(1))
+            gradient = torch.sub(piece, near.unsqueeze(1), out=out if piece.dtype == g.dtype else None).exp_()
+            gradient.mul_(g * rest.unsqueeze(1))
             if smoothing:
-                made.sub_(g * (smoothing / num_classes))
-            made.scatter_add_(1, known.unsqueeze(1), g * own.unsqueeze(1) * (smoothing - 1))
-            if made is not out:
-                out.copy_(made)
+                gradient.sub_(g * (smoothing / num_classes))
+            gradient.scatter_add_(1, label.unsqueeze(1), g * own.unsqueeze(1) * (smoothing - 1))
+            if gradient is not out:
+                out.copy_(gradient)
         return dx, *[None] * 7
 
 

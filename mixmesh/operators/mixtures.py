@@ -109,8 +109,8 @@ class _Product(torch.autograd.Function):
         ctx.save_for_backward(rows, matrices)
         ctx.counts = counts
         out = rows.new_empty(len(rows), matrices.shape[-1])
-        for matrix, piece, made in _groups(counts, matrices, rows, out):
-            torch.mm(piece, matrix, out=made)
+        for matrix, piece, product in _groups(counts, matrices, rows, out):
+            torch.mm(piece, matrix, out=product)
         return out
 
     @staticmethod
@@ -120,12 +120,12 @@ class _Product(torch.autograd.Function):
         of_rows = of_matrices = None
         if ctx.needs_input_grad[0]:
             of_rows = torch.empty_like(rows)
-            for matrix, piece, made in _groups(ctx.counts, matrices, grad, of_rows):
-                torch.mm(piece, matrix.mT, out=made)
+            for matrix, piece, product in _groups(ctx.counts, matrices, grad, of_rows):
+                torch.mm(piece, matrix.mT, out=product)
         if ctx.needs_input_grad[1]:
             of_matrices = torch.zeros_like(matrices)
-            for made, piece, upstream in _groups(ctx.counts, of_matrices, rows, grad):
-                torch.mm(piece.mT, upstream, out=made)
+            for product, piece, upstream in _groups(ctx.counts, of_matrices, rows, grad):
+                torch.mm(piece.mT, upstream, out=product)
         return of_rows, of_matrices, None
 
 
@@ -179,41 +179,41 @@ def run_body(
     """The last value of ``body`` for each of ``rows``. Raises RuntimeError where a name of the body has no
     value: an argument that is not given, or a result of an operator that makes another number of them."""
     token_of = rows.order if rows.counts is None else rows.order // choices
-    known: dict[str, Tensor | torch.dtype] = {}
-    known |= {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
-    known |= {f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(values)}
-    known |= {f"t{n}": t for n, t in enumerate(tables)}
-    known |= {f"w{n}": t for n, t in enumerate(whole)}
-    known |= {f"d{n}": dtype for n, dtype in enumerate(dtypes)}
+    values_by_name: dict[str, Tensor | torch.dtype] = {}
+    values_by_name |= {f"x{n}": t.index_select(0, token_of) for n, t in enumerate(tokens)}
+    values_by_name |= {f"s{n}": t.index_select(0, rows.order) for n, t in enumerate(values)}
+    values_by_name |= {f"t{n}": t for n, t in enumerate(tables)}
+    values_by_name |= {f"w{n}": t for n, t in enumerate(whole)}
+    values_by_name |= {f"d{n}": dtype for n, dtype in enumerate(dtypes)}
 
     def given(argument):
         match argument:
             case Value(name):
-                if name not in known:
+                if name not in values_by_name:
                     raise RuntimeError(f"no value for {name} in the body of experts {body!r}")
-                return known[name]
+                return values_by_name[name]
             case tuple():
                 return [given(a) for a in argument]
         return argument
 
-    made = None
+    result = None
     for step in parse_body(body):
         arguments = [given(a) for a in step.arguments]
         if step.operator == PRODUCT:
-            made = _Product.apply(*arguments, rows.counts)
+            result = _Product.apply(*arguments, rows.counts)
         elif step.operator == PRODUCT_OF_TRANSPOSED:
-            made = _Product.apply(arguments[0], arguments[1].mT, rows.counts)
+            result = _Product.apply(arguments[0], arguments[1].mT, rows.counts)
         elif step.operator == ENTRY:
-            made = arguments[0].index_select(0, rows.experts)
+            result = arguments[0].index_select(0, rows.experts)
         else:
-            made = _function(step.operator)(*arguments, **{k: given(v) for k, v in step.options})
-        results = made if isinstance(made, tuple | list) else (made,)
+            result = _function(step.operator)(*arguments, **{k: given(v) for k, v in step.options})
+        results = result if isinstance(result, tuple | list) else (result,)
         if len(results) != len(step.results):
             raise RuntimeError(
                 f"{step.operator} of experts makes {len(results)} results, not {', '.join(step.results)}"
             )
-        known.update(zip(step.results, results))
-    return known[parse_body(body)[-1].results[0]]
+        values_by_name.update(zip(step.results, results))
+    return values_by_name[parse_body(body)[-1].results[0]]
 
 
 def experts(
@@ -244,10 +244,10 @@ def experts_of_part(
         raise RuntimeError(f"tables have different numbers of experts: {sorted(lengths)}")
     choices = num_choices // num_tokens
     rows = _sort(ids, first, tables[0].shape[0], num_experts)
-    made = run_body(body, rows, choices, tokens, values, tables, whole, dtypes)
+    out = run_body(body, rows, choices, tokens, values, tables, whole, dtypes)
     # in order and then summed, as models do: an index_add of a GPU adds in no order
-    back = made.new_zeros((num_choices, *made.shape[1:])).index_copy(0, rows.order, made)
-    return back.view(num_tokens, choices, *made.shape[1:]).sum(1)
+    back = out.new_zeros((num_choices, *out.shape[1:])).index_copy(0, rows.order, out)
+    return back.view(num_tokens, choices, *out.shape[1:]).sum(1)
 
 
 def count_kept_bytes(
@@ -260,19 +260,19 @@ def count_kept_bytes(
         leaves = [[t.detach().to("meta") for t in group] for group in (tokens, values, tables, whole)]
         for t in (t for group in leaves for t in group if t.is_floating_point()):
             t.requires_grad_()
-        given = {t.untyped_storage()._cdata for group in leaves for t in group}
+        leaf_storages = {t.untyped_storage()._cdata for group in leaves for t in group}
         kept: dict[int, torch.UntypedStorage] = {}
 
         def keep(t: Tensor) -> Tensor:
             storage = t.untyped_storage()
-            if storage._cdata not in given:
+            if storage._cdata not in leaf_storages:
                 kept[storage._cdata] = storage
             return t
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            made = run_body(body, _Rows(ids, ids, None), 1, *leaves, dtypes)
+            out = run_body(body, _Rows(ids, ids, None), 1, *leaves, dtypes)
     total = sum(storage.nbytes() for storage in kept.values())
-    del made
+    del out
     return -(-total // max(num_choices, 1))
 
 

@@ -6,8 +6,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..cost.exchanges import Exchange
 from ..cost.memory.repeats import repeats
-from ..cost.placed import Exchange, Sheet, purpose_of, synchronised
+from ..cost.outline import purpose_of, synchronised
+from ..cost.placed import Sheet
 from ..ir import Instruction, Program, cell_bytes, cells, owned_type
 from ..ir.samples import draws_numbers
 from ..lazy import lazy

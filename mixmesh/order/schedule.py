@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from ..cost.placed import Sheet, synchronised
+from ..cost.outline import synchronised
+from ..cost.placed import Sheet
 from ..ir import Program
 from .graph import Group, StepGraph, step_graph
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cost.placed import Exchange, exchange_of, sent_between
+from ..cost.exchanges import Exchange, exchange_of, sent_between
 from ..cost.resources import Link
 from ..ir import Levels, Ratio, shard_sizes, support
 from ..optimizer_states import ADAM, OptimizerStates

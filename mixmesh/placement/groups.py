@@ -90,12 +90,12 @@ def make_grouping(
         if name in at
     ]
     labels: list[int] = []
-    known: dict[tuple, list[int]] = {}
+    alike: dict[tuple, list[int]] = {}
     for kind, piece, parts in _pieces(graph, operators, edges, count, runs):
-        if kind not in known:
-            known[kind] = _acyclic(piece, METHODS[method](piece, parts) if parts > 1 else [0] * piece.count)
+        if kind not in alike:
+            alike[kind] = _acyclic(piece, METHODS[method](piece, parts) if parts > 1 else [0] * piece.count)
         first = max(labels, default=-1) + 1
-        labels += [first + label for label in known[kind]]
+        labels += [first + label for label in alike[kind]]
     return _grouping(graph, operators, labels)
 
 
@@ -103,16 +103,16 @@ def _operators(graph: Graph, costs: CostModel) -> list[_Operator]:
     """All but leaves, updates, and what constants alone decide."""
     varying: set[str] = set()
     out = []
-    known: dict[tuple, _Times] = {}  # layers repeat the same few calls
+    times_of: dict[tuple, _Times] = {}  # layers repeat the same few calls
     for node in graph.nodes:
         if node.op in ("input", "param", "buffer") or any(name in varying for name in node.inputs):
             varying.update(r for r in node.results if r is not None)
             if not node.is_leaf and not node.is_sink:
                 call = call_of(node, graph.types)
                 grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
-                if (call, grads) not in known:
-                    known[call, grads] = _times(costs, call, grads)
-                out.append(_Operator(node, known[call, grads]))
+                if (call, grads) not in times_of:
+                    times_of[call, grads] = _times(costs, call, grads)
+                out.append(_Operator(node, times_of[call, grads]))
     return out
 
 
@@ -264,7 +264,8 @@ def _grouping(graph: Graph, operators: list[_Operator], labels: list[int]) -> Gr
             if group_of.get(name, label) != label:
                 users.setdefault(name, {})[label] = None
     kept_bytes = _kept_bytes(graph, operators)
-    groups, owned = [], set()
+    groups = []
+    owned: set[str] = set()
     for label in sorted(members):
         names = dict.fromkeys(name for o in members[label] for name in o.node.inputs if name in params)
         mine = tuple(name for name in names if name not in owned)  # a tied one is its first user's
@@ -315,8 +316,8 @@ def _passing_bytes(graph: Graph, node: Node) -> int:
     """Gradients that an operator takes and gives in the backward pass, and its temporaries."""
     if node.op in VIEWS or not any(r in graph.requires_grad for r in node.results):
         return 0
-    given = (name for name in dict.fromkeys(node.inputs) if graph.producers[name].op != "param")
-    gradients = (name for name in (*node.results, *given) if name in graph.requires_grad)
+    operands = (name for name in dict.fromkeys(node.inputs) if graph.producers[name].op != "param")
+    gradients = (name for name in (*node.results, *operands) if name in graph.requires_grad)
     return sum(graph.types[name].size_bytes for name in gradients) + round(
         backward_bytes(call_of(node, graph.types))
     )

@@ -202,8 +202,8 @@ class _Joining:
         totals = [self.add(f"{name}.m{m}", "move", (Ref(v),), everyone) for m, v in enumerate(pieces)]
         result = totals[0]
         for n, other in enumerate(totals[1:], 1):
-            made = name if n == len(totals) - 1 else f"{name}.{n}"
-            result = self.add(made, "aten.add.Tensor", (Ref(result), Ref(other)), everyone)
+            total = name if n == len(totals) - 1 else f"{name}.{n}"
+            result = self.add(total, "aten.add.Tensor", (Ref(result), Ref(other)), everyone)
         return result
 
     def output(self, first: Instruction) -> None:
@@ -242,5 +242,5 @@ class _Joining:
 
 def moved_to_all(program: Program, i: Instruction) -> Instruction | None:
     """The instruction that moves an output to ranks without samples, if it is moved."""
-    made = program.producers[i.inputs[0]]
-    return made if made.op == "move" and not has_rows(i) else None
+    maker = program.producers[i.inputs[0]]
+    return maker if maker.op == "move" and not has_rows(i) else None

@@ -75,23 +75,23 @@ class _Lifting:
             self.out.append(Instruction(node.results, (), node.op, node.args, node.kwargs, (), node.location))
             return
         program = self.others.get(operator_name(node), self.source)
-        made = program.producers[operator_name(node)]
-        names = iter([self.need(name, program.types[held]) for name, held in zip(node.inputs, made.inputs)])
+        maker = program.producers[operator_name(node)]
+        names = iter([self.need(name, program.types[held]) for name, held in zip(node.inputs, maker.inputs)])
         args = map_refs(node.args, lambda _: Ref(next(names)))
         kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
-        types = tuple(TensorType(t.value, t.placements, "r0") for t in made.types)
-        self.add(Instruction(node.results, types, node.op, args, kwargs, made.attrs, node.location))
+        types = tuple(TensorType(t.value, t.placements, "r0") for t in maker.types)
+        self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
 
     def need(self, name: str, wanted: TensorType) -> str:
         """The name of a value as it is wanted; what turns it into that is added once."""
         held = self.types[name].placement
         if held == wanted.placement:
             return name
-        made = f"{name} as {wanted.placement}"
-        if made not in self.types:
+        held_name = f"{name} as {wanted.placement}"
+        if held_name not in self.types:
             t = TensorType(self.types[name].value, wanted.placements, "r0")
-            self.add(Instruction((made,), (t,), redistribution(held, wanted.placement), (Ref(name),)))
-        return made
+            self.add(Instruction((held_name,), (t,), redistribution(held, wanted.placement), (Ref(name),)))
+        return held_name
 
     def add(self, i: Instruction) -> None:
         self.out.append(i)

@@ -138,8 +138,8 @@ class _Lowering:
             if i.op == "output":
                 self._output(i)
         ratios = tuple((name, ratio) for ratio, name in self.ratios.items())
-        made = Program(self.source.name, self.source.world_size, ratios, tuple(self.out), result)
-        return with_rows_as_dealt(made)
+        lowered = Program(self.source.name, self.source.world_size, ratios, tuple(self.out), result)
+        return with_rows_as_dealt(lowered)
 
     def _output(self, i: Instruction) -> None:
         """An output: cut as the inputs are, if all of them are cut alike, else whole on all ranks in use."""
@@ -212,9 +212,9 @@ class _Lowering:
     def _need(self, value: str, placement: Placement, ratio: Ratio) -> str:
         if value in self.leaves and value not in self.held:
             self._load(value)
-        known = self.held[value].get(key_of(placement, ratio))
-        if known is not None:
-            return known.name
+        held_name = self.held[value].get(key_of(placement, ratio))
+        if held_name is not None:
+            return held_name.name
         if isinstance(placement, Partial) and not any(p == REPLICATE for p, _ in self.held[value]):
             self._need(value, REPLICATE, ratio)  # an addend does not move
         return self._convert(value, placement, ratio)

@@ -23,6 +23,7 @@ from ..ir import (
     Shard,
     TensorType,
     ValueType,
+    has_gradient,
     make_ratio,
     map_refs,
     shard_offsets,
@@ -117,18 +118,18 @@ class _Cutting:
     def needed_whole(self) -> set[str]:
         """Values that follow from inputs alone (a mask) and are gathered, and those that they are made of:
         each part works them out for the whole batch."""
-        program, found = self.program, set()
+        program, whole = self.program, set()
         left = [i.inputs[0] for i in program.instructions if i.op == "all_gather"]
         while left:
             name = left.pop()
-            made = program.producers[name]
-            if name in found or (made.is_leaf and isinstance(made.type.placement, Replicate)):
+            maker = program.producers[name]
+            if name in whole or (maker.is_leaf and isinstance(maker.type.placement, Replicate)):
                 continue
-            if made.op == "param" or made.op in DRAWS or name in program.requires_grad:
-                raise NotDivisible(f"%{name} is gathered from all devices  {made.location}")
-            found.add(name)
-            left += made.inputs
-        return found
+            if maker.op == "param" or maker.op in DRAWS or name in program.requires_grad:
+                raise NotDivisible(f"%{name} is gathered from all devices  {maker.location}")
+            whole.add(name)
+            left += maker.inputs
+        return whole
 
     def whole(self, i: Instruction) -> None:
         """An instruction as on a single device, beside that of the part."""
@@ -213,7 +214,8 @@ class _Cutting:
         cut = self.cut(i.inputs[0])
         if cut is not None:
             self.cuts[output_key(i.args[0])] = cut
-        kwargs = (("rows", True),) if cut is not None else ()
+        options = (("rows", cut is not None), ("grad", has_gradient(i)))
+        kwargs = tuple((name, True) for name, holds in options if holds)
         self.keep(i, (), i.args, kwargs)
 
     def operator(self, i: Instruction) -> None:

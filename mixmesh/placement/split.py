@@ -42,7 +42,7 @@ def split(program: Program) -> tuple[tuple[Set, ...], dict[str, ValueType]]:
 class _Splitting:
     def __init__(self, program: Program) -> None:
         self.whole = program
-        numbers = {int(found[1]) for name, _ in program.ratios if (found := OF_SET.fullmatch(name))}
+        numbers = {int(match[1]) for name, _ in program.ratios if (match := OF_SET.fullmatch(name))}
         self.sources: dict[str, dict[int, str]] = {}  # by sum over all sets, what each adds
         for i in program.instructions:
             is_shared = i.op == "move" and i.type.ratio in (None, SHARED)
@@ -60,16 +60,16 @@ class _Splitting:
                 self.output(i)
             elif i.op == "update":
                 self.out[number_of(i.inputs[0])].append(replace(i, args=(i.args[0], Ref(own(i.inputs[0])))))
-            elif i.types and (found := OF_SET.fullmatch(i.types[0].ratio or "")):
-                self.instruction(int(found[1]), i)
+            elif i.types and (match := OF_SET.fullmatch(i.types[0].ratio or "")):
+                self.instruction(int(match[1]), i)
         return tuple(self.set(m) for m in self.out)
 
     def output(self, i: Instruction) -> None:
         """An output goes back to the sets that give rows of it, or to the one that gives all."""
-        made = self.whole.producers[i.inputs[0]]
+        maker = self.whole.producers[i.inputs[0]]
         addends = self.sources.get(f"{i.args[0]}.addends")
         if addends is None:
-            source = made.inputs[0]
+            source = maker.inputs[0]
             self.out[number_of(source)].append(replace(i, args=(i.args[0], Ref(own(source)))))
             return
         for m, padded in addends.items():
@@ -83,9 +83,9 @@ class _Splitting:
     def set(self, m: int) -> Set:
         ratios: list[tuple[str, Ratio]] = []
         for name, ratio in self.whole.ratios:
-            found = OF_SET.fullmatch(name)
-            if found and int(found[1]) == m and found[2]:
-                ratios.append((found[2], ratio))
+            match = OF_SET.fullmatch(name)
+            if match and int(match[1]) == m and match[2]:
+                ratios.append((match[2], ratio))
         loss = self.sources["loss.total"][m]
         program = Program(
             self.whole.name, self.whole.world_size, tuple(ratios), tuple(self.out[m]), loss, self.whole.dtypes
@@ -149,5 +149,5 @@ def number_of(name: str) -> int:
 
 def local(t: TensorType) -> TensorType:
     """A type as the program of a set has it."""
-    found = OF_SET.fullmatch(t.ratio or "")
-    return replace(t, ratio=found and found[2])
+    match = OF_SET.fullmatch(t.ratio or "")
+    return replace(t, ratio=match and match[2])

@@ -157,15 +157,15 @@ class Space:
     def shared(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], str, Ratio], ...]:
         """Ways to deal the batch out to several ranks: device groups, ranks, shares, ratio. Ratios that come
         to the same whole samples are one, "even"."""
-        found = []
+        groups = []
         for subset in self.subsets:
             ranks = tuple(sorted(r for g in subset for r in self.device_groups[g]))
             ratios = {"proportional": self.shares(ranks), "even": self.even(ranks)}
             by_samples = {shard_sizes(self.batch, ratio): name for name, ratio in ratios.items()}
             if len(ranks) > 1:
                 names = sorted(by_samples.values())
-                found += [(subset, ranks, name, ratios[name]) for name in names]
-        return tuple(found)
+                groups += [(subset, ranks, name, ratios[name]) for name in names]
+        return tuple(groups)
 
     def actions(self, k: int) -> tuple[Action, ...]:
         """The choices for group ``k``, each once. A group without parameters has nothing to synchronise."""
@@ -214,10 +214,10 @@ def _has_batch(i: Instruction) -> bool:
 
 def device_groups(costs: CostModel) -> tuple[tuple[int, ...], ...]:
     """Equal devices of one machine, as ranks."""
-    found: dict[tuple[int, int], list[int]] = {}
+    ranks_of: dict[tuple[int, int], list[int]] = {}
     for rank, kind in enumerate(costs.class_of):
-        found.setdefault((costs.cluster.machine_index_of(rank), kind), []).append(rank)
-    return tuple(map(tuple, found.values()))
+        ranks_of.setdefault((costs.cluster.machine_index_of(rank), kind), []).append(rank)
+    return tuple(map(tuple, ranks_of.values()))
 
 
 def used_ranks(actions: Sequence[Action]) -> tuple[int, ...]:

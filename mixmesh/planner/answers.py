@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..cost.calls import is_computation
-from ..cost.placed import Sheet, exchange_of
+from ..cost.exchanges import exchange_of
+from ..cost.placed import Sheet
 from ..errors import Infeasible
 from ..ir import Graph, Program, local_bytes, local_shape
 from ..job import ELEMENTWISE

@@ -82,4 +82,4 @@ def hideable(task: Task, proposal: Proposal, least_s: float) -> frozenset[int]:
 def _is_summed(proposal: Proposal, n: int) -> bool:
     weight = proposal.program.instructions[n].inputs[1]
     size_bytes = proposal.program.types[weight].value.size_bytes
-    return weight in proposal.simulation.points and size_bytes >= SMALL_BYTES
+    return weight in proposal.simulation.step.ready.points and size_bytes >= SMALL_BYTES

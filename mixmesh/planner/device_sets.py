@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from math import prod
 
-from ..cost.placed import Exchange
+from ..cost.exchanges import Exchange
 from .task import Task
 
 Ranks = tuple[int, ...]

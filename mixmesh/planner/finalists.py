@@ -18,11 +18,11 @@ def finalists(task: Task, chosen: Proposal, count: int) -> list[Proposal]:
     whose ``kinds`` have been kept. The best baseline that fits is among them: it is the bar."""
     assert task.kinds is not None
     if chosen.micro_batches is None:
-        for buckets in bucketings(chosen.program, BUCKET_BYTES, chosen.simulation.summed):
+        for buckets in bucketings(chosen.program, BUCKET_BYTES, chosen.simulation.step.summed):
             task.judge(chosen.planner, numbered(chosen.program, buckets), chosen.simulation)
-    found = sorted((p for kind, p in task.kinds.items() if kind != chosen.kind), key=lambda p: p.key)
-    bars = [p for p in found if p.planner in BASELINES][:1]
+    others = sorted((p for kind, p in task.kinds.items() if kind != chosen.kind), key=lambda p: p.key)
+    bars = [p for p in others if p.planner in BASELINES][:1]
     bars = [] if chosen.planner in BASELINES else bars
-    near = [p for p in found if p.timeline.step_s <= WITHIN * chosen.timeline.step_s and p not in bars]
+    near = [p for p in others if p.timeline.step_s <= WITHIN * chosen.timeline.step_s and p not in bars]
     picked = near[: count - 1 - len(bars)] + bars
     return sorted(picked, key=lambda p: p.key)

@@ -9,10 +9,10 @@ from itertools import zip_longest
 from math import isclose
 
 from ..cost.placed import supports
-from .apart import GAIN, apart
+from .apart import GAIN
 from .hap import DDP_TUNED
-from .ordered import ordered
-from .synced import flat, is_hurried, synced, without_needless_directness
+from .near import is_hurried
+from .passes import ARRANGING, REDUCTIONS
 from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
@@ -39,12 +39,12 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
         hopeful = proposal.feasible and can_lead(proposal, first.timeline.step_s)
         if hopeful and not any(are_alike(proposal, other) for other in unlike):
             unlike.append(proposal)
-    made, left = [finished(task, first, quick=quick)], FEW - 1
+    finished_ones, left = [finished(task, first, quick=quick)], FEW - 1
     instructions, most = (QUICK_INSTRUCTIONS, SMALL_INSTRUCTIONS) if quick else (sys.maxsize, sys.maxsize)
     others = [p for p in unlike[1:] if len(p.program.instructions) <= most]
-    left_out, gain = [], made[0].timeline.step_s / first.timeline.step_s
+    left_out, gain = [], finished_ones[0].timeline.step_s / first.timeline.step_s
     for proposal, in_order_s in by_turns_of_sets([(p, least_s(task, p)) for p in others]):
-        step_s = min(p.timeline.step_s for p in made)
+        step_s = min(p.timeline.step_s for p in finished_ones)
         needed = 0 if proposal.micro_batches is not None else len(proposal.program.instructions)
         reordered_s = max(*proposal.timeline.compute_s, in_order_s - most_hidden_s(proposal))
         is_time = not needed or (left > 0 and needed <= instructions)
@@ -54,12 +54,12 @@ def finished_near(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> 
             left_out.append(proposal)
             continue
         left, instructions = left - (needed > 0), instructions - needed
-        made.append(finished(task, proposal, quick=quick))
-        gain = min(gain, made[-1].timeline.step_s / proposal.timeline.step_s)
+        finished_ones.append(finished(task, proposal, quick=quick))
+        gain = min(gain, finished_ones[-1].timeline.step_s / proposal.timeline.step_s)
     for proposal in sorted(left_out, key=lambda p: p.key)[:LIKELY_FEW]:
-        if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in made):
-            made.append(finished(task, proposal, quick=quick))
-    return made
+        if LIKELY_GAIN * gain * proposal.timeline.step_s < min(p.timeline.step_s for p in finished_ones):
+            finished_ones.append(finished(task, proposal, quick=quick))
+    return finished_ones
 
 
 def are_alike(one: Proposal, other: Proposal) -> bool:
@@ -110,14 +110,13 @@ def most_hidden_s(proposal: Proposal) -> float:
 def finished(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
     """The proposal, or a faster form of it. There is always time for some (``is_hurried``)."""
     quick = quick and is_hurried(proposal)
-    if proposal.micro_batches is None and id(proposal.program) not in task.summed:
-        proposal = synced(task, proposal, quick=quick)
+    if id(proposal.program) not in task.summed:
+        proposal = REDUCTIONS(task, proposal, quick=quick)
     return arranged(task, proposal, quick=quick)
 
 
 def arranged(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
-    """The proposal, whose gradients are summed in their best way, or a faster form of it. One in micro-steps
-    keeps its order."""
-    if proposal.micro_batches is None:
-        proposal = apart(task, ordered(task, proposal, quick=quick), quick=quick)
-    return without_needless_directness(flat(task, proposal))
+    """The proposal, whose gradients are reduced in their best way, after the other passes."""
+    for improve in ARRANGING:
+        proposal = improve(task, proposal, quick=quick)
+    return proposal

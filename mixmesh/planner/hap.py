@@ -73,8 +73,8 @@ class Synthesis:
     def proposals(self, prices: Sequence[float | None]) -> Iterator[Proposal]:
         """Program and ratio in turn, for several prices and sets of devices; first the set that data
         parallelism leaves most to hope for, as what cannot become faster than the best is left out."""
-        task, known = self.task, self.task.proposed.get(DDP_TUNED)
-        best = None if known is None else (known.key, support(known.program.ratio_of["r0"]))
+        task, baseline = self.task, self.task.proposed.get(DDP_TUNED)
+        best = None if baseline is None else (baseline.key, support(baseline.program.ratio_of["r0"]))
         for ranks in self.in_time(self.sets(), prices):
             if best is not None and self.is_slower(ranks, prices):
                 continue
@@ -197,22 +197,22 @@ class Synthesis:
                 forced=self.sums_of_samples if whole_s is not None else None,
             )
             try:
-                known = self.known(price) if whole_s is None else ()
-                found = search(problem, weight=WEIGHT, max_states=most_states(problem), known=known)
+                earlier = self.known(price) if whole_s is None else ()
+                path = search(problem, weight=WEIGHT, max_states=most_states(problem), known=earlier)
             except NoProgram:
                 return None, 0, None
             if whole_s is None:
-                self.paths[price] = found
-            self.task.states_expanded += found.states_expanded
-            number = found.number
-            if number in seen or (whole_s is not None and found.cost_s > whole_s):
-                return None, number, found.gap
-            program = self.task.spell(problem, found)
+                self.paths[price] = path
+            self.task.states_expanded += path.states_expanded
+            number = path.number
+            if number in seen or (whole_s is not None and path.cost_s > whole_s):
+                return None, number, path.gap
+            program = self.task.spell(problem, path)
             shape = shape_of(program)
-            self.task.searched.setdefault(shape, (problem, found))
-            known = shape in seen
+            self.task.searched.setdefault(shape, (problem, path))
+            was_seen = shape in seen
             seen.update((number, shape))
-            return None if known else program, number, found.gap
+            return None if was_seen else program, number, path.gap
 
     def alternate(
         self,
@@ -248,15 +248,15 @@ class Synthesis:
             if not judged and self.is_lost(free, simulation, least_s):
                 break
             better = self.task.ratio(simulation, program, ranks)
-            made = self.task.best_buckets(
+            candidate = self.task.best_buckets(
                 self.planner, with_ratio(program, "r0", better or ratio), simulation
             )
-            made = replace(made, gap=gap)
-            tried.roomy &= made.feasible and not made.timeline.peak_memory_bytes
-            yield from self.in_less_memory(made, program, ranks, least_s)
-            if best is not None and best.key <= made.key:
+            candidate = replace(candidate, gap=gap)
+            tried.roomy &= candidate.feasible and not candidate.timeline.peak_memory_bytes
+            yield from self.in_less_memory(candidate, program, ranks, least_s)
+            if best is not None and best.key <= candidate.key:
                 break
-            best = made
+            best = candidate
             if better is None or is_same(ratio, better):
                 break
             ratio = better
@@ -306,13 +306,15 @@ class Synthesis:
         def judge(program: Program) -> tuple[bool, float]:
             return self.task.best_buckets(proposal.planner, program).key
 
-        made = best_factors(proposal.program, self.task.costs, judge)
-        if made is None:
+        with_sums = best_factors(proposal.program, self.task.costs, judge)
+        if with_sums is None:
             return proposal
-        simulation = self.task.simulation(made)
-        better = self.task.ratio(simulation, made, ranks) or proposal.program.ratio_of["r0"]
-        with_better = self.task.best_buckets(proposal.planner, with_ratio(made, "r0", better), simulation)
-        candidates = (proposal, self.task.best_buckets(proposal.planner, made, simulation), with_better)
+        simulation = self.task.simulation(with_sums)
+        better = self.task.ratio(simulation, with_sums, ranks) or proposal.program.ratio_of["r0"]
+        with_better = self.task.best_buckets(
+            proposal.planner, with_ratio(with_sums, "r0", better), simulation
+        )
+        candidates = (proposal, self.task.best_buckets(proposal.planner, with_sums, simulation), with_better)
         return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
@@ -329,10 +331,10 @@ class Synthesis:
         """The same program with activations that the backward pass computes again, as few as memory asks for;
         with parameters stored in shards where that alone is not enough. Programs that
         cannot be faster than the best, as they do not go below ``least_s`` if all is kept, are left out."""
-        made = recomputed(program)
-        if not regions(made) or least_s > LOST * self.task.best_s:
+        candidate = recomputed(program)
+        if not regions(candidate) or least_s > LOST * self.task.best_s:
             return
-        for stored in (made, *([fully_sharded(made)] if len(ranks) > 1 else [])):
+        for stored in (candidate, *([fully_sharded(candidate)] if len(ranks) > 1 else [])):
             best = self.fitting(stored, ranks)
             if best is not None:
                 yield best
@@ -343,15 +345,15 @@ class Synthesis:
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
         """The program under the LP's shares, with a little more of the memory left free if rounding needs it;
         None if there are no such shares."""
-        simulation, made = self.task.simulation(program), None
+        simulation, best = self.task.simulation(program), None
         for spare in SPARE:
             ratio = self.task.ratio(simulation, program, ranks, HEADROOM + spare)
             if ratio is None:
                 break
-            made = self.task.best_buckets(self.planner, with_ratio(program, "r0", ratio), simulation)
-            if made.feasible:
+            best = self.task.best_buckets(self.planner, with_ratio(program, "r0", ratio), simulation)
+            if best.feasible:
                 break
-        return made
+        return best
 
     def stored_sharded(self, program: Program, ranks: tuple[int, ...]) -> Iterator[Proposal]:
         """The same program with parameters stored in shards: for devices that cannot hold all of them.
@@ -367,9 +369,9 @@ class Synthesis:
             ratio = self.task.ratio(simulation, sharded, ranks, HEADROOM + spare)
             if ratio is None:
                 return
-            made = self.task.judge(self.planner, with_ratio(sharded, "r0", ratio), simulation)
-            if made.feasible or spare == SPARE[-1]:
-                yield polish(self.task, made)
+            candidate = self.task.judge(self.planner, with_ratio(sharded, "r0", ratio), simulation)
+            if candidate.feasible or spare == SPARE[-1]:
+                yield polish(self.task, candidate)
                 return
 
 

@@ -1,8 +1,10 @@
 """A bound that no plan is faster than: all devices compute all the time, and nothing else takes any.
 
-Operator k would take device class c ``t_kc`` seconds in whole, at the best efficiency that any share of it
-has there. Communication is free, nothing is computed twice, memory is no limit, and every operator is divided
-between the ``n_c`` devices of the classes as is best for the step:
+Operator k would take device class c ``t_kc`` seconds in whole, at the best that any share of it was
+measured to do there. Where it was not measured, these are the seconds at the whole peaks of the device's
+figures (``at_peaks``): published steps were faster than bounds at the usual share of them. Communication is
+free, nothing is computed twice, memory is no limit, and every operator is divided between the ``n_c`` devices
+of the classes as is best for the step:
 
     minimise    T
     subject to  sum_k t_kc x_kc <= n_c T    for every class c
@@ -28,7 +30,11 @@ import highspy
 import numpy as np
 
 from ..cost import CostModel
-from ..rules import call_of
+from ..cost.peaks import peak_op_s, peak_optimizer_s
+from ..ir import Node
+from ..optimizer_states import ADAM, OptimizerStates
+from ..rules import Call, call_of
+from ..solver import quiet_solver
 from ..synthesis import Choices
 
 DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
@@ -42,18 +48,28 @@ def ideal_s(seconds: np.ndarray, class_of: Sequence[int], ranks: Sequence[int]) 
     return bound_s(np.ascontiguousarray(seconds[:, classes]), np.array([counts[c] for c in classes]))
 
 
-def seconds_by_class(choices: Choices) -> np.ndarray:
+def seconds_by_class(
+    choices: Choices, states: OptimizerStates = ADAM, *, at_peaks: bool = True
+) -> np.ndarray:
     """Seconds of all that a step computes, whole, on each class of devices: a row for every kind of operator,
-    and one for the optimizer."""
-    return np.array([*operator_s(choices), optimizer_s(choices)])
+    and one for the optimizer. What was not measured is taken ``at_peaks`` of the devices, or else as the cost
+    model estimates it: seconds to plan with, that good kernels may undercut."""
+    return np.array([*operator_s(choices, at_peaks), optimizer_s(choices, states, at_peaks)])
 
 
-def operator_s(choices: Choices) -> list[list[float]]:
+def operator_s(choices: Choices, at_peaks: bool) -> list[list[float]]:
     """Per kind of operator the seconds of all that are of it, by class of devices."""
     costs, graph = choices.costs, choices.graph
     parts = has_parts(costs)
+
+    def least_s(call: Call, grads: int, device_class: int) -> float:
+        device = costs.classes[device_class]
+        if at_peaks and costs.measured_op(call, device) is None:
+            return peak_op_s(call, grads, device)
+        return costs.least_op_s(call, grads, device_class, parts=parts)
+
     weights: dict[int, float] = {}
-    firsts = {}
+    firsts: dict[int, Node] = {}
     for node, times, weight in zip(choices.steps, choices.times, choices.fold.weights):
         if times:  # an update has none
             weights[id(times)] = weights.get(id(times), 0.0) + weight
@@ -62,8 +78,7 @@ def operator_s(choices: Choices) -> list[list[float]]:
     for key, node in firsts.items():
         call = call_of(node, graph.types)
         grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
-        least_s = (costs.least_op_s(call, grads, c, parts=parts) for c in range(len(costs.classes)))
-        out.append([weights[key] * op_s for op_s in least_s])
+        out.append([weights[key] * least_s(call, grads, c) for c in range(len(costs.classes))])
     return out
 
 
@@ -73,12 +88,17 @@ def has_parts(costs: CostModel) -> bool:
     return len(machines) > 1 and any(len(m.devices) > 1 for m in machines)
 
 
-def optimizer_s(choices: Choices) -> list[float]:
+def optimizer_s(choices: Choices, states: OptimizerStates, at_peaks: bool) -> list[float]:
     """Seconds of the optimizer's step over all parameters, by class of devices."""
     costs, graph = choices.costs, choices.fold.whole
     params = (n for n in graph.nodes if n.op == "param" and n.result in graph.requires_grad)
     size_bytes = sum({n.args[0]: n.types[0].size_bytes for n in params}.values())
-    return [costs.optimizer_s(costs.class_of.index(c), size_bytes) for c in range(len(costs.classes))]
+    return [
+        peak_optimizer_s(states, size_bytes, device)
+        if at_peaks and not costs.has_profile_of(device)
+        else costs.optimizer_s(costs.class_of.index(c), size_bytes)
+        for c, device in enumerate(costs.classes)
+    ]
 
 
 def bound_s(seconds: np.ndarray, counts: np.ndarray) -> float:
@@ -101,8 +121,7 @@ def prices_of(seconds: np.ndarray, counts: np.ndarray) -> np.ndarray:
     table = np.array(list(alike.values()))
     table /= table.sum() / len(counts)  # T is about 1, and what the solver tolerates little of it
     rows, classes = table.shape
-    h = highspy.Highs()
-    h.setOptionValue("output_flag", False)
+    h = quiet_solver()
     inf = highspy.kHighsInf
     h.addVars(1 + rows * classes, np.zeros(1 + rows * classes), np.full(1 + rows * classes, inf))
     h.changeColCost(0, 1.0)

@@ -28,13 +28,14 @@ from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
 from .hap import DDP_TUNED, synthesised, tuned
 from .learned import has_torch_geometric, heterog, tag
+from .near import best_synced
 from .offered import offer
+from .passes import results_of
 from .pipelines import hopeful, least_pipeline_s, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
 from .proved import check_limit, proved
 from .segments import segments
-from .synced import best_synced
 from .task import BASELINES, SEARCH_S, Proposal, Task
 from .two_level import least_two_level_s, machines_of, promising, two_level
 from .whole import whole_batch_warnings
@@ -251,8 +252,8 @@ def _make_plans(
 
     instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
-    for made in offer((chosen, *others), instead, made_of):
-        plans.setdefault((made.program, made.micro_batches), made)
+    for finished_plan in offer((chosen, *others), instead, made_of):
+        plans.setdefault((finished_plan.program, finished_plan.micro_batches), finished_plan)
     return tuple(plans.values())
 
 
@@ -319,8 +320,8 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
     if not is_usual:
         near.append(finished(task, chosen, quick=task.quick))
     for proposal in near:
-        known = task.proposed.get(proposal.planner, proposal)
-        task.proposed[proposal.planner] = min(proposal, known, key=lambda p: p.key)
+        earlier = task.proposed.get(proposal.planner, proposal)
+        task.proposed[proposal.planner] = min(proposal, earlier, key=lambda p: p.key)
     return min(near, key=lambda p: p.key)
 
 
@@ -343,6 +344,7 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
         planning_s=planning_s,
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
+        passes=results_of(task, proposal),
         gap=proposal.gap,
         bound_s=task.bound_s,
         cost_source=task.costs.source,

@@ -37,15 +37,15 @@ def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
     best = proposal if keeps else in_order(task, proposal)
     for program in forms:
         if waits(best):
-            made = task.best_buckets(proposal.planner, program)
-            best = min(best, in_order(task, made), key=lambda p: p.key)
+            candidate = task.best_buckets(proposal.planner, program)
+            best = min(best, in_order(task, candidate), key=lambda p: p.key)
     with task.timed("order"):
         ready_s = ready_seconds(best.program, best.simulation.sheet)
         program = merged(best.program, task.costs, ready_s)
         faster = best.simulation.step_s(program) < best.timeline.step_s
     if faster:
-        made = task.judge(proposal.planner, program, best.simulation)
-        best = min(best, made, key=lambda p: p.key)
+        candidate = task.judge(proposal.planner, program, best.simulation)
+        best = min(best, candidate, key=lambda p: p.key)
     return replace(best, gap=proposal.gap)
 
 
@@ -58,8 +58,8 @@ def in_order(task: Task, proposal: Proposal) -> Proposal:
     """The proposal in the fastest of its orders."""
     with task.timed("order"):
         programs = reordered(proposal.program, proposal.simulation.sheet)
-    made = [task.best_buckets(proposal.planner, program) for program in programs]
-    return min((proposal, *made), key=lambda p: p.key)
+    candidates = [task.best_buckets(proposal.planner, program) for program in programs]
+    return min((proposal, *candidates), key=lambda p: p.key)
 
 
 def summed_otherwise(

@@ -18,7 +18,7 @@ from itertools import accumulate, islice, permutations
 
 import numpy as np
 
-from ..cost.placed import Exchange, sent_between
+from ..cost.exchanges import Exchange, sent_between
 from ..errors import PlanError
 from ..ir import make_ratio, samples_of, shard_sizes, with_whole_rows
 from ..lazy import lazy
@@ -75,12 +75,12 @@ def pipelines(task: Task, planner: str = "pipeline") -> Iterator[Proposal]:
             chains = list(proposed(task, space, part))
         for chain in chains:
             try:
-                made = judged(task, space, chain, planner)
+                chained = judged(task, space, chain, planner)
             except PlanError as error:
                 refused, task.refused = True, str(error)
                 continue
-            fits = fits or made.feasible
-            yield made
+            fits = fits or chained.feasible
+            yield chained
         if fits or refused:
             return
 
@@ -109,10 +109,10 @@ def hopeful(task: Task) -> Iterator[Proposal]:
 
 
 def least_pipeline_s(task: Task) -> float | None:
-    """Seconds that no step is shorter than; None where pipelines have not enough to gain for the time that
-    they take, or there is too much to plan."""
+    """Seconds that no simulated step is shorter than; None where pipelines have not enough to gain for the
+    time that they take, or there is too much to plan."""
     small = len(task.graph.nodes) <= MOST_NODES and 1 < len(task.ranks) <= MOST_DEVICES
-    return task.bound_s if small and WORTH * task.bound_s < task.best_s < float("inf") else None
+    return task.ideal_s if small and WORTH * task.ideal_s < task.best_s < float("inf") else None
 
 
 def judged(task: Task, space: Space, chain: Chain, planner: str = "pipeline") -> Proposal:
@@ -130,14 +130,14 @@ def proposed(task: Task, space: Space, part: float = 1.0, below_s: float = float
     """Some chains of every kind of stages, those with the shortest estimates, if these are ``below_s``."""
     estimate = _Estimate(task, space, part)
     for kind in kinds_of_stages(space, task.ranks):
-        found = []
+        bests = []
         every = list(arrangements(space, kind))
         for micro_steps in range(2, MOST_MICRO_STEPS + 1):
             if space.batch % micro_steps or space.batch // micro_steps < max(map(len, kind)):
                 continue
             best = estimate.fastest(every, micro_steps, below_s)
-            found += [] if best is None else [best]
-        yield from spaced(sorted(found, key=lambda chain: chain.step_s))
+            bests += [] if best is None else [best]
+        yield from spaced(sorted(bests, key=lambda chain: chain.step_s))
 
 
 def spaced(chains: Sequence[Chain]) -> list[Chain]:

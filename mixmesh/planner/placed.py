@@ -54,9 +54,9 @@ def cuts(space: Space, task: Task) -> Iterator[Strategy]:
             yield by_speed(space, units)
         fastest_first = sorted(units, key=lambda ranks: -sum(space.proportional[r] for r in ranks))
         for part in FILLED:
-            found = by_memory(space, fastest_first, estimate, [size * part for size in usable])
-            if found is not None:
-                yield found
+            division = by_memory(space, fastest_first, estimate, [size * part for size in usable])
+            if division is not None:
+                yield division
 
 
 def by_speed(space: Space, units: Sequence[tuple[int, ...]]) -> Strategy:
@@ -67,12 +67,12 @@ def by_speed(space: Space, units: Sequence[tuple[int, ...]]) -> Strategy:
         total += sum(space.proportional[r] for r in ranks)
         ends.append(total)
     seconds = [sum(group.seconds) for group in space.groups]
-    whole, done, n, out = sum(seconds), 0.0, 0, []
+    whole, passed_s, n, out = sum(seconds), 0.0, 0, []
     for s in seconds:
-        while n + 1 < len(units) and done + s / 2 > ends[n] * whole:
+        while n + 1 < len(units) and passed_s + s / 2 > ends[n] * whole:
             n += 1
         out.append(placed[n])
-        done += s
+        passed_s += s
     return tuple(out)
 
 
@@ -90,10 +90,10 @@ def by_memory(
             more = list(estimate.held_bytes(k, placed))
             if all(held[r] + stays + passing <= usable[r] for r, stays, passing in more):
                 break
-            found = next(units, None)
-            if found is None:
+            unit = next(units, None)
+            if unit is None:
                 return None
-            ranks, placed = found, Placed(space.shares(found))
+            ranks, placed = unit, Placed(space.shares(unit))
         for rank, stays, _ in more:
             held[rank] += stays
         out.append(placed)
@@ -179,11 +179,11 @@ def local_search(
     the best of data parallelism, single devices, contiguous cuts and ``seeds``; ``usable`` is memory by
     rank, if not all but the headroom."""
     estimate = Estimator(space, task.optimizer_states, task.levels)
-    found = LocalSearch(space, estimate, usable or task.usable_bytes)
+    local = LocalSearch(space, estimate, usable or task.usable_bytes)
     for strategy in (*map(_placed, seeds), *cuts(space, task), *uniform(space)):
-        found.key(strategy)
-    climb(found, MOVES, max_evaluations, max_s, random.Random(seed))
-    return found
+        local.key(strategy)
+    climb(local, MOVES, max_evaluations, max_s, random.Random(seed))
+    return local
 
 
 Move = Callable[[Space, Strategy, random.Random], Strategy]

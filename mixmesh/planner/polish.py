@@ -28,8 +28,8 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
         return with_ratio(proposal.program, "r0", make_ratio(counts))
 
     def judge(program: Program) -> Proposal:
-        made = task.judge(proposal.planner, program, simulation, step="polish")
-        return replace(made, gap=proposal.gap)
+        candidate_plan = task.judge(proposal.planner, program, simulation, step="polish")
+        return replace(candidate_plan, gap=proposal.gap)
 
     counts = list(whole_counts(proposal.program.ratio_of["r0"], task.batch))
     best = judge(at(counts))
@@ -49,17 +49,17 @@ def polish(task: Task, proposal: Proposal) -> Proposal:
                     moved[taker] += 1
                     with task.timed("polish"):
                         moves.append((simulation.step_s(at(moved)), moved))
-        found = None
+        better = None
         for step_s, moved in sorted(moves):
             if best.feasible and step_s >= best.timeline.step_s:
                 break
             candidate = judge(at(moved))
             if candidate.key < best.key:
-                found = candidate, moved
+                better = candidate, moved
                 break
-        if found is None:
+        if better is None:
             break
-        best, counts = found
+        best, counts = better
     return best
 
 

@@ -47,7 +47,7 @@ GROWTH = 1.2  # from one micro-batch of a curve to the next
 
 def poplar(task: Task) -> Iterator[Proposal]:
     """The best allocation of every stage, on all devices and on the faster ones alone."""
-    best_s, found = float("inf"), False
+    best_s, is_any = float("inf"), False
     sets = sorted(device_sets(task), key=lambda ranks: (task.least_seconds(ranks), -len(ranks)))
     for ranks in (*sets, *sets_in_need(task)):
         if best_s < float("inf") and task.least_seconds(ranks) >= best_s:
@@ -56,16 +56,16 @@ def poplar(task: Task) -> Iterator[Proposal]:
         for stage in STAGES:
             task.progress(f"planning: poplar, stage {stage}, {len(ranks)} devices")
             proposals = list(Staged(task, stage, ranks).proposals())
-            found = found or bool(proposals)
+            is_any = is_any or bool(proposals)
             best_s = min([best_s, *(p.timeline.step_s for p in proposals if p.feasible)])
             yield from proposals
             if not any(p.feasible and p.micro_batches is None for p in proposals):
                 short.append(stage)
         for stage in short if best_s > AGAIN * task.least_seconds(ranks) else ():
-            for made in computed_again(task, stage, ranks, best_s):
-                found, best_s = True, made.timeline.step_s
-                yield made
-    if not found:  # the closest: the least memory on each device
+            for recomputed_one in computed_again(task, stage, ranks, best_s):
+                is_any, best_s = True, recomputed_one.timeline.step_s
+                yield recomputed_one
+    if not is_any:  # the closest: the least memory on each device
         yield task.judge("poplar", Staged(task, 3, tuple(range(task.world_size))).program)
 
 
@@ -127,10 +127,10 @@ class Staged:
         # stages 0 and 1 leave every device its own count; a common one can make larger micro-batches
         counted = dict.fromkeys((self.stage, COMMON)) if accumulating else (COMMON,)
         for price_s, together in product(prices, counted):
-            made = self.allocated(room, price_s, together, simulation)
-            if made is None or accumulating != (max(made[0].accumulation_steps) > 1):
+            first = self.allocated(room, price_s, together, simulation)
+            if first is None or accumulating != (max(first[0].accumulation_steps) > 1):
                 continue
-            allocation, owners = made
+            allocation, owners = first
             if allocation.step_s - price_s * max(allocation.accumulation_steps) > self.best_s:
                 continue  # nor with free collectives
             micro_batches = rows(allocation)
@@ -158,8 +158,8 @@ class Staged:
         low, high = -1, RESERVES
         while best is not None and self.owners is not None and low + 1 < high:
             middle = (low + high) // 2
-            made = self.attempt(room, middle / RESERVES, price_s, together, simulation)
-            low, high, best = (middle, high, best) if made is None else (low, middle, made)
+            middle_one = self.attempt(room, middle / RESERVES, price_s, together, simulation)
+            low, high, best = (middle, high, best) if middle_one is None else (low, middle, middle_one)
         return best
 
     def attempt(
@@ -203,8 +203,7 @@ def samples_if_any(program: Program) -> Samples | None:
 
 def micro_step_s(simulation: Simulation, program: Program) -> float:
     """Seconds of the collectives of a micro-step."""
-    steps = (*simulation.forward.steps, *simulation.backward.steps)
-    calls = [step.call for step in steps if step.call is not None]
+    calls = (*simulation.parts.forward.started, *simulation.parts.backward.started)
     scattered = simulation.sums(program, program.buckets, scattered=True)
     return sum(call.seconds for call in (*calls, *scattered.calls))
 
@@ -213,8 +212,8 @@ def on_ranks(found: Allocation, ranks: Sequence[int], world_size: int) -> Alloca
     """An allocation to some ranks as one to all, the others without samples."""
 
     def spread(values: Sequence[int]) -> tuple[int, ...]:
-        known = dict(zip(ranks, values))
-        return tuple(known.get(r, 0) for r in range(world_size))
+        value_of = dict(zip(ranks, values))
+        return tuple(value_of.get(r, 0) for r in range(world_size))
 
     return replace(
         found,

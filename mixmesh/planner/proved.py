@@ -28,13 +28,13 @@ def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
     searched = task.searched.get(shape_of(separated(proposal.program)))
     if searched is None:
         return proposal
-    problem, found = searched
+    problem, path = searched
     task.progress("planning: exact search")
     with task.timed("exact"):
-        exact = prove(problem, found, limit_s)
-    best = replace(proposal, gap=replace(found, bound_s=exact.bound_s).gap)
-    if exact.cost_s < found.cost_s * (1 - CHEAPER):
+        exact = prove(problem, path, limit_s)
+    best = replace(proposal, gap=replace(path, bound_s=exact.bound_s).gap)
+    if exact.cost_s < path.cost_s * (1 - CHEAPER):
         program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
-        made = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
-        best = min(best, polish(task, made), key=lambda p: p.key)
+        candidate = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
+        best = min(best, polish(task, candidate), key=lambda p: p.key)
     return best

@@ -21,14 +21,14 @@ def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None)
 
     def first(count: int) -> Proposal:
         kept = {n: number for number in (*others, *numbers[:count]) for n in members[number]}
-        made = with_regions(program, kept)
-        simulation = task.simulation(made, accumulating=proposal.simulation.samples is not None)
-        return task.judge(proposal.planner, made, simulation, micro_batches=proposal.micro_batches)
+        candidate = with_regions(program, kept)
+        simulation = task.simulation(candidate, accumulating=proposal.simulation.samples is not None)
+        return task.judge(proposal.planner, candidate, simulation, micro_batches=proposal.micro_batches)
 
     best, low, high = proposal, 0, len(numbers)
     while proposal.feasible and low + 1 < high:
         middle = (low + high) // 2
-        made = first(middle)
-        low, high = (low, middle) if made.feasible else (middle, high)
-        best = min(best, made, key=lambda p: p.key)
+        candidate = first(middle)
+        low, high = (low, middle) if candidate.feasible else (middle, high)
+        best = min(best, candidate, key=lambda p: p.key)
     return best

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..cost.placed import Exchange, sent_between
+from ..cost.exchanges import Exchange, sent_between
 from ..ir import Ratio, make_ratio
 from ..placement import Placed, Space
 from ..zero import with_owners
@@ -34,11 +34,11 @@ def segments(task: Task) -> Iterator[Proposal]:
     with task.timed("ratios"):
         for last in Chain(space).cheapest(MAX_SEGMENTS):
             strategies[tuple(map(Placed, last.spread(space.batch)))] = None
-    found = task.proposed.get("hap") or min(synthesised(task), key=lambda p: p.key, default=None)
-    if found is not None:
-        yield replace(found, planner="segments")
+    start = task.proposed.get("hap") or min(synthesised(task), key=lambda p: p.key, default=None)
+    if start is not None:
+        yield replace(start, planner="segments")
     # hap's may have owners of gradients, by ratios that no strategy knows
-    synthesis = () if found is None else (with_owners(found.program, {}),)
+    synthesis = () if start is None else (with_owners(start.program, {}),)
     for base in (space.program, *synthesis):
         for strategy in strategies:
             task.progress(f"planning: segments, {len(set(strategy))}")
@@ -88,9 +88,9 @@ class Chain:
                 for (_, at), before in ends.items():
                     for stop in self.borders:
                         if stop > at:
-                            made = self._segment(at, stop, before)
-                            if (at, stop) not in longer or made.seconds < longer[at, stop].seconds:
-                                longer[at, stop] = made
+                            segment = self._segment(at, stop, before)
+                            if (at, stop) not in longer or segment.seconds < longer[at, stop].seconds:
+                                longer[at, stop] = segment
                 ends = longer
             whole = [s for (_, stop), s in ends.items() if stop == self.borders[-1]]
             if whole:

@@ -32,5 +32,5 @@ def fsdp_even(task: Task) -> Iterator[Proposal]:
 
 
 def tensor_parallel_proportional(task: Task) -> Iterator[Proposal]:
-    made = tensor_parallel(task.graph, task.costs, task.proportional, task.units, task.choices)
-    yield task.best_buckets("tensor-parallel", made)
+    program = tensor_parallel(task.graph, task.costs, task.proportional, task.units, task.choices)
+    yield task.best_buckets("tensor-parallel", program)

@@ -1,79 +1,30 @@
 """How the gradients of a plan that was found are summed, where the simulator says that it matters.
 
 Where devices are GPUs, owners are tried for a run of the buckets. On CPUs all buckets meet in one way: on
-gloo, mixtures were slower than simulated (``mixmesh bench sync``).
+gloo, mixtures were slower than simulated (``python -m benchmarks sync``).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ..buckets import with_buckets
-from ..cost.placed import supports
 from ..cost.sums import gradient_sums
 from ..ir import Program
 from ..sync import best_run, best_sync
 from ..zero import zero_stage
-from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
+from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
 # share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
 # share of the step that must be saved: owners keep optimizers to those that work by element
 MARGIN = 0.01
-EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
 QUICK_INSTRUCTIONS = 2000  # in a program that there is some time for
 SMALL_BYTES = 1e6
 SAME = 1e-6  # share of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # sizes of buckets of which some have owners
-FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are
 TRIED = 40  # runs of buckets of each size
 QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
-
-
-def best_synced(task: Task, proposals: Sequence[Proposal], *, quick: bool) -> dict[str, Proposal]:
-    """The best of some proposals by planner, those near the fastest with their gradients summed in their
-    fastest way: what is slower as long as nothing hides sums may be the fastest where something does."""
-    best: dict[str, Proposal] = {}
-    for proposal in sorted(proposals, key=lambda p: p.key):
-        best.setdefault(proposal.planner, proposal)
-    fastest = min(best.values(), key=lambda p: p.key)
-    near = [p for p in proposals if p.feasible and p.timeline.step_s <= HOPEFUL * fastest.timeline.step_s]
-    known: dict[tuple, Proposal] = {}
-    for proposal in sorted(near, key=lambda p: p.key):
-        known.setdefault((id(proposal.program.instructions), supports(proposal.program)), proposal)
-    with task.timed("sync"):
-        floor_s = {key: p.simulation.least_s(p.program)[0] for key, p in known.items()}
-    # first those that hidden sums would leave fastest; where there is little time, those that are so far, and
-    # and those of the others that would become faster if they gained as much as those before them
-    tried: Counter[str] = Counter()
-    left = 0.0  # share of a step
-    hurried = {key: quick and is_hurried(p) for key, p in known.items()}
-    for key in sorted(known, key=lambda k: known[k].timeline.step_s if hurried[k] else floor_s[k]):
-        proposal, planner, fastest_s = known[key], known[key].planner, fastest.timeline.step_s
-        enough = tried[planner] >= (QUICK_FEW if quick else FEW)
-        if enough or floor_s[key] >= fastest_s:
-            continue
-        if hurried[key] and left * proposal.timeline.step_s > fastest_s:
-            continue
-        made = synced(task, proposal, quick=hurried[key])
-        if made is not proposal:
-            tried[planner] += 1
-            left = made.timeline.step_s / proposal.timeline.step_s
-        task.summed |= {id(p.program): p for p in (proposal, made)}
-        best[planner], fastest = (min(a, made, key=lambda p: p.key) for a in (best[planner], fastest))
-    return best
-
-
-def is_hurried(proposal: Proposal) -> bool:
-    """Whether a program is too large to be finished with care where there is little time. One of medium size
-    is not if its passes wait for exchanges, as those of exact batch norm do: much of that can hide."""
-    count = len(proposal.program.instructions)
-    if count <= SMALL_INSTRUCTIONS:
-        return False
-    exchanged_s = proposal.simulation.exchanged_s
-    return count > QUICK_INSTRUCTIONS or exchanged_s < EXCHANGED * proposal.timeline.step_s
 
 
 def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
@@ -91,13 +42,15 @@ def synced(task: Task, proposal: Proposal, *, quick: bool) -> Proposal:
 
     if on_cpu:
         # parameters gathered in small pieces are there for the first layers while the others still travel
-        made = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
+        programs = [best_sync(with_buckets(program, SMALL_BYTES), task.costs, task.step_s, mixed=False)]
     else:
-        made = owned_runs(task, program, quick=quick)
-    for program in made:
-        found = task.judge(proposal.planner, program)
-        if found.feasible and found.timeline.step_s < min(best.timeline.step_s, step_s * (1 - MARGIN)):
-            best = replace(found, gap=proposal.gap)
+        programs = owned_runs(task, program, quick=quick)
+    for program in programs:
+        candidate = task.judge(proposal.planner, program)
+        if candidate.feasible and candidate.timeline.step_s < min(
+            best.timeline.step_s, step_s * (1 - MARGIN)
+        ):
+            best = replace(candidate, gap=proposal.gap)
     return best
 
 
@@ -107,9 +60,9 @@ def owned_runs(task: Task, program: Program, *, quick: bool) -> list[Program]:
     if quick and len(program.instructions) > SMALL_INSTRUCTIONS:
         most = LARGE_TRIED
     bucketed = [with_buckets(program, size) for size in RUN_BYTES]
-    if not quick and all(max_number(program) > max_number(made) for made in bucketed):
+    if not quick and all(max_number(program) > max_number(each) for each in bucketed):
         bucketed.append(program)
-    return [best_run(made, task.costs, task.step_s, most) for made in bucketed]
+    return [best_run(each, task.costs, task.step_s, most) for each in bucketed]
 
 
 def max_number(program: Program) -> int:

@@ -66,6 +66,7 @@ class Proposal:
     simulation: Simulation = field(compare=False, repr=False)
     gap: float | None = None  # how much dearer than the cheapest the search may have left it
     micro_batches: MicroBatches = None
+    gained_s: tuple[tuple[str, float], ...] = field(default=(), compare=False)  # by each pass, in their order
 
     @property
     def key(self) -> tuple[bool, float]:
@@ -95,8 +96,8 @@ class Proposal:
     @lazy
     def peak_memory_bytes(self) -> tuple[int, ...]:
         """Per rank; while plans are compared it is enough to know that they fit."""
-        known = self.timeline.peak_memory_bytes
-        return known or self.simulation.peak_memory_bytes(self.program, self.micro_batches)
+        peaks = self.timeline.peak_memory_bytes
+        return peaks or self.simulation.peak_memory_bytes(self.program, self.micro_batches)
 
 
 def ranks_of(program: Program) -> tuple[int, ...]:
@@ -131,6 +132,7 @@ class Task:
         self.progress, self.search_s = progress, search_s
         self.whole_parameters = whole_parameters  # the optimizer cannot step a part of one
         self.timings_s: dict[str, float] = {}
+        self.pass_s: dict[str, float] = {}  # seconds spent, by the name of a pass
         self._inner_s: list[float] = []
         self.world_size = costs.cluster.world_size
         self.ranks = tuple(range(self.world_size))  # that may take part
@@ -178,12 +180,12 @@ class Task:
         """The same task for some of its ranks: what is found is remembered for both."""
         if ranks == self.ranks:
             return self
-        self.choices, self.seconds_by_class  # noqa: B018 - the copy has them too
-        made = copy(self)
-        for name in ("proportional", "bound_s"):
-            made.__dict__.pop(name, None)
-        made.ranks, made.proposed, made.tried = ranks, {}, {}
-        return made
+        self.choices, self.seconds_by_class, self.peak_seconds_by_class  # noqa: B018 - the copy has them too
+        twin = copy(self)
+        for name in ("proportional", "bound_s", "ideal_s"):
+            twin.__dict__.pop(name, None)
+        twin.ranks, twin.proposed, twin.tried = ranks, {}, {}
+        return twin
 
     @property
     def best_s(self) -> float:
@@ -218,13 +220,24 @@ class Task:
 
     @lazy
     def bound_s(self) -> float:
-        """Seconds of a step that no plan is faster than."""
+        """Seconds of a step that no plan is faster than: measured, or else at the devices' peaks."""
+        return ideal_s(self.peak_seconds_by_class, self.costs.class_of, self.ranks)
+
+    @lazy
+    def ideal_s(self) -> float:
+        """Seconds of a step of which all devices compute all the time, as the cost model estimates them: no
+        simulated step is shorter."""
         return ideal_s(self.seconds_by_class, self.costs.class_of, self.ranks)
 
     @lazy
+    def peak_seconds_by_class(self) -> np.ndarray:
+        """Least seconds of all that a step computes, whole, on each class of devices."""
+        return seconds_by_class(self.choices, self.optimizer_states)
+
+    @lazy
     def seconds_by_class(self) -> np.ndarray:
-        """Seconds of all that a step computes, whole, on each class of devices."""
-        return seconds_by_class(self.choices)
+        """Estimated seconds of all that a step computes, whole, on each class of devices."""
+        return seconds_by_class(self.choices, self.optimizer_states, at_peaks=False)
 
     @property
     def levels(self) -> Levels | None:
@@ -300,16 +313,16 @@ class Task:
 
     def data_parallel_path(self, *, alone: bool) -> Found | None:
         """Its path for several ranks, or for one that is ``alone``, if it was asked for."""
-        made = self._data_parallel.get(alone)
-        return None if made is None else made[0]
+        path = self._data_parallel.get(alone)
+        return None if path is None else path[0]
 
     def spell(self, problem: Problem, found: Found) -> Program:
         """The program of a path: the same instructions for all who go it, whatever their ratio, but that one
         rank alone converts nothing. All types name the ratio (see ``without_needless_names``)."""
         key = (len(support(problem.ratio)) == 1, found.number)
         if key not in self._programs:
-            made = self._programs[key] = emit(problem, found, named=True)
-            made.types, made.requires_grad, made.producers, made.params  # noqa: B018 - copies have them too
+            program = self._programs[key] = emit(problem, found, named=True)
+            program.types, program.requires_grad, program.producers, program.params  # noqa: B018 - copies have them too
         return with_ratio(self._programs[key], "r0", problem.ratio)
 
     def packed(self, program: Program) -> Program:
@@ -318,13 +331,15 @@ class Task:
         key = id(program.instructions)
         if key not in self._packed:
             groups = levels_of_sums(program, self.costs)
-            made = coalesced(program, groups) if groups else None
-            self._packed[key] = program, made, most_saved_s(program, self.costs, groups)
-        _, made, most_s = self._packed[key]
-        if made is None or most_s < MUCH * (apart_s := self.usual_s("hap", program)):
+            grouped = coalesced(program, groups) if groups else None
+            self._packed[key] = program, grouped, most_saved_s(program, self.costs, groups)
+        _, grouped, most_s = self._packed[key]
+        if grouped is None or most_s < MUCH * (apart_s := self.usual_s("hap", program)):
             return program
-        made = made.changed(ratios=program.ratios, levels=program.levels, direct_bytes=program.direct_bytes)
-        return made if self.usual_s("hap", made) < apart_s * (1 - MUCH) else program
+        grouped = grouped.changed(
+            ratios=program.ratios, levels=program.levels, direct_bytes=program.direct_bytes
+        )
+        return grouped if self.usual_s("hap", grouped) < apart_s * (1 - MUCH) else program
 
     def shares(self, ranks: tuple[int, ...]) -> Ratio:
         """Shares in proportion to the speed of some devices, as if there were no others."""
@@ -424,7 +439,7 @@ class Task:
         tried: dict[Buckets, float] = {}
 
         def step_s(size_bytes: float) -> float:
-            (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
+            (buckets,) = bucketings(program, (size_bytes,), simulation.step.summed)
             if buckets not in tried:
                 tried[buckets] = simulation.step_s(program, micro_batches, buckets)
             return tried[buckets]
@@ -433,10 +448,10 @@ class Task:
             least = step_s(USUAL_BYTES)
             for sizes in (SMALLER_BYTES, LARGER_BYTES):
                 for size in sizes:
-                    found = step_s(size)
-                    if found >= least and not every:
+                    time_s = step_s(size)
+                    if time_s >= least and not every:
                         break
-                    least = min(found, least)
+                    least = min(time_s, least)
         return sorted(tried, key=tried.__getitem__)
 
     def usual_s(
@@ -447,7 +462,7 @@ class Task:
         program = program if levelled or program.levels is None else program.changed(levels=None)
         simulation = self.simulation(program)
         with self.timed("simulate"):
-            (buckets,) = bucketings(program, (size_bytes,), simulation.summed)
+            (buckets,) = bucketings(program, (size_bytes,), simulation.step.summed)
             return simulation.step_s(program, buckets=buckets)
 
     def best_buckets(

@@ -22,8 +22,8 @@ class Tried:
 
     def holds(self, floor_s: float, least_s: float) -> bool:
         """Whether a program with these times was tried, and would not do better by needing less memory."""
-        known = zip(self.floors_s, self.least_s)
-        return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in known)
+        bounds = zip(self.floors_s, self.least_s)
+        return self.roomy and any(isclose(floor_s, a) and isclose(least_s, b) for a, b in bounds)
 
     @property
     def same_at_both_ends(self) -> bool:

@@ -17,7 +17,7 @@ from math import log
 
 from ..baselines import TENSOR_PARALLEL, fully_sharded, only
 from ..buckets import with_buckets
-from ..cost.placed import Exchange
+from ..cost.exchanges import Exchange
 from ..ir import Program, make_ratio, regions, support
 from ..placement.join import Set, join
 from ..placement.part import NotDivisible, Part, part_of
@@ -108,22 +108,22 @@ class TwoLevel:
     def proposals(self) -> Iterator[Proposal]:
         """The fastest that fits; the memory of those behind it need not be known. If none does for want of
         memory, the fastest that does in less of it."""
-        made = None
+        candidate = None
         for _, program in sorted(self.candidates(), key=lambda found: found[0]):
-            made = self.task.best_buckets("two-level", program)
-            yield made
-            if made.feasible:
+            candidate = self.task.best_buckets("two-level", program)
+            yield candidate
+            if candidate.feasible:
                 return
-        if made is None or fits(self.task, made.timeline, range(self.task.world_size)):
+        if candidate is None or fits(self.task, candidate.timeline, range(self.task.world_size)):
             return
         # joining machines takes memory beside that of their own programs
         for self.spare in SPARE:
             for step_s, program in sorted(self.candidates(), key=lambda found: found[0]):
                 if step_s > LOST * self.task.best_s:
                     return
-                made = self.task.best_buckets("two-level", program)
-                if made.feasible:
-                    yield self.with_fewest_regions(made)
+                candidate = self.task.best_buckets("two-level", program)
+                if candidate.feasible:
+                    yield self.with_fewest_regions(candidate)
                     return
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
@@ -153,8 +153,8 @@ class TwoLevel:
                 self.task.progress(f"planning: two levels, gradient price {price:g}")
                 step_s = float("inf")
                 for program in self.dealt(price, speeds):
-                    made = self.task.in_our_sums("two-level", with_buckets(program, BUCKET_BYTES))
-                    step_s = self.task.simulation(made).step_s(made)
+                    candidate = self.task.in_our_sums("two-level", with_buckets(program, BUCKET_BYTES))
+                    step_s = self.task.simulation(candidate).step_s(candidate)
                     yield step_s, program
                     if step_s > HOPELESS * self.task.best_s:
                         break
@@ -180,12 +180,12 @@ class TwoLevel:
             if counts in seen or 0 in counts:
                 return
             seen.add(counts)
-            found = [self.found(price, counts, m) for m in range(len(self.machines))]
-            if any(f is None for f in found):
+            parts = [self.found(price, counts, m) for m in range(len(self.machines))]
+            if any(f is None for f in parts):
                 return
             whole = {n.result: n.types[0] for n in self.task.graph.batch_inputs}
-            yield join(self.task.graph.name, [f.set for f in found], whole)
-            speeds = [count / f.step_s for count, f in zip(counts, found)]
+            yield join(self.task.graph.name, [f.set for f in parts], whole)
+            speeds = [count / f.step_s for count, f in zip(counts, parts)]
 
     def found(self, price: float, counts: tuple[int, ...], m: int) -> Found | None:
         """The program of a machine for its samples, found once for all that have the same devices."""
@@ -239,18 +239,18 @@ class TwoLevel:
         timeline = inner.simulation(program).run(program)
         if fits(inner, timeline, ranks, spare):
             return program
-        again, found = recomputed(program), []
+        again, candidates = recomputed(program), []
         forms = (program, again, *([fully_sharded(again)] if len(ranks) > 1 else []))
-        for made in forms:
-            simulation = inner.simulation(made)
-            ratio = inner.ratio(simulation, made, ranks, HEADROOM + spare)
+        for form in forms:
+            simulation = inner.simulation(form)
+            ratio = inner.ratio(simulation, form, ranks, HEADROOM + spare)
             if ratio is None:
                 continue
-            shared = with_ratio(made, "r0", ratio)
+            shared = with_ratio(form, "r0", ratio)
             timeline = simulation.run(shared)
             if fits(inner, timeline, ranks, spare):
-                found.append((timeline.step_s, shared))
-        return min(found, key=lambda pair: pair[0])[1] if found else forms[-1]
+                candidates.append((timeline.step_s, shared))
+        return min(candidates, key=lambda pair: pair[0])[1] if candidates else forms[-1]
 
 
 def fits(task: Task, timeline: Timeline, ranks: Iterable[int], spare: float = 0.0) -> bool:

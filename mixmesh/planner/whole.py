@@ -31,7 +31,7 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
     batch_size = min((graph.types[name].shape[0] for name in dims), default=0)
     weights = {n.result for n in graph.nodes if n.op in ("param", "buffer")}
     found = []
-    known: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
+    dims_of: dict[tuple, tuple[int | None, ...] | None] = {}  # by what decides it: layers are alike
     for node in graph.nodes:
         if node.is_leaf or node.is_sink:
             continue
@@ -40,9 +40,9 @@ def whole_batch_nodes(graph: Graph) -> tuple[Node, ...]:
                 weights.update(r for r in node.results if r is not None)
             continue
         key = (node.plain, *((graph.types[x], dims.get(x), x in weights) for x in node.inputs))
-        if key not in known:
-            known[key] = _sample_dims_of_results(node, graph, dims, weights)
-        made = known[key]
+        if key not in dims_of:
+            dims_of[key] = _sample_dims_of_results(node, graph, dims, weights)
+        made = dims_of[key]
         if made is None:
             found.append(node)
             large = (t.shape and t.num_elements >= batch_size for t in node.types)
@@ -91,9 +91,9 @@ def _is_cut(program: Program, t: TensorType) -> bool:
 def _runs_whole(program: Program, node: Node) -> bool:
     """Whether several ranks compute all of a node."""
     name = next((r for r in node.results if r is not None), None)
-    made = program.producers.get(name)
-    if made is None or made.op != node.op:
+    maker = program.producers.get(name)
+    if maker is None or maker.op != node.op:
         return False
-    cut = any(isinstance(program.types[x].placement, Shard) for x in made.inputs)
-    whole = not cut and all(isinstance(t.placement, Replicate) for t in made.types)
-    return whole and len(program.participants(made.types[0])) > 1
+    cut = any(isinstance(program.types[x].placement, Shard) for x in maker.inputs)
+    whole = not cut and all(isinstance(t.placement, Replicate) for t in maker.types)
+    return whole and len(program.participants(maker.types[0])) > 1

@@ -8,10 +8,7 @@ choices     what choices come down to in seconds and bytes
 features    a model and a cluster as numbers that no unit is left in
 tag         a network over both that is trained once and guides the search anywhere
 heterog     a network that is trained for one model on one cluster, by REINFORCE
-problems    random models and clusters to train on
-teacher     the strategies that it learns from
-train       ``python -m mixmesh.policies.train``: how TAG's weights were made
 
-``evaluate``, ``mcts``, ``improve``, ``moves``, ``choices``, ``features`` and ``teacher`` do without torch and
-torch_geometric.
+TAG's weights were made by ``python -m tools.tag.train``. ``evaluate``, ``mcts``, ``improve``, ``moves``,
+``choices`` and ``features`` do without torch and torch_geometric.
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cost.placed import Exchange, sent_between
+from ..cost.exchanges import Exchange, sent_between
 from ..ir import Ratio, shard_sizes, support
 from ..optimizer_states import OptimizerStates
 from ..placement import Action, Space

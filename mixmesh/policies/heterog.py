@@ -91,7 +91,7 @@ class Training:
         self.random = random.Random(seed)
         self.choices = choices_of(self.space)
         self.actions = [tuple(like(self.space, k, a) for a in self.choices) for k in range(len(facts.groups))]
-        made, self.base_s = judged_seeds(evaluate, more)
+        seeds, self.base_s = judged_seeds(evaluate, more)
         self.x = torch.as_tensor(facts.per_group, dtype=torch.float32)
         self.edges = torch.as_tensor(facts.edges)
         self.sizes = torch.as_tensor(facts.edge_sizes, dtype=torch.float32)
@@ -99,7 +99,7 @@ class Training:
             torch.manual_seed(seed)
             self.policy = Policy(self.x.shape[1], len(self.choices))
         self.elites: dict[tuple[int, ...], Outcome] = {}
-        for strategy in made:
+        for strategy in seeds:
             index = self.index_of(strategy)
             if index is not None:
                 self.elites[index] = evaluate(strategy)
@@ -110,13 +110,13 @@ class Training:
 
     def index_of(self, strategy: Strategy) -> tuple[int, ...] | None:
         """A strategy as numbers of choices; None if it is not one of HeteroG's."""
-        found = []
+        indices = []
         for placed, mine in zip(strategy, self.actions):
             index = next((n for n, action in enumerate(mine) if action.placed == placed), None)
             if index is None:
                 return None
-            found.append(index)
-        return tuple(found)
+            indices.append(index)
+        return tuple(indices)
 
     def from_seed(self, index: tuple[int, ...]) -> torch.Tensor:
         start = torch.zeros(len(index), len(self.choices))
@@ -146,10 +146,10 @@ class Training:
         self.mean = own if self.mean is None else (self.mean + own) / 2
         self.recent = [*self.recent, max(rewards[:SAMPLES])][-LOOK_BACK:]
         stirred = len(self.recent) == LOOK_BACK and len(set(self.recent)) < 5
-        taken = torch.stack([log_p[torch.arange(len(i)), torch.tensor(i)].sum() for i in batch])
+        chosen_log_p = torch.stack([log_p[torch.arange(len(i)), torch.tensor(i)].sum() for i in batch])
         advantage = torch.tensor(rewards) - self.mean
         entropy = -(log_p.exp() * log_p).sum()
-        loss = -(taken * advantage).mean() - ENTROPY * (STIRRED if stirred else 1.0) * entropy
+        loss = -(chosen_log_p * advantage).mean() - ENTROPY * (STIRRED if stirred else 1.0) * entropy
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()

@@ -14,7 +14,7 @@ when the policy has been asked, all groups of a ratio synchronise in another way
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -121,11 +121,11 @@ class Improvement:
 def of_one_ratio(space: Space, advice: Sequence[np.ndarray]) -> Actions:
     """All groups at the ratio that is likeliest over all of them, by their seconds; the likeliest way to
     synchronise for each."""
-    chances: Counter[Ratio] = Counter()
+    chances: defaultdict[Ratio, float] = defaultdict(float)
     for k, (group, p) in enumerate(zip(space.groups, advice)):
         for action, chance in zip(space.actions(k), p):
             chances[action.placed.ratio] += max(group.seconds) * float(chance)
-    ((ratio, _),) = chances.most_common(1)
+    ratio = max(chances, key=chances.__getitem__)
     out: list[Action] = []
     for k, p in enumerate(advice):
         choices = space.actions(k)

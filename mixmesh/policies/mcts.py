@@ -112,18 +112,19 @@ class Tree:
 
     def playout(self, first: int | None = None) -> None:
         """One way down to a new node, or to a strategy that is complete. ``first``: the root's choice."""
-        node, path = self.root, []
+        node = self.root
+        path: list = []
         while len(node.decided) < len(self.order):
             if not len(node.prior):
                 self._expand(node)
             index = self._select(node) if first is None or path else first
             path.append((node, index))
-            known = node.children.get(index)
-            if known is None:
-                known = node.children[index] = self._leaf(node, node.choices[index])
-                node = known
+            child = node.children.get(index)
+            if child is None:
+                child = node.children[index] = self._leaf(node, node.choices[index])
+                node = child
                 break
-            node = known
+            node = child
         for parent, index in path:
             parent.visits[index] += 1
             parent.totals[index] += node.value

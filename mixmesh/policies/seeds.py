@@ -48,7 +48,7 @@ def judged_seeds(
     """All seeds, ``more`` among them, and the step that others are measured by: that of the best which fits,
     or of the best of all."""
     space = evaluate.space
-    made: list[Sequence[Action | Placed]] = [*data_parallel(space), *singles(space), *more]
-    outcomes = [evaluate(strategy) for strategy in made]
-    placed = [placed_of(strategy) for strategy in made]
+    seeds: list[Sequence[Action | Placed]] = [*data_parallel(space), *singles(space), *more]
+    outcomes = [evaluate(strategy) for strategy in seeds]
+    placed = [placed_of(strategy) for strategy in seeds]
     return placed, min(outcomes, key=lambda o: o.key).step_s

@@ -76,11 +76,11 @@ class Policy(nn.Module):
             x = {kind: x[kind] + torch.tanh(norm[kind](new[kind])) for kind in x}
         held = data["device", "held", "choice"]
         device, choice = held.edge_index
-        given = self.on_device(torch.cat([x["device"][device], held.edge_attr], 1))
-        given = scatter(given, choice, 0, data["choice"].x.shape[0], "mean")
+        offered = self.on_device(torch.cat([x["device"][device], held.edge_attr], 1))
+        offered = scatter(offered, choice, 0, data["choice"].x.shape[0], "mean")
         may = data["group", "may", "choice"]
         group, choice = may.edge_index
-        of_choice = self.of_choice(torch.cat([given, data["choice"].x], 1))
+        of_choice = self.of_choice(torch.cat([offered, data["choice"].x], 1))
         pairs = self.of_group(x["group"])[group] + of_choice[choice] + self.of_pair(may.edge_attr)
         return self.score(pairs).squeeze(1)
 
@@ -93,7 +93,7 @@ def load(path: Path = WEIGHTS) -> Policy:
     except (OSError, RuntimeError, EOFError, ValueError, UnpicklingError) as error:
         raise InputError(
             "the policy's weights cannot be read",
-            expected="a file that python -m mixmesh.policies.train wrote",
+            expected="a file that python -m tools.tag.train wrote",
             got=" ".join(str(error).split())[:120],
             where=str(path),
         ) from None

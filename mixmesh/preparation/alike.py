@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..runtime.first_rank import everyones
+from ..runtime.watch import in_call
 
 HINTS = (
     "seed what the data set draws from alike on all ranks: torch.manual_seed(0), or a generator with a seed",
@@ -58,11 +59,13 @@ def same_on_all(
     with each one's digest before it is given. Collective."""
 
     def check(own: str) -> None:
-        check_digests(everyones(own), *HINTS)
+        with in_call("a batch of the data"):
+            check_digests(everyones(own), *HINTS)
         on_digest(own)
 
     yield from digested(batches, check)
-    check_same(END, *HINTS)
+    with in_call("a batch of the data"):
+        check_same(END, *HINTS)
 
 
 def digested(batches: Iterable[Any], on_digest: Callable[[str], object]) -> Iterator[Any]:

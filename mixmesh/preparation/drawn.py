@@ -14,7 +14,8 @@ MESSAGE = (
     "random numbers were drawn between the loader and the model, by each rank for its own rows: if they are "
     "noise or mixtures of samples, they are not those of one device, and may be the same for other samples. "
     "Write mixmesh.prepare(..., inputs=function), with the function that draws them, or let the data set "
-    "draw them. One number for the whole batch, drawn alike on all ranks, is right"
+    "draw them. One number for the whole batch is right, and the same on all ranks, if the data set draws "
+    "none in this process (num_workers=1)"
 )
 
 

@@ -16,8 +16,6 @@ from ..runtime.outputs import Output
 from ..runtime.whole_model import IS_LENT, WITHOUT_LOSS
 from ..trace.outputs import parts_of
 
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
 
 def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[str | int] = ()) -> nn.Module:
     """``model`` called with a whole batch, returning ``loss(outputs, targets)``; if any ``outputs`` are asked
@@ -26,22 +24,26 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
 
     A batch ``(x, y)`` gives the model as many values as its forward pass takes, and the rest to the loss
     after the outputs; optional arguments of the forward pass get no value that the loss needs. A dict gives
-    the model what its forward pass has names for, and the rest to the loss by name. The parameters, their
-    names and the class stay the model's own; a ``forward`` of the object alone is called in place of the
-    class's. Raises InputError where the forward pass does not say what it takes (``*args``, ``**kwargs``).
+    the loss by name what it cannot do without, and the model what its forward pass has names for, such as
+    labels that both take. What is left goes to the loss, or into ``**kwargs`` of the forward pass, if it has
+    these. The parameters, their names and the class stay the model's own; a ``forward`` of the object alone
+    is called in place of the class's. Raises InputError where the forward pass does not say what it takes
+    (``*args``, or ``**kwargs`` alone).
     """
     original = type(model)
     names = input_names(model)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
     needed = needed_names(model)
-    needed_targets = max(len(needed_names(loss)) - 1, 0)  # beside the outputs
+    targets_named = needed_names(loss)[1:]  # beside the outputs
+    needed_targets = len(targets_named)
     patched = vars(model).get("forward")
     own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.__dict__.get(IS_LENT):
             return (own_forward or original.forward)(self, *args, **kwargs)
-        own = {name: value for name, value in kwargs.items() if name in names}
-        others = {name: value for name, value in kwargs.items() if name not in names}
+        others = {n: x for n, x in kwargs.items() if n in targets_named or not (n in names or takes_more)}
+        own = {n: x for n, x in kwargs.items() if n in names or n not in others}
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
         count = max(count, len([name for name in needed if name not in own]))
         made = (own_forward or original.forward)(self, *args[:count], **own)
@@ -96,11 +98,12 @@ def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
 def input_names(model: nn.Module) -> tuple[str, ...]:
     """The names of what a model's forward pass takes, without those that a batch cannot fill."""
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind in VARIADIC for p in parameters):
+    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    if not names or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         raise InputError(
             f"{type(model).__name__}.forward does not say which values of a batch it takes",
             expected="named arguments, so that the rest of a batch can go to the loss",
             got=f"forward{inspect.signature(model.forward)}",
             hint="a module of your own whose forward returns the loss, and no loss=",
         )
-    return tuple(p.name for p in parameters)
+    return names

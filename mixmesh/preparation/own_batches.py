@@ -12,7 +12,16 @@ from torch.utils.data import DataLoader
 
 from ..runtime.data import Followed
 from ..runtime.first_rank import from_first_rank
-from .resuming import Numbers, Progress, check_skipped, skip
+from ..runtime.watch import in_call
+from .resuming import (
+    Numbers,
+    Progress,
+    check_skipped,
+    fingerprint,
+    numbers_of_process,
+    set_numbers_of_process,
+    skip,
+)
 
 Rows = Callable[[int], tuple[int, int]]  # a batch's size to a rank's first row and how many it has
 BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
@@ -58,7 +67,10 @@ class Iteration:
             state = self.state
             self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
         while self.last_numbers is None and self.num_received <= self.num_counted + self.ahead:
-            batches, self.last_numbers = from_first_rank(self.message)
+            with in_call("the order of the data"):
+                batches, self.last_numbers, drawn = from_first_rank(self.message)
+            if drawn is not None:
+                set_numbers_of_process(drawn)
             self.received.extend(batches)
             self.num_received += len(batches)
 
@@ -78,13 +90,18 @@ class Iteration:
         self.num_counted += 1
         return self.given.popleft()
 
-    def message(self) -> tuple[list[list[int]], Numbers | None]:
-        """The next batches of the first rank's sampler, and with the last of all the numbers after them."""
+    def message(self) -> tuple[list[list[int]], Numbers | None, dict[str, Any] | None]:
+        """The next batches of the first rank's sampler, and with the last of all the numbers after them. If
+        the sampler drew from the process's random numbers, these too: those of all ranks go on from there,
+        so that a number that the loop draws is the same on all."""
+        before = numbers_of_process()
         if self.order is None:
             self.order = self.begin_order()
         batches = list(islice(self.order, BATCHES_PER_MESSAGE))
         is_last = len(batches) < BATCHES_PER_MESSAGE
-        return batches, Numbers.of(self.loader, with_process=False) if is_last else None
+        after = numbers_of_process()
+        drawn = after if fingerprint(before) != fingerprint(after) else None
+        return batches, Numbers.of(self.loader, with_process=False) if is_last else None, drawn
 
     def begin_order(self) -> Iterator[list[int]]:
         """The batches of the sampler from the start, or from the state on."""
@@ -104,6 +121,10 @@ class OwnBatches:
     def __init__(self, loader: DataLoader, rows: Rows, ahead: int = 0) -> None:
         self.loader, self.rows, self.ahead = loader, Followed(rows), ahead
         self.iteration: Iteration | None = None
+
+    def settle(self) -> None:
+        """Has all that is asked for from now on be cut by the rows that were to follow."""
+        self.rows.settle()
 
     def begin(self, state: Progress | None) -> Iteration:
         """Has what asks next be given an iteration of its own."""

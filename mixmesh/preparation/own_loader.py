@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,13 @@ from ..errors import InputError
 from ..plan_file import Plan
 from ..runtime.data import Followed, own_rows, shard_batches_by
 from ..runtime.first_rank import everyones, from_first_rank
+from ..runtime.passes import Runtime
+from ..runtime.verdicts import START_OF_EPOCH
+from ..runtime.watch import in_call
 from .alike import digest, digested, same_on_all
 from .drawn import DrawWatch
 from .own_batches import OwnBatches
+from .own_rows import RowWatch
 from .resuming import (
     Numbers,
     Progress,
@@ -55,6 +60,16 @@ class Counted:
             raise
 
 
+class LoopWatch(Protocol):
+    """A watch on the loop that asks a loader for batches. All its calls are made between two batches."""
+
+    def before_batch(self) -> None:
+        """Called before a batch is asked for, on all ranks alike."""
+
+    def on_batch(self) -> None:
+        """Called when it is there."""
+
+
 class OwnLoader:
     """A script's loader, giving this rank's part of every batch. ``set_epoch`` goes to the script's sampler;
     every other attribute is that of the script's loader.
@@ -68,7 +83,11 @@ class OwnLoader:
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
         self._followed = Followed(plan)
-        self.draws = DrawWatch()
+        self.draws, self._rows = DrawWatch(), None
+        self.watch: LoopWatch | None = None
+        self.num_old = 0  # batches that will still be given by the plan before the last one
+        self.is_single = True  # no two iterations have gone on beside each other
+        self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
         self._is_compared = is_compared  # batches without indices, each with those of the other ranks
         sampler = getattr(own, "batch_sampler", None)
         self._sampler = (
@@ -78,7 +97,10 @@ class OwnLoader:
         self._resume: Resume | None = None  # where the iteration that was begun last went on
 
     def __iter__(self) -> Iterator[Any]:
-        self._resume = from_first_rank(self._next_resume)
+        if self.watch is not None:
+            self._settle()
+        with in_call(START_OF_EPOCH):
+            self._resume = from_first_rank(self._next_resume)
         resumed = replace(self._resume.state) if self._resume is not None else None
         self._is_resumed = False
         self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
@@ -89,8 +111,44 @@ class OwnLoader:
         batches = (
             self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
         )
-        own = shard_batches_by(self._followed, batches, dist.get_rank()) if self._is_whole else batches
-        return self.draws.watching(iter(own))
+        own = batches
+        if self._is_whole:
+            own = shard_batches_by(self._followed, batches, dist.get_rank(), cuts_others=True)
+        watched = own if self._rows is None else self._rows.watching(iter(own))
+        return self._told(self.draws.watching(iter(watched)))
+
+    def watch_rows(self, runtime: Runtime) -> None:
+        """Notices from now on what the loop does to batches before the model is called with them."""
+        rows = self._rows = RowWatch(self._plan, dist.get_rank())
+
+        def before_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+            self.draws.on_call()
+            return rows.on_call(args, kwargs)
+
+        runtime.before_call = before_call
+
+    def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, of which the watch on the loop is told."""
+        if self.watch is None:
+            return batches
+
+        def count(batch: Any) -> Any:
+            self.num_old = max(self.num_old - 1, 0)
+            self.watch.on_batch()
+            return batch
+
+        watched = Counted(batches, count, self._open.clear, self.watch.before_batch)
+        self._open.add(watched)
+        return watched
+
+    def _settle(self) -> None:
+        """Has an iteration that begins be cut by the plan that was to follow: what the one before has loaded
+        and not given is left out."""
+        self.is_single = self.is_single and not self._open
+        self.num_old = 0
+        self._followed.settle()
+        if self._sampler is not None:
+            self._sampler.settle()
 
     @property
     def num_ahead(self) -> int:
@@ -100,7 +158,7 @@ class OwnLoader:
     def follow(self, plan: Plan) -> None:
         """Has the batches after the next ``num_ahead`` ones be cut by another plan of the same form. Every
         rank calls it after the same batch."""
-        self._plan = plan
+        self._plan, self.num_old = plan, self.num_ahead
         self._followed.follow(plan, self.num_ahead)
         if self._sampler is not None and not self._is_whole:
             self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))

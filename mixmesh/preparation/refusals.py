@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from ..errors import InputError
 from ..ir import samples_of
 from ..ir.placement import shard_sizes
 from ..plan_file import Plan
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises InputError for a model within what would deal its batches out again."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"{type(model).__name__} is around the model that is to be prepared",
+            expected="the model itself: mixmesh deals samples out to ranks",
+            got=f"{type(model).__name__}({type(model.module).__name__})",
+            hint="leave the wrapper out, or mixmesh.prepare(model.module, ...)",
+        )
 
 
 def check_gives_all(loader: Iterable) -> None:

@@ -16,17 +16,27 @@ from ..detection import Cache
 from ..detection.cache import default_folder
 from ..errors import TraceError
 from ..explain.headline import headline
-from ..job import Job, check_supported, is_elementwise
+from ..job import Job, check_supported, is_elementwise, optimizer_states
+from ..optimizer_states import OptimizerStates
+from ..rebalance import LoopBalancer, Solver
+from ..runtime.calls import Signature
 from ..runtime.optimizer_check import check_can_be_prepared
-from ..runtime.parallel import check_not_parallel, parallelize
+from ..runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..testbed import enter_device
 from ..trace.autocast import autocast_for
 from ..trace.capture import CALL_ONCE
 from ..trace.compiled import is_compiled, uncompiled
+from ..trace.words import is_words
 from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
-from .outside_loss import with_loss
-from .refusals import check_gives_all, check_last_batch
-from .start import Options, prepare_job
+from .outside_loss import needed_names, with_loss
+from .own_loader import OwnLoader
+from .refusals import check_gives_all, check_last_batch, check_unwrapped
+from .start import Options, Prepared, prepare_job
+
+WITHOUT_LOSS = (
+    "the model returns no loss: give every rank whole batches, as this loader does; outputs are gathered for "
+    "the loss that the loop computes. loss=... moves less"
+)
 
 
 def prepare(
@@ -46,6 +56,8 @@ def prepare(
     batch_norm: str = "exact",
     outputs: tuple[str | int, ...] = (),
     autocast: Any = None,
+    compile: bool = False,
+    rebalance: bool = True,
 ) -> tuple[nn.Module, torch.optim.Optimizer | None, Iterable]:
     """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
 
@@ -62,31 +74,45 @@ def prepare(
     ``heartbeat_s`` seconds is lost, and ends the others; 0 turns that off. Without torchrun the model,
     with its loss, and the other two come back as they are.
 
+    A model that returns no loss, without ``loss``, gives all its outputs whole on every rank, with a
+    gradient: any loss that the loop computes of them is right, of several calls or models too. The script
+    keeps its loader then, with whole batches on every rank, of which the model gets what its forward takes.
+
+    On CPUs the speeds of devices are watched: where one gets slower or faster than planned for long enough,
+    ranks get other numbers of rows between two batches, and parameters that are cut move with them, if the
+    loop goes on exactly (``rebalance.own_loop``). ``rebalance=False`` keeps shares as planned, and so does
+    ``inputs``, or a model without a loss.
+
     ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
     mixtures of samples: the function that does so, called as ``inputs(*batch)`` or ``inputs(**batch)``, whose
     result the model is called with. The script keeps its loader then, with whole batches on every rank, and
     draws the same numbers on all of them, from one seed; the first three steps are compared, and refused if
     they differ.
 
+    With ``compile`` the operators between collectives are compiled by ``torch.compile``, which takes a minute
+    or more when a shape first comes; predictions stay those of operators one by one.
+
     Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
     same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
     """
     if "RANK" not in os.environ:
-        return model if loss is None else on_one_device(model, loss, outputs), optimizer, loader
+        alone = model if loss is None else on_one_device(model, loss, outputs)
+        if compile and alone is uncompiled(alone):
+            alone.compile()
+        return alone, optimizer, loader
     model = uncompiled(model)
+    check_unwrapped(model)
     check_not_parallel(model, "prepare")
     check_supported(optimizer)
     check_can_be_prepared(optimizer)
     check_gives_all(loader)
-    model = model if loss is None else with_loss(model, loss, outputs)
     batch, loader = from_first_batch(loader)
     with same_random_numbers():
-        job = Job(
-            model,
-            made_inputs(inputs, batch),
-            optimizer=maker_like(optimizer),
-            outputs=outputs,
-        )
+        arguments = as_arguments(batch)
+        example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
+    model = model if loss is None else with_loss(model, loss, outputs)
+    with same_random_numbers():
+        job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
         options = Options(
             profile_s=profile_s,
             planner=planner,
@@ -95,6 +121,7 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
+            may_be_outside=loss is None and not outputs,
         )
         try:
             prepared = prepare_job(
@@ -111,6 +138,8 @@ def prepare(
         check_last_batch(loader, prepared.plan)
         if os.environ["RANK"] == "0":
             print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
+            if not prepared.plan.returned.has_loss:
+                print(f"mixmesh: {WITHOUT_LOSS}", file=sys.stderr, flush=True)
         parallel, optimizer = parallelize(
             model,
             optimizer,
@@ -118,14 +147,37 @@ def prepare(
             timeout_s=timeout_s,
             heartbeat_s=heartbeat_s,
             seed=seed,
+            compile=compile,
             check_model=False,  # it was traced just now
         )
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
-    if inputs is not None:
+    if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader
     own = own_loader(loader, prepared.plan)
-    parallel._runtime.before_call = own.draws.on_call
+    own.watch_rows(parallel._runtime)
+    if rebalance and optimizer is not None and int(os.environ["WORLD_SIZE"]) > 1:
+        follow_devices(parallel, optimizer, own, prepared, optimizer_states(job.optimizer))
     return parallel, optimizer, own
+
+
+def follow_devices(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    loader: OwnLoader,
+    prepared: Prepared,
+    states: OptimizerStates,
+) -> None:
+    """Has the shares of a loop follow its devices; not on GPUs, where a rank's own seconds are not known."""
+    if model.comm.device.type != "cpu":
+        return
+    is_first = os.environ["RANK"] == "0"
+
+    def say(text: str) -> None:
+        if is_first:
+            print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+
+    solver = Solver(prepared.cluster, prepared.profile, states) if is_first else None
+    LoopBalancer(model, optimizer, loader, solver, say)
 
 
 def another_call(batch: Any) -> tuple[str, ...]:
@@ -140,16 +192,29 @@ def another_call(batch: Any) -> tuple[str, ...]:
     )
 
 
-def made_inputs(inputs: Callable[..., Any] | None, batch: Any) -> Any:
+def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
     """The arguments that a model is called with for a batch of the loader: a tuple, or a dict by name."""
-    batch = as_arguments(batch)
-    if inputs is None:
-        return batch
     if isinstance(batch, Mapping):
         made = inputs(**batch)
     else:
         made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
     return made if isinstance(made, Mapping | tuple) else (made,)
+
+
+def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
+    """The part of a batch that a model's forward pass takes, and the ``loss``. Without one the rest is for
+    the loss that the loop computes; with one words behind what both need are for the loop."""
+    if loss is not None:
+        least = len(needed_names(model)) + len(needed_names(loss)[1:])
+        while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):
+            batch = batch[:-1]
+        return batch
+    taken = Signature.of(model)
+    if isinstance(batch, Mapping):
+        return batch if taken.more_names else {k: v for k, v in batch.items() if k in taken.names}
+    if not isinstance(batch, tuple) or taken.more_positions:
+        return batch
+    return batch[: len(taken.positions)]
 
 
 def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str | int, ...]) -> nn.Module:

@@ -49,6 +49,7 @@ class Options:
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    may_be_outside: bool = False  # the script computes the loss, where the model returns none
 
 
 @dataclass(frozen=True)
@@ -129,22 +130,36 @@ def prepare_job(
         "plan",
         f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
         (Plan.load, lambda made, path: made.save(path)),
-        lambda: from_first_rank(
-            lambda: plan_traced(
-                traced,
-                cluster,
-                profile=profile,
-                planner=options.planner,
-                search_s=options.search_s,
-                optimizer_states=optimizer[0],
-                whole_parameters=optimizer[1],
-                progress=progress,
-            )
-        ),
+        lambda: from_first_rank(lambda: _planned(traced, job, cluster, profile, options, progress)),
     )
     # a plan that was kept may be of a start on equal machines of other names
     plan = replace(plan, devices=planned_devices(cluster))
     return Prepared(cluster, profile, plan, tuple(phases.done))
+
+
+def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
+    """The plan for ``job`` on a cluster as it is known by now. By one process alone."""
+    return _planned(traced_job(job, options), job, cluster, profile, options, lambda _: None)
+
+
+def _planned(
+    traced: Traced,
+    job: Any,
+    cluster: Cluster,
+    profile: Profile | None,
+    options: Options,
+    progress: Callable[[str], None],
+) -> Plan:
+    return plan_traced(
+        traced,
+        cluster,
+        profile=profile,
+        planner=options.planner,
+        search_s=options.search_s,
+        optimizer_states=optimizer_states(job.optimizer),
+        whole_parameters=needs_whole_parameters(job.optimizer) or options.whole_parameters,
+        progress=progress,
+    )
 
 
 def described_cluster(file: Path, world_size: int) -> Cluster:
@@ -190,6 +205,7 @@ def traced_job(job: Any, options: Options) -> Traced:
             batch_norm=options.batch_norm,
             outputs=job.outputs,
             autocast=options.autocast,
+            may_be_outside=options.may_be_outside,
         )
 
 

@@ -21,10 +21,11 @@ from ..cluster import Cluster
 from ..cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
 from ..ir import Graph, Program
 from ..job import batch_size, optimizer_states
+from ..runtime.accelerator import indexed
 from ..runtime.allocator import steady_heap
 from ..runtime.comm import Comm, default_device
 from ..runtime.first_rank import everyones
-from .constants import process_bytes
+from .constants import gpu_process_bytes, process_bytes
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -169,7 +170,7 @@ def confirmed(
         program,
         CostModel(cluster),
         rank,
-        device=torch.device(device) if device is not None else default_device(),
+        device=indexed(device) if device is not None else default_device(),
         optimizer_states=optimizer_states(job.optimizer),
         largest_share=shares_to_measure(share, cluster.world_size)[-1],
         progress=progress,
@@ -181,10 +182,8 @@ def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
 
     On a CPU the first rank of every machine measures it for the others: they run the same libraries.
     """
-    if comm.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(comm.device)
-        held = total - free - torch.cuda.memory_reserved(comm.device)
-        return held, held
+    if comm.device.type != "cpu":
+        return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
     of_all = everyones((machine, process_bytes() if first else (0, 0)))

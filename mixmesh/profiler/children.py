@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..runtime.accelerator import empty_cache
 from ..runtime.allocator import give_back
 from ..testbed.system import die_with
 
@@ -38,11 +39,11 @@ class Outcome:
 def attempt_on(device: torch.device, work: Callable[[], Any], timeout_s: float) -> Outcome:
     """Does the work where running out of the device's memory can be survived: CUDA's allocator raises an
     error, while a process over its memory limit is killed."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return in_child(work, timeout_s)
     outcome = attempt(work)
     gc.collect()
-    torch.cuda.empty_cache()
+    empty_cache(device)
     return outcome
 
 

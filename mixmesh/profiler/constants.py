@@ -6,7 +6,14 @@ import os
 import subprocess
 import sys
 
+import torch
+from torch.nn import functional as F
+
+from ..cost.gpu_memory import GROUPS
 from ..errors import MixmeshError
+from ..runtime import collectives
+from ..runtime.accelerator import outside_bytes, synchronize
+from ..runtime.comm import Channel
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
 # bring in their kernels with the first call
@@ -54,11 +61,11 @@ def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     try:
-        done = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-c", PROGRAM],
             env=environment, capture_output=True, text=True, timeout=timeout_s, check=True,
         )  # fmt: skip
-        idle, working = map(int, done.stdout.split()[-2:])
+        idle, working = map(int, ended.stdout.split()[-2:])
         return idle, working
     except (subprocess.SubprocessError, OSError, ValueError, IndexError) as error:
         raise MixmeshError(
@@ -66,3 +73,36 @@ def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
             got=str(getattr(error, "stderr", "") or error).strip()[-300:],
             hint="python -c 'import torch, mixmesh.runtime.train' shows whether the libraries load",
         ) from error
+
+
+def gpu_process_bytes(channel: Channel) -> tuple[int, int]:
+    """Bytes of the card that a process holds that computes nothing, and one that computes, before any tensor
+    of a job. Collective.
+
+    The context, ``GROUPS`` times what a first collective adds (a communicator's buffers), and the kernels and
+    workspaces that products, convolutions and attention bring with them, forward and backward. What other
+    processes hold of the card counts too: who shares it has less.
+    """
+    device = channel.comm.device
+    made = torch.accelerator.memory.memory_allocated(device)
+    torch.zeros(1, device=device)
+    alone = outside_bytes(device)
+    if not channel.alone:
+        collectives.all_reduce(channel, torch.zeros(2**20, device=device))
+    synchronize(device)
+    group = outside_bytes(device) - alone
+    use_kernels(device)
+    synchronize(device)
+    kernels = outside_bytes(device) - alone - group
+    workspaces = torch.accelerator.memory.memory_allocated(device) - made
+    idle = alone + GROUPS * max(group, 0)
+    return idle, idle + max(kernels, 0) + max(workspaces, 0)
+
+
+def use_kernels(device: torch.device) -> None:
+    """A product, a convolution and attention, forward and backward, which leave no tensor."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(4, 2, 64, 64, device=device, dtype=dtype, requires_grad=True)
+        weight = torch.randn(2, 2, 3, 3, device=device, dtype=dtype, requires_grad=True)
+        y = F.scaled_dot_product_attention(x @ x.mT, x, x)
+        F.conv2d(y, weight).square().mean().backward()

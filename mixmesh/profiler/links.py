@@ -125,16 +125,8 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
     for ranks in link_groups(cluster):
         everyone = len(ranks) == cluster.world_size
         across = len({cluster.machine_index_of(r) for r in ranks}) > 1
-        rest = OTHER if everyone else PAIR if across else MACHINE
         declared = tuple(cluster.devices[r].flop_per_s for r in ranks)
-        for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
-            default = default_algorithm(collective, backend)
-            rooted = collective in ("broadcast", "reduce")
-            for algorithm in ALGORITHMS.get(collective, ("",)):
-                vital = everyone and algorithm == default and not rooted
-                cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
-                if everyone and collective in BY_SKEW and len(set(declared)) > 1:
-                    cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+        cases += _cases_of(ranks, declared, OTHER if everyone else PAIR if across else MACHINE, backend)
         if everyone and on_gpus(cluster, ranks):
             cases.append(Case(DIRECT, "", ranks, declared, VITAL))
         if everyone and level_parts(cluster):
@@ -142,6 +134,21 @@ def link_cases(cluster: Cluster, backend: str) -> list[Case]:
         if len(ranks) == 2 or not across:
             # between machines it is what stages of a pipeline send each other
             cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
+    return cases
+
+
+def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: int, backend: str) -> list[Case]:
+    """The collectives among some ranks, of urgency ``rest`` but for those that training needs most."""
+    everyone = rest == OTHER
+    cases = []
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
+        default = default_algorithm(collective, backend)
+        rooted = collective in ("broadcast", "reduce")
+        for algorithm in ALGORITHMS.get(collective, ("",)):
+            vital = everyone and algorithm == default and not rooted
+            cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
+            if everyone and collective in BY_SKEW and len(set(declared)) > 1:
+                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
     return cases
 
 
@@ -158,7 +165,7 @@ def measure_links(
     backend = comm.channel(comm.everyone, "profile").backend
     largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
     going = [_Progress(case) for case in link_cases(cluster, backend)]
-    done: list[_Progress] = []
+    finished: list[_Progress] = []
     started, elapsed = time.perf_counter(), 0.0
     while going:
         early = elapsed < budget_s * BUCKET_SHARE
@@ -173,8 +180,8 @@ def measure_links(
             if len(chosen.points) < len(chosen.case.sizes_bytes):
                 continue
         going.remove(chosen)
-        done.append(chosen)
-    return tuple(measured(p, backend) for p in done if p.points)
+        finished.append(chosen)
+    return tuple(measured(p, backend) for p in finished if p.points)
 
 
 def urgency(p: _Progress, early: bool) -> int:

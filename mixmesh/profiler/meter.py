@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..runtime.accelerator import synchronize
+
 REPEATS = 3
 LONG_S = 0.02  # work that is measured once after its first run: the clock tells well, and time is short
 
@@ -21,13 +23,11 @@ class Meter:
 
     def once(self, work: Callable[[], object]) -> float:
         """Seconds of ``work``: of the thread's CPU under a quota, of the wall otherwise."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         clock = time.thread_time if self.emulated else time.perf_counter
         started = clock()
         work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return clock() - started
 
     def best(
@@ -40,11 +40,11 @@ class Meter:
         something ``between`` runs, each on its own."""
         first = self.once(work)
         if between is not None:
-            runs = []
+            times = []
             for _ in range(REPEATS + 2):
                 between()
-                runs.append(self.once(work))
-            return statistics.median(runs)
+                times.append(self.once(work))
+            return statistics.median(times)
         inner = max(1, math.ceil(at_least_s / max(first, 1e-7))) if first < at_least_s else 1
         inner = min(inner, 50)
 

@@ -29,6 +29,7 @@ from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_devices import planned_devices
 from ..plan_file import MicroBatch, Plan, accumulates, schedule
 from ..ratios import with_ratio
+from ..runtime.accelerator import begin_peak, empty_cache, peak_held_bytes
 from ..runtime.allocator import resident_bytes
 from ..runtime.data import shard_batches
 from ..runtime.parallel import parallelize
@@ -228,9 +229,12 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
     child process, nothing of ``job`` changes.
     """
     in_child = device.type == "cpu"
-    before = resident_bytes() - size_bytes(job) if in_child else torch.cuda.memory_allocated(device)
-    if not in_child:
-        torch.cuda.reset_peak_memory_stats(device)
+    if in_child:
+        before = resident_bytes() - size_bytes(job)
+    else:
+        empty_cache(device)
+        begin_peak(device)
+        before = peak_held_bytes(device)
     dist.init_process_group("fake", rank=rank, world_size=plan.program.world_size)
     try:
         with written_tensors():
@@ -238,7 +242,7 @@ def rehearse(job: Any, plan: Plan, rank: int, device: torch.device) -> int:
             train(job if in_child else replace(job, model=copy.deepcopy(job.model)), plan, rank, device)
     finally:
         dist.destroy_process_group()
-    return peak_memory_bytes(device) - before
+    return (peak_memory_bytes(device) if in_child else peak_held_bytes(device)) - before
 
 
 def train(job: Any, plan: Plan, rank: int, device: torch.device) -> None:

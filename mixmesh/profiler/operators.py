@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -55,7 +55,7 @@ def measure_ops(
 ) -> tuple[dict[str, OpMeasurement], list[str]]:
     """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
     bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes)
-    found: dict[str, OpMeasurement] = {}
+    measurements: dict[str, OpMeasurement] = {}
     skipped: list[str] = []
     order = by_weight(graph, declared)
     for number, (key, (node, call)) in enumerate(order):
@@ -63,9 +63,9 @@ def measure_ops(
             skipped.append(node.op)
             continue
         progress(f"operators {number + 1}/{len(order)}: {node.op}")
-        made = measure_op(bench, node, call, shares)
-        if made is not None:
-            found[key] = made
+        measurement = measure_op(bench, node, call, shares)
+        if measurement is not None:
+            measurements[key] = measurement
         else:
             skipped.append(node.op)
     # with what is left of the time: micro-batches, whose cost no line through larger shares tells
@@ -73,18 +73,20 @@ def measure_ops(
     for number, (key, (node, call)) in enumerate(order):
         if time.perf_counter() > deadline:
             break
-        if key in found:
+        if key in measurements:
             progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
-            found[key] = with_share(found[key], bench, node, call, least)
+            measurements[key] = with_share(measurements[key], bench, node, call, least)
     # then products whose weight is cut, each a little
-    weighted = [(key, node, call) for key, (node, call) in order if key in found and has_weight(graph, node)]
+    weighted = [
+        (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
+    ]
     for number, (key, node, call) in enumerate(weighted):
         if time.perf_counter() > deadline:
             break
         progress(f"operators with a part of their weight {number + 1}/{len(weighted)}: {node.op}")
         cuts = measure_cuts(bench, node, call, shares)
-        found[key] = replace(found[key], cuts=cuts)
-    return found, skipped
+        measurements[key] = replace(measurements[key], cuts=cuts)
+    return measurements, skipped
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]
     step, the most first. But the first product and the first that is none come before all others: from them
     those are estimated that there is no time for."""
     distinct: dict[str, tuple[Node, Call]] = {}
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for node in graph.nodes:
         if not node.is_leaf and not node.is_sink and node.op not in VIEWS:
             call = call_of(node, graph.types)
@@ -185,8 +187,8 @@ def measure_cuts(
 def sharded(call: Call) -> list[Strategy]:
     """All ways to cut a call; first where the batch is cut, as far as it has one."""
     rule = RULES.get(call.op)
-    found = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
-    return sorted(found, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)
+    options = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
+    return sorted(options, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)
 
 
 def measure_curves(
@@ -200,7 +202,8 @@ def measure_curves(
 ) -> tuple[Curve, Curve] | None:
     """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
     memory for it: then it is estimated by its class. With ``evict``, out of cold caches."""
-    forward, backward = [], []
+    forward: list[tuple[float, float]] = []
+    backward: list[tuple[float, float]] = []
     for target in shares if strategy is not None else (1.0,):
         if not bench.has_room(COPIES * share_bytes(call, strategy, target)):
             continue
@@ -256,17 +259,17 @@ def time_op(
     )
     if body.op == EXPERTS:  # all are chosen equally often
         smallest = count_experts(call_of(body, program.types))
-    made: dict[str, torch.Tensor] = {}
+    tensor_of: dict[str, torch.Tensor] = {}
     for i in program.instructions[:-1]:
         t = i.type
         shape = local_shape(t.value, t.placement, program.ratio(t.ratio), 0)
-        made[i.result] = example(t.value.dtype, shape, smallest, device)
-    inputs = [made[name] for name in body.inputs]
+        tensor_of[i.result] = example(t.value.dtype, shape, smallest, device)
+    inputs = [tensor_of[name] for name in body.inputs]
     other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
     between = other.zero_ if evict else None
     forward_s = meter.best(lambda: run(*inputs), between=between)
     out = [t for t in run(*inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
-    leaves = [t for t in made.values() if t.requires_grad]
+    leaves = [t for t in tensor_of.values() if t.requires_grad]
     if not out or not leaves:
         return forward_s, 0.0
     grads = [torch.ones_like(t) for t in out]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from ..cost import Curve, LinkMeasurement, host_key
 from ..runtime import collectives
+from ..runtime.accelerator import synchronize
 from ..runtime.comm import Channel, Comm
 from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
 from .meter import Meter
@@ -43,11 +44,11 @@ def measure_overlap(
     if comm.world_size < 2:
         return 0.0, {}, {}
     channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
-    found = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
     beside = {}
     if comm.device.type == "cpu":
         cases = everyone_cases(comm)
-        found |= {
+        lines |= {
             host_key(case.collective, case.algorithm): line(
                 PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
             )
@@ -60,7 +61,7 @@ def measure_overlap(
             )
             for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
         }
-    return slowdown(comm, channel, links), found, beside
+    return slowdown(comm, channel, links), lines, beside
 
 
 def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
@@ -68,7 +69,7 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
     buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # zeros stay what they are
     unit = piece_of_work(comm.device)
     unit()
-    found = []
+    slowdowns = []
     for _ in range(ROUNDS):
         dist.barrier()
         until = time.perf_counter() + WINDOW_S
@@ -82,8 +83,8 @@ def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -
         for handle in handles:
             handle.wait()
         if beside > 0:
-            found.append(alone / beside - 1)
-    return min(max(statistics.median(found), 0.0), 1.0) if found else 0.0
+            slowdowns.append(alone / beside - 1)
+    return min(max(statistics.median(slowdowns), 0.0), 1.0) if slowdowns else 0.0
 
 
 def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
@@ -115,8 +116,7 @@ def piece_of_work(device: torch.device) -> Callable[[], object]:
 
     def work() -> None:
         torch.mm(a, b).add_(a)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
 
     return work
 
@@ -163,12 +163,12 @@ def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
 def everyone_cases(comm: Comm) -> list[Case]:
     """The cases that move pieces between all ranks, by every algorithm."""
     even = (1.0,) * comm.world_size
-    found = [
+    cases = [
         Case(collective, algorithm, comm.everyone, even, EVEN)
         for collective, algorithms in ALGORITHMS.items()
         for algorithm in algorithms
     ]
-    return [*found, Case("all_to_all", "", comm.everyone, even, EVEN)]
+    return [*cases, Case("all_to_all", "", comm.everyone, even, EVEN)]
 
 
 def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, others: bool = False) -> float:
@@ -182,6 +182,6 @@ def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, oth
         return max(of_all - own, 0.0) if others else own
 
     once()
-    found = [once() for _ in range(REPEATS)]
+    times_s = [once() for _ in range(REPEATS)]
     # the time of other threads is a difference of two clocks, and never less than they need
-    return min(found) if others else statistics.median(found)
+    return min(times_s) if others else statistics.median(times_s)

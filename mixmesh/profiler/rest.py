@@ -58,13 +58,13 @@ def rested(rounds: list[list[float]]) -> tuple[float, float]:
     is the usual pace, and that line is ahead of no work at no time by the lead.
     """
     grid = np.linspace(0.0, WATCHED_S, STEPS + 1)[1:]
-    done = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)
+    mean_counts = np.mean([np.searchsorted(times, grid, side="right") for times in rounds], axis=0)
     late = grid >= WATCHED_S / 2
-    per_second, first = np.polyfit(grid[late], done[late], 1)
+    per_second, first = np.polyfit(grid[late], mean_counts[late], 1)
     if per_second <= 0 or first <= 0:
         return 0.0, 1.0
     lead_s = first / per_second
-    leads = done / per_second - grid
+    leads = mean_counts / per_second - grid
     half = int(np.argmax(leads >= lead_s / 2))
     speed = 1 + leads[half] / grid[half]
     return (float(lead_s), float(speed)) if speed > NOISE else (0.0, 1.0)

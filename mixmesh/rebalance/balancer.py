@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,12 +16,13 @@ from ..errors import MixmeshError
 from ..plan_file import MicroBatch, Plan
 from ..runtime.comm import Comm
 from ..runtime.data import Feed
-from ..runtime.first_rank import from_first_rank
+from ..runtime.first_rank import everyones, from_first_rank
 from ..runtime.parallel import ParallelModel
 from ..runtime.reshare import change_shares, why_other_form
 from ..testbed import enter_device, leave_device
 from .decide import Decision, Terms, decide
 from .observe import Observed, Sensitivity, window_steps
+from .replan import OtherPlan, Replanner
 from .solve import Solver, sample_ratio
 
 PURPOSE = "rebalance"  # a group of its own, for messages that nobody waits for
@@ -69,7 +70,9 @@ class RunBalancer:
     """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
     is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
     where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
-    ``on_change`` the step and the pause of a change of shares."""
+    ``on_change`` the step and the pause of a change of shares. ``why_not`` is asked on every rank why shares
+    cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
+    rank for a plan of another form."""
 
     def __init__(
         self,
@@ -79,7 +82,13 @@ class RunBalancer:
         settings: Sensitivity | None = None,
         on_window: Callable[[int, list[float]], object] = lambda step, own_s: None,
         on_change: Callable[[int, float], object] = lambda step, pause_s: None,
+        why_not: Callable[[], str] = lambda: "",
+        replanner: Replanner | None = None,
     ) -> None:
+        self._why_not, self._replanner = why_not, replanner
+        self._made_at = time.perf_counter()
+        self._restart_s = 0.0  # that a start is expected to take in these processes
+        self.following: OtherPlan | None = None  # a plan of another form to go on with
         self._on_window, self._on_change = on_window, on_change
         self._solver, self._num_steps, self._say = solver, num_steps, say
         self._settings = settings or Sensitivity()
@@ -101,21 +110,49 @@ class RunBalancer:
         with self._off_device(), comm.call("rebalancing"):
             expected_s = from_first_rank(lambda: self._solver.planned_own_s(self._plan))
         self._observed = Observed(expected_s)
+        self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
 
-    def after_step(self, num_steps: int, step_s: float, own_s: float) -> None:
-        """Observes a step, and changes shares where that was decided. Collective."""
+    def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
+        """Observes a step, and changes shares where that was decided. True if the training is to stop here,
+        for another plan to go on from a checkpoint (``following``). Collective."""
+        self._observe(num_steps, step_s, own_s)
+        return self.following is not None
+
+    def stay(self) -> None:
+        """Goes on under the same plan, as no checkpoint could be written."""
+        self.following = None
+        self._say("the checkpoint could not be written: the training goes on under the same plan")
+
+    def _observe(self, num_steps: int, step_s: float, own_s: float) -> None:
         if self._change is not None:
-            if num_steps == self._change.at_step:
-                self._apply(self._change)
+            if self.is_due(num_steps):
+                self.apply()
             return
         if self._pending is not None:
             self._window_is_over(num_steps)
-            if self._change is not None and self._change.at_step == num_steps:
-                self._apply(self._change)
+            if self._change is not None and self.is_due(num_steps):
+                self.apply()
             return
         self._times.append((own_s, step_s))
         if len(self._times) >= self._length:
             self._send()
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether shares are to change after ``num_steps`` steps: the next batch is cut by the new ones."""
+        return self._change is not None and num_steps == self._change.at_step
+
+    def close(self) -> None:
+        """Lets go of the model and its optimizer, when they are trained no more."""
+        del self._model, self._optimizer, self._feed
+
+    def followed_by(self, later: RunBalancer | None) -> RunBalancer:
+        """The balancer of the plan that followed, with what this one has decided; this one, which wants no
+        other plan any more, where that has none."""
+        if later is None:
+            self.following = None
+            return self
+        later.decisions, later.changes = self.decisions + later.decisions, self.changes + later.changes
+        return later
 
     def figures(self) -> dict[str, Any]:
         """Decisions with their numbers, and the changes of shares with the seconds that each held up the
@@ -163,12 +200,13 @@ class RunBalancer:
     def _decide(self, num_steps: int, step_s: float) -> None:
         """Decides what to do about a drift, as the first rank does. Collective."""
         with self._off_device(), self._comm.call("rebalancing"):
-            made = from_first_rank(lambda: self._decision(num_steps, step_s))
-        decision, shares, own_s = made
+            why_not = next(filter(None, everyones(self._why_not())), "")
+            made = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
+        decision, shares, own_s, self.following = made
         self.decisions.append(decision)
         self._say(decision.text())
         self._since = num_steps
-        if not decision.is_applied:
+        if not decision.is_applied or self.following is not None:
             self._observed = self._observed.settled()
             return
         plan = shares.on(self._plan)
@@ -176,9 +214,26 @@ class RunBalancer:
         self._change = Change(num_steps + self._feed.num_ahead, plan, own_s)
 
     def _decision(
-        self, num_steps: int, step_s: float
+        self, num_steps: int, step_s: float, why_not: str
+    ) -> tuple[Decision, NewShares | None, tuple[float, ...], OtherPlan | None]:
+        """The decision, with the shares and each rank's own seconds under them if it is to change them, or
+        with a plan of another form; ``why_not`` says why nothing is to change, on any rank."""
+        decision, shares, own_s = self._in_place(num_steps, step_s, why_not)
+        if self._replanner is not None and not why_not:
+            observed_s = self._observed.own_s()
+            is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
+            with suppress(MixmeshError):  # nothing fits, for instance: then shares alone may change
+                other = self._replanner.better(
+                    self._solver, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
+                )
+                if other is not None:
+                    return other[0], None, (), other[1]
+        return decision, shares, own_s, None
+
+    def _in_place(
+        self, num_steps: int, step_s: float, why_not: str
     ) -> tuple[Decision, NewShares | None, tuple[float, ...]]:
-        """The decision, with the shares and each rank's own seconds under them if it is to change them."""
+        """The decision on other shares for the same program."""
         plan, own_s = self._plan, self._observed.own_s()
         name = sample_ratio(plan.program) or plan.program.ratios[0][0]
         shares = plan.program.ratio_of[name]
@@ -194,6 +249,8 @@ class RunBalancer:
             max(num_steps, LEAST_LEFT) if left is None else left - self._feed.num_ahead,
             self._pause_s,
         )
+        if why_not:
+            return decide(replace(terms, problem=why_not), LEAST_GAIN), None, ()
         try:
             solved = self._solver.solve(plan, own_s)
             problem = why_other_form(plan, solved.plan, self._optimizer)
@@ -209,9 +266,9 @@ class RunBalancer:
         )
         return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
 
-    def _apply(self, change: Change) -> None:
+    def apply(self) -> None:
         """Changes shares. Collective."""
-        started = time.perf_counter()
+        started, change = time.perf_counter(), self._change
         with self._off_device():
             change_shares(self._model, self._optimizer, change.plan)
         self._pause_s = time.perf_counter() - started

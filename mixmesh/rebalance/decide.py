@@ -24,6 +24,7 @@ class Terms:
     steps_left: int
     pause_s: float
     problem: str = ""
+    other_plan: str = ""  # the planners of this plan and of one of another form, where that is to follow
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class Decision:
         )
         if t.problem:
             return f"{head}; shares {_percent(t.shares)} % stay: {t.problem}"
+        if t.other_plan:
+            return (
+                f"{head}; plan {t.other_plan}, step {seconds_text(t.step_s)} -> {seconds_text(t.new_step_s)} "
+                f"predicted, {t.steps_left} steps left, pause {seconds_text(t.pause_s)}: "
+                f"{self.reason or 'applied, going on from a checkpoint'}"
+            )
         return (
             f"{head}; shares {_percent(t.shares)} -> {_percent(t.new_shares)} %, "
             f"step {seconds_text(t.step_s)} -> {seconds_text(t.new_step_s)} predicted, "

@@ -55,8 +55,12 @@ class Observed:
         return replace(self, windows=windows, patience=patience, num_calm=num_calm)
 
     def watched(self, step_s: float, settings: Sensitivity) -> list[int]:
-        """The ranks that compute for long enough to say something."""
-        return [r for r, s in enumerate(self.expected_s) if s > settings.idle * step_s and self._is_known(r)]
+        """The ranks that compute for long enough to say something: a part of the step as it would be without
+        a device that takes many times as long as is counted on."""
+        longest_s = max(self.own_s())
+        grown = max(1.0, longest_s / max(self.expected_s)) if max(self.expected_s) > 0 else 1.0
+        least_s = settings.idle * step_s / grown
+        return [r for r, s in enumerate(self.expected_s) if s > least_s and self._is_known(r)]
 
     def _is_known(self, rank: int) -> bool:
         return all(window[rank] > 0 for window in self.windows)

@@ -59,7 +59,7 @@ class Solver:
 
     def solve(self, plan: Plan, own_s: Sequence[float]) -> Solved:
         """The best shares found. Raises Infeasible where nothing but the old ones fits."""
-        costs = corrected_costs(self.cluster, self.profile, self.factors(plan, own_s))
+        costs = self.costs(plan, own_s)
         simulation, before = self._simulated(plan, costs)
         room = plan.usable_bytes or [usable_bytes(costs, r, HEADROOM) for r in range(len(own_s))]
         best: tuple[Plan, Timeline] | None = None
@@ -78,6 +78,20 @@ class Solver:
         )
         moved = moved_bytes(plan.program, made.program, self.optimizer_states)
         return Solved(made, timeline.step_s / before.step_s, timeline.compute_s, moved)
+
+    def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
+        """The costs of the cluster as its devices turned out to be."""
+        return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s))
+
+    def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
+        """Seconds of a step of ``plan`` on the devices as they are, and those of one that is as close to
+        perfect balance as it was planned to be: all devices compute all the time, by speed, and communicate
+        for free."""
+        planned = self._simulated(plan, CostModel(self.cluster, self.profile))[1]
+        now_s = self._simulated(plan, self.costs(plan, own_s))[1].step_s
+        speeds = [device.flop_per_s for device in self.cluster.devices]
+        slowed = [v / f for v, f in zip(speeds, self.factors(plan, own_s))]
+        return now_s, planned.step_s * sum(speeds) / sum(slowed)
 
     def pause_s(self, moved_bytes: int) -> float:
         """About what it takes to move ``moved_bytes`` between ranks, over the slowest link."""

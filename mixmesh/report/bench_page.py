@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from .page import Page, asset, filled, section_html, table_html
 from .recognise import Bench
@@ -39,7 +39,7 @@ def bench_page(benches: Sequence[Bench]) -> Page:
             for bench, rows, own in zip(benches, flat, labels)
         ],
     }
-    title = f"mixmesh bench {first.made['bench']}"
+    title = f"python -m benchmarks {first.made['bench']}"
     return Page(title, " and ".join(bench.name for bench in benches), words, main, data, "bench.js")
 
 
@@ -52,7 +52,7 @@ def flattened(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]
             yield f"{above}{name}", value
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -84,21 +84,23 @@ def values_of(
     by_label = dict(zip(labels, rows))
 
     def value(label: str, figure: str) -> float | None:
-        found = by_label.get(label, {}).get(figure)
-        return found if is_number(found) else None
+        figure_value = by_label.get(label, {}).get(figure)
+        return figure_value if is_number(figure_value) else None
 
     return {figure: [value(label, figure) for label in wanted] for figure in figures}
 
 
 def sentences(bench: Bench, benches: Sequence[Bench]) -> list[str]:
     """The source of the results, and how many targets were met."""
-    made = bench.made
+    header = bench.made
     begin = f"{bench.name}: " if len(benches) > 1 else ""
-    source = f"{begin}{len(bench.rows)} rows, made by {made.get('command', 'a command that is not known')}, "
-    found = [f"{source}revision {made.get('revision', 'not known')}."]
-    if "targets" in made and "targets_met" in made:
-        found.append(f"{begin}{made['targets_met']} of {made['targets']} targets are met.")
-    return found
+    source = (
+        f"{begin}{len(bench.rows)} rows, made by {header.get('command', 'a command that is not known')}, "
+    )
+    lines = [f"{source}revision {header.get('revision', 'not known')}."]
+    if "targets" in header and "targets_met" in header:
+        lines.append(f"{begin}{header['targets_met']} of {header['targets']} targets are met.")
+    return lines
 
 
 def differences(
@@ -116,13 +118,13 @@ def differences(
         if label in two and is_number(row.get(figure)) and is_number(two[label].get(figure))
     ]
     changed = [(abs(b / a - 1), label, a, b) for label, a, b in pairs if a and abs(b / a - 1) > SAME]
-    found = [
+    lines = [
         f"Of {len(pairs)} rows that both have, {len(changed)} differ in {figure} by more than {SAME:.0%} "
         f"from {benches[0].name} to {benches[1].name}."
     ]
     for _, label, a, b in sorted(changed, reverse=True)[:CHANGED]:
-        found.append(f"{label}: {figure} {a:.4g}, then {b:.4g} ({b / a:.2f}x).")
-    return found
+        lines.append(f"{label}: {figure} {a:.4g}, then {b:.4g} ({b / a:.2f}x).")
+    return lines
 
 
 def rows_html(rows: Sequence[Row]) -> str:

@@ -55,7 +55,7 @@ def rivals_of(
     considered = {c.planner: c for c in plan.candidates if c.planner != plan.planner}
     if plan.planner != EVENLY and cluster.world_size > 1:
         considered.setdefault(EVENLY, Candidate(EVENLY, True, 0.0))
-    found = []
+    rivals = []
     for name, candidate in considered.items():
         remade = remake(plan, cluster, name, profile, ideal_s) if is_quick(plan, name) else None
         step_s = remade.timeline.step_s if remade else candidate.predicted_step_s
@@ -63,8 +63,8 @@ def rivals_of(
         if remade is None and not step_s:
             continue
         why = why_not(step_s, fits, remade, parts, cluster)
-        found.append(Rival(name, fits, step_s, remade, why))
-    return tuple(sorted(found, key=lambda rival: (not rival.fits, rival.step_s)))
+        rivals.append(Rival(name, fits, step_s, remade, why))
+    return tuple(sorted(rivals, key=lambda rival: (not rival.fits, rival.step_s)))
 
 
 def is_quick(plan: Plan, name: str) -> bool:
@@ -78,8 +78,8 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, ide
     """The plan of one planner, also one that does not fit; None if it has none."""
     costs, graph = CostModel(cluster, profile), plan.program.graph
     try:
-        made = make_plan(graph, cluster, planner=name, profile=profile)
-        program, micro_batches = made.program, made.micro_batches
+        remade = make_plan(graph, cluster, planner=name, profile=profile)
+        program, micro_batches = remade.program, remade.micro_batches
     except MixmeshError:  # it does not fit: what would not is asked
         proposals = list(PROPOSERS[name](Task(graph, costs, ADAM, lambda _: None)))
         if not proposals:

@@ -95,7 +95,9 @@ def facts_of(
     simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
     timeline = simulation.run(plan.program, plan.micro_batches, events=True)
     held = simulation.held_bytes(plan.program, plan.micro_batches)
-    ideal_s = plan.bound_s or sum(timeline.compute_s) / len(timeline.compute_s)
+    # a bound at the devices' peaks says little of what they compute longer than needed
+    mean_s = sum(timeline.compute_s) / len(timeline.compute_s)
+    ideal_s = plan.bound_s if plan.bound_s and plan.is_bound_measured else mean_s
     kind_of = kinds_of(plan.program)
     parts = Parts.of(timeline, ideal_s, kind_of)
     return Facts(
@@ -134,7 +136,7 @@ def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
     another batch is not asked about."""
     started = time.perf_counter()
     asked = [change for change in changes(cluster) if change.batches == 1]
-    found = answers(
+    what_ifs = answers(
         Change("now", "as it is", cluster),
         asked,
         lambda _: plan.program.graph,
@@ -142,16 +144,16 @@ def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
         lambda graph, changed, costs: make_plan(graph, changed, profile=costs),
         profile,
     )
-    return WhatIf(tuple(found), time.perf_counter() - started)
+    return WhatIf(tuple(what_ifs), time.perf_counter() - started)
 
 
 def program_lines(plan: Plan, events: Sequence[Event]) -> list[Line]:
     """The lines of the program's text with what each takes."""
-    taken: dict[tuple[str, int], float] = defaultdict(float)
+    seconds_of: dict[tuple[str, int], float] = defaultdict(float)
     for event in events:
-        taken[event.name.partition(" ")[0], event.rank] += event.end_s - event.start_s
+        seconds_of[event.name.partition(" ")[0], event.rank] += event.end_s - event.start_s
     slowest: dict[str, float] = defaultdict(float)
-    for (name, _), time_s in taken.items():
+    for (name, _), time_s in seconds_of.items():
         slowest[name] = max(slowest[name], time_s)
     lines = []
     for text in print_program(plan.program, plan.notes).splitlines():

@@ -42,7 +42,7 @@ class _Trace(pydantic.BaseModel):
 def read_trace(path: str | Path, world_size: int) -> Timeline:
     """The timeline in a trace of ``world_size`` ranks. Raises InputError for another file, or other ranks."""
     try:
-        found = _Trace.model_validate_json(read_text(path, MAX_BYTES))
+        recorded = _Trace.model_validate_json(read_text(path, MAX_BYTES))
     except OSError as error:
         raise InputError(f"cannot read the timeline: {error.strerror}", where=str(path)) from None
     except ValueError as error:
@@ -53,7 +53,7 @@ def read_trace(path: str | Path, world_size: int) -> Timeline:
             got=str(error).partition("\n")[0],
             hint="mixmesh run JOB --plan X.plan --trace T.json",
         ) from None
-    rows = [row for row in found.traceEvents if isinstance(row, _Complete)]
+    rows = [row for row in recorded.traceEvents if isinstance(row, _Complete)]
     ranks = {row.pid for row in rows}
     if not ranks or max(ranks) >= world_size:
         raise InputError(

@@ -42,17 +42,17 @@ def waits(timeline: Timeline, rank: int, kind_of: KindOf) -> dict[str, float]:
     own = [e for e in timeline.events if e.rank == rank and e.end_s > e.start_s]
     busy = [(e.start_s, e.end_s) for e in own if e.stream == COMPUTE]
     under_way = sorted((e for e in own if e.stream == COMMUNICATION), key=lambda e: e.start_s)
-    found = dict.fromkeys(WAITS, 0.0)
+    seconds_of = dict.fromkeys(WAITS, 0.0)
     for start_s, end_s in gaps(busy, timeline.step_s):
         at_s = start_s
         for event in under_way:
             begin_s, until_s = max(event.start_s, at_s), min(event.end_s, end_s)
             if until_s > begin_s:
-                found[OTHERS] += begin_s - at_s
-                found[kind_of(event)] += until_s - begin_s
+                seconds_of[OTHERS] += begin_s - at_s
+                seconds_of[kind_of(event)] += until_s - begin_s
                 at_s = until_s
-        found[OTHERS] += end_s - at_s
-    return found
+        seconds_of[OTHERS] += end_s - at_s
+    return seconds_of
 
 
 def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[float, float]]:

@@ -14,7 +14,7 @@ from ..run_log import MAX_BYTES, RUN_LOG, RunLog, parse_log
 
 EXPECTED = (
     "a plan (mixmesh plan --out X.plan), a folder of checkpoints (mixmesh run --checkpoint DIR), the log of "
-    "a training (--log-json FILE), or the results of a bench (mixmesh bench NAME --out R.json)"
+    "a training (--log-json FILE), or the results of a bench (python -m benchmarks NAME --out R.json)"
 )
 SHOWN = 40  # characters of a file that is none of these
 
@@ -71,7 +71,8 @@ def run_of_folder(folder: Path) -> Run:
     """The training whose checkpoints are in a folder. Raises InputError where it has no log."""
     from ..checkpoint.manifest import NAME, checkpoints_in
 
-    kept = [int(NAME.fullmatch(path.name)[2]) for path in checkpoints_in(folder)]
+    matches = [NAME.fullmatch(path.name) for path in checkpoints_in(folder)]
+    kept = [int(match[2]) for match in matches if match is not None]
     log = folder / RUN_LOG
     if not log.is_file():
         got = f"{len(kept)} checkpoints and no {RUN_LOG}" if kept else "a folder without checkpoints"
@@ -85,13 +86,13 @@ def bench_of(text: str, name: str) -> Bench | None:
     if not text.startswith("{"):
         return None
     try:
-        made = json.loads(text)
+        results = json.loads(text)
     except ValueError:
         return None
-    if not isinstance(made, dict) or not isinstance(made.get("bench"), str):
+    if not isinstance(results, dict) or not isinstance(results.get("bench"), str):
         return None
-    lists = [made.get("rows"), made.get("cases")]
+    lists = [results.get("rows"), results.get("cases")]
     rows = next((tuple(x) for x in lists if isinstance(x, list) and x), None)
     if rows is None or not all(isinstance(row, dict) for row in rows):
         return None
-    return Bench(name, made, rows)
+    return Bench(name, results, rows)

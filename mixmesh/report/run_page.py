@@ -63,34 +63,34 @@ def usual_step_s(log: RunLog) -> float | None:
 
 def sentences(run: Run) -> list[str]:
     """The training in a few sentences: how far it is, how fast, what went wrong, and who is waited for."""
-    log, found = run.log, []
+    log, lines = run.log, []
     if not log.steps:
         return ["No step was made."]
     losses = [s.loss for s in log.steps if s.loss is not None]
     step_s = usual_step_s(log)
     course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
-    found.append(f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median).")
+    lines.append(f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median).")
     starts = log.of(START)
     predicted_s = starts[-1].facts.get("predicted_step_s") if starts else None
     if predicted_s:
         bound_s = starts[-1].facts.get("bound_s")
         share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
-        found.append(f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}.")
+        lines.append(f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}.")
     again = [mark for mark in starts if mark.step or mark.num_undone]
     if again:
         undone = sum(mark.num_undone for mark in again)
         where = ", ".join(str(mark.step) for mark in again)
-        found.append(f"It was started again after step {where}; {plural(undone, 'step')} were made twice.")
+        lines.append(f"It was started again after step {where}; {plural(undone, 'step')} were made twice.")
     else:
-        found.append("It was never interrupted.")
+        lines.append("It was never interrupted.")
     if saved := log.of(CHECKPOINT):
-        found.append(f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
+        lines.append(f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
     if changed := log.of(SHARES):
         where = ", ".join(str(mark.step) for mark in changed)
-        found.append(f"Shares followed the devices' speeds after step {where}.")
+        lines.append(f"Shares followed the devices' speeds after step {where}.")
     if own := log.of(OWN):
-        found.append(slowest_text(own[-1].facts["own_s"]))
-    return found
+        lines.append(slowest_text(own[-1].facts["own_s"]))
+    return lines
 
 
 def slowest_text(own_s: Sequence[float]) -> str:
@@ -106,18 +106,18 @@ def slowest_text(own_s: Sequence[float]) -> str:
 def differences(one: Run, two: Run) -> list[str]:
     """The differences of two trainings, in words."""
     a_s, b_s = usual_step_s(one.log), usual_step_s(two.log)
-    found = []
+    lines = []
     if a_s and b_s:
         gain = a_s / b_s
         how = "as fast as" if abs(gain - 1) < SAME else f"{gain:.3g}x as fast as"
         times = f"{seconds_text(b_s)} a step, and {seconds_text(a_s)} there"
-        found.append(f"{two.name} is {how} {one.name}: {times}.")
+        lines.append(f"{two.name} is {how} {one.name}: {times}.")
     losses = [{s.step: s.loss for s in run.log.steps if s.loss is not None} for run in (one, two)]
     if common := sorted(losses[0].keys() & losses[1].keys()):
         last = common[-1]
         values = f"{losses[0][last]:.4g} in {one.name} and {losses[1][last]:.4g} in {two.name}"
-        found.append(f"After step {last}, the last that both made, the loss is {values}.")
-    return found
+        lines.append(f"After step {last}, the last that both made, the loss is {values}.")
+    return lines
 
 
 def mark_rows(run: Run) -> list[tuple[str, str, str]]:

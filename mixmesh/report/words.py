@@ -14,8 +14,8 @@ SAME = 0.01  # share of a step
 
 def sentences(facts: Facts) -> list[str]:
     """Three sentences, or fewer for one device or a plan that is not compared."""
-    found = [pace(facts), why(facts), links(facts)]
-    return [text for text in found if text]
+    lines = [pace(facts), why(facts), links(facts)]
+    return [text for text in lines if text]
 
 
 def pace(facts: Facts) -> str:
@@ -27,7 +27,7 @@ def pace(facts: Facts) -> str:
         return f"The bottleneck is {device_name(facts.cluster, rank)}: it {busy}."
     waited = seconds_text(facts.parts.exposed_s)
     return (
-        f"The bottleneck are links: even {device_name(facts.cluster, rank)}, the busiest device, {busy}, and "
+        f"Links are the bottleneck: even {device_name(facts.cluster, rank)}, the busiest device, {busy}, and "
         f"{waited} of communication and waiting are hidden behind nothing."
     )
 

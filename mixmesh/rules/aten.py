@@ -1,5 +1,5 @@
-"""The table: one row per operator, of ATen and of our own (``operators``). ``python -m mixmesh.rules`` prints
-it with examples."""
+"""The table: one row per operator, of ATen and of our own (``operators``). ``python -m tools.rule_table``
+prints it with examples."""
 
 from __future__ import annotations
 

@@ -34,9 +34,9 @@ def experts(call: Call) -> tuple[str, dict[str, int]]:
             inner = [f"{name[0]}{name[1]}{n}_{dim}!" for dim in range(1 if heads[name] else 0, rank)]
             terms.append(" ".join([heads[name], *inner] if heads[name] else inner))
             at += 1
-    made = " ".join(["t", *(f"o{dim}!" for dim in range(1, len(call.outputs[0].shape)))])
+    produced = " ".join(["t", *(f"o{dim}!" for dim in range(1, len(call.outputs[0].shape)))])
     choices = call.inputs[0].shape[0] // call.inputs[1].shape[0]
-    return f"{', '.join(terms)} -> {made}", {"c": choices}
+    return f"{', '.join(terms)} -> {produced}", {"c": choices}
 
 
 def experts_flops(call: Call) -> str:

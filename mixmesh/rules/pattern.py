@@ -126,40 +126,47 @@ def bind(
     inputs = [_expand(t, s) for t, s in zip(terms, in_shapes)]
     outputs = [_expand(t, s) for t, s in zip(pattern.outputs, out_shapes)]
     whole |= {factor for dims in inputs + outputs for dim in dims for factor in dim[1:]}
-    known = dict(sizes or {})
     pairs = [(d, n) for dims, s in zip(inputs + outputs, in_shapes + out_shapes) for d, n in zip(dims, s)]
-    for dim, n in pairs:
-        if len(dim) == 1:
-            known[dim[0]] = max(n, known.get(dim[0], 0))
-    for _ in range(2):  # a compound dim with one unknown factor gives that factor
-        for dim, n in pairs:
-            unknown = [f for f in dim if f not in known]
-            if len(unknown) == 1 and n:
-                known[unknown[0]] = n // math.prod(known[f] for f in dim if f in known)
-    missing = {f for dim, _ in pairs for f in dim} - known.keys()
-    if missing:
-        raise PatternMismatch(f"the sizes of {sorted(missing)} cannot be told from the shapes")
-
-    def drop_broadcast(dims: list[Dim], shape) -> tuple[Dim, ...]:
-        kept = []
-        for dim, n in zip(dims, shape):
-            # size-1 factors inside a compound never lead; a dim of 1 against a longer factor broadcasts
-            slim = tuple(f for f in dim if known[f] != 1)
-            if math.prod(known[f] for f in slim) == n:
-                kept.append(slim)
-            elif n == 1:
-                kept.append(())
-            else:
-                raise PatternMismatch(f"dim of {n} where the rule's {' '.join(dim)} is {known}")
-        return tuple(kept)
-
+    size_of = _factor_sizes(pairs, sizes or {})
     return Bound(
-        tuple(drop_broadcast(d, s) for d, s in zip(inputs, in_shapes)),
-        tuple(drop_broadcast(d, s) for d, s in zip(outputs, out_shapes)),
-        known,
+        tuple(_without_broadcast(d, s, size_of) for d, s in zip(inputs, in_shapes)),
+        tuple(_without_broadcast(d, s, size_of) for d, s in zip(outputs, out_shapes)),
+        size_of,
         frozenset(whole),
         frozenset(i for i, t in enumerate(pattern.inputs) if t.additive),
     )
+
+
+def _factor_sizes(pairs: list[tuple[Dim, int]], sizes: dict[str, int]) -> dict[str, int]:
+    """The size of every factor of dims whose sizes are known, those of ``sizes`` included."""
+    size_of = dict(sizes)
+    for dim, n in pairs:
+        if len(dim) == 1:
+            size_of[dim[0]] = max(n, size_of.get(dim[0], 0))
+    for _ in range(2):  # a compound dim with one unknown factor gives that factor
+        for dim, n in pairs:
+            unknown = [f for f in dim if f not in size_of]
+            if len(unknown) == 1 and n:
+                size_of[unknown[0]] = n // math.prod(size_of[f] for f in dim if f in size_of)
+    missing = {f for dim, _ in pairs for f in dim} - size_of.keys()
+    if missing:
+        raise PatternMismatch(f"the sizes of {sorted(missing)} cannot be told from the shapes")
+    return size_of
+
+
+def _without_broadcast(dims: list[Dim], shape: tuple[int, ...], size_of: dict[str, int]) -> tuple[Dim, ...]:
+    """The dims without the factors that a size of 1 stands for."""
+    kept: list[Dim] = []
+    for dim, n in zip(dims, shape):
+        # size-1 factors inside a compound never lead; a dim of 1 against a longer factor broadcasts
+        slim = tuple(f for f in dim if size_of[f] != 1)
+        if math.prod(size_of[f] for f in slim) == n:
+            kept.append(slim)
+        elif n == 1:
+            kept.append(())
+        else:
+            raise PatternMismatch(f"dim of {n} where the rule's {' '.join(dim)} is {size_of}")
+    return tuple(kept)
 
 
 def _expand(term: Term, shape: tuple[int, ...]) -> list[Dim]:

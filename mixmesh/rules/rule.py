@@ -155,9 +155,9 @@ def strategies(rule: Rule, call: Call) -> tuple[Strategy, ...]:
     except PatternMismatch:
         return tuple(out)  # shapes that the row does not cover run replicated
     for factor in bound.shardable():
-        made = shard_strategy(bound, factor, rule.own)
-        if made is not None and sums_are_floating(made, call):
-            out.append(made)
+        strategy = shard_strategy(bound, factor, rule.own)
+        if strategy is not None and sums_are_floating(strategy, call):
+            out.append(strategy)
     # a result that is not a number (dropout's mask) does not depend on the partial input
     passed = tuple(REPLICATE if t.dtype == "bool" else PARTIAL for t in call.outputs)
     for group in rule.partial_groups(call):
@@ -245,7 +245,7 @@ def fill_in_units(
     """The placements of all results, where those of some are not known: each is cut in as many steps as the
     inputs and the other results are."""
     if rule is None or not strategy.is_sharded:
-        return [known or bare for known, bare in zip(outputs, strategy.outputs)]
+        return [explicit or bare for explicit, bare in zip(outputs, strategy.outputs)]
     bound = rule.bound(call)
     cuts = [*zip(bound.inputs, inputs), *zip(bound.outputs, outputs)]
     steps = {p.unit // bound.trailing(dims[p.dim]) for dims, p in cuts if isinstance(p, Shard)}
@@ -255,8 +255,8 @@ def fill_in_units(
             return bare
         return replace(bare, unit=max(steps, default=1) * bound.trailing(dims[bare.dim]))
 
-    made = map(placement, bound.outputs, strategy.outputs)
-    return [known or p for known, p in zip(outputs, made)]
+    derived = map(placement, bound.outputs, strategy.outputs)
+    return [explicit or p for explicit, p in zip(outputs, derived)]
 
 
 def multiply_adds(rule: Rule, call: Call) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from ..ir import Shard
 from .pattern import PatternMismatch
@@ -27,7 +28,7 @@ def same(call: Call) -> str:
     return ", ".join(["..."] * len(call.inputs)) + " -> " + ", ".join(["..."] * len(call.outputs))
 
 
-def fixed_dims(call: Call, dims: tuple[int, ...]) -> str:
+def fixed_dims(call: Call, dims: Iterable[int]) -> str:
     """Same shape in and out, with some dims whole."""
     rank = rank_of(call)
     whole = {wrap(d, rank) for d in dims}
@@ -89,7 +90,7 @@ def view(call: Call) -> tuple[str, dict[str, int]]:
     source, target = call.inputs[0].shape, call.outputs[0].shape
     if math.prod(source) == 0:
         raise PatternMismatch("a view of nothing")
-    left, right = [[] for _ in source], [[] for _ in target]
+    left, right = [list[str]() for _ in source], [list[str]() for _ in target]
     sizes: dict[str, int] = {}
     i = j = 0
     a = b = 1  # sizes left of the current dims
@@ -234,7 +235,7 @@ def repeat(call: Call) -> tuple[str, dict[str, int]]:
     """repeat(self, repeats): a repeated dim is (times, size), of which the times may be cut."""
     source, times = call.inputs[0].shape, call.args[1]
     shape = (1,) * (len(times) - len(source)) + source
-    left, right, sizes = [], [], {}
+    left, right, sizes = [], [], dict[str, int]()
     for i, (n, r) in enumerate(zip(shape, times)):
         left.append(f"d{i}")
         right.append(f"d{i}" if r == 1 else f"(r{i} d{i})")
@@ -301,7 +302,7 @@ def pool(call: Call) -> tuple[str, dict[str, int]]:
     stride, padding = of(2, "stride", kernel), of(3, "padding", (0,))
     dilated = "max" in call.op and of(4, "dilation", (1,)) != (1,) * spatial
     free = " ".join(f"n{i}" for i in range(rank - spatial))
-    left, right, sizes = [], [], {}
+    left, right, sizes = [], [], dict[str, int]()
     for i, n in enumerate(call.inputs[0].shape[rank - spatial :]):
         tiles = stride[i] == kernel[i] and padding[i] == 0 and n % kernel[i] == 0 and not dilated
         left.append(f"(y{i} k{i})" if tiles else f"h{i}!")
@@ -396,9 +397,9 @@ def renorm(call: Call) -> str:
 def diag_embed(call: Call) -> str:
     """diag_embed(self, offset, dim1, dim2): the last dim becomes two."""
     rank = rank_of(call) + 1
-    made = {wrap(call.arg(2, "dim1", -2), rank), wrap(call.arg(3, "dim2", -1), rank)}
+    diagonal_dims = {wrap(call.arg(2, "dim1", -2), rank), wrap(call.arg(3, "dim2", -1), rank)}
     free = iter(names(rank - 2))
-    right = [f"b{i}!" if i in made else next(free) for i in range(rank)]
+    right = [f"b{i}!" if i in diagonal_dims else next(free) for i in range(rank)]
     return " ".join([*names(rank - 2), "a!"]) + " -> " + " ".join(right)
 
 

@@ -185,6 +185,11 @@ def facts_of_batch(program: Program, tensors: Mapping[str, Tensor]) -> Facts:
     return facts
 
 
+def facts_of_values(name: str, tensor: Tensor) -> Facts:
+    """The values of a tensor that every rank must have whole."""
+    return {f"= {name}": _values(tensor)}
+
+
 def batch_disagreement(told: list[Facts]) -> InputError | None:
     """An input that is not the same on two ranks and must be; None if there is none.
 
@@ -220,10 +225,10 @@ def _values(tensor: Tensor) -> str:
 
 
 def _digest(*parts: str | bytes) -> str:
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for part in parts:
-        made.update(part if isinstance(part, bytes) else part.encode())
-    return made.hexdigest()[:12]
+        hasher.update(part if isinstance(part, bytes) else part.encode())
+    return hasher.hexdigest()[:12]
 
 
 def _code_of(model: nn.Module) -> Iterator[bytes]:

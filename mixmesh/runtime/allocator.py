@@ -21,7 +21,7 @@ from pathlib import Path
 from ..cost.memory.walk import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
-TRIM_ABOVE = 1.0  # times what was planned, which has room for what a step more may add
+SLACK = 1.1  # times what a process holds, until it counts as more
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # <malloc.h>
 
 
@@ -33,16 +33,37 @@ def steady_heap() -> bool:
     return bool(mallopt(M_MMAP_THRESHOLD, OWN_PIECE_BYTES) and mallopt(M_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-def trim_heap(planned_bytes: int) -> int:
-    """Gives the free pieces of the heap back if the process holds more than was planned.
+def trim_heap() -> None:
+    """Gives the free pieces of the heap back, where it grows."""
+    if grows():
+        give_back()
 
-    Returns what to compare with from then on: more than was planned in a process that holds other things as
-    well, where trimming at every step would only cost time.
+
+class HeapLimit:
+    """Gives free pieces of the heap back between steps where a process holds more than was planned.
+
+    A process may hold other things as well, a data set for instance. If the next step takes it over the
+    limit again, that is what it needs, and the limit follows: giving back at every step would only cost
+    time, a fifth of a step of a small transformer (``python -m benchmarks compiled``).
     """
-    if not grows() or resident_bytes() <= TRIM_ABOVE * planned_bytes:
-        return planned_bytes
-    give_back()
-    return max(planned_bytes, round(1.1 * resident_bytes() / TRIM_ABOVE))
+
+    def __init__(self, planned_bytes: int) -> None:
+        self.limit_bytes = planned_bytes  # 0 where nothing is planned: nothing is given back
+        self._has_just_trimmed = False
+
+    def before_step(self) -> None:
+        """Looks at what the process holds."""
+        if not self.limit_bytes or not grows():
+            return
+        held_bytes = resident_bytes()
+        if held_bytes <= self.limit_bytes:
+            self._has_just_trimmed = False
+        elif self._has_just_trimmed:
+            self.limit_bytes, self._has_just_trimmed = round(SLACK * held_bytes), False
+        else:
+            give_back()
+            self.limit_bytes = max(self.limit_bytes, round(SLACK * resident_bytes()))
+            self._has_just_trimmed = True
 
 
 def give_back() -> None:

@@ -96,8 +96,10 @@ class Calls:
         signature = Signature.of(model)
         arguments = None if isinstance(plan, Program) else plan.arguments
         inputs = {signature.named(i.args[0]): i.args[0] for i in program_inputs(program)}
-        known = None if arguments is None else {signature.named(name): text for name, text in arguments}
-        return cls(signature, inputs, known)
+        planned_text = (
+            None if arguments is None else {signature.named(name): text for name, text in arguments}
+        )
+        return cls(signature, inputs, planned_text)
 
     def tensors(
         self, args: tuple, kwargs: Mapping[str, Any], *, evaluates: bool = False
@@ -116,24 +118,26 @@ class Calls:
 
     def _check(self, leaves: Mapping[str, Any], evaluates: bool) -> None:
         for name, leaf in leaves.items():
-            text, known = describe_argument(leaf), self.known.get(name)
-            if known is None and leaf is None:
+            text, planned_text = describe_argument(leaf), self.known.get(name)
+            if planned_text is None and leaf is None:
                 continue  # as good as not passed
-            if known == TENSOR and leaf is None:
+            if planned_text == TENSOR and leaf is None:
                 if evaluates:
                     continue
                 raise missing(name)
-            if known is None and name in self.signature.names:
-                known = describe_argument(self.signature.names[name])  # its default, not passed when planned
-            if text != known:
-                raise self._other(name, text, known)
-        for name, known in self.known.items():
-            if known in (TENSOR, WORDS) or name in leaves:
+            if planned_text is None and name in self.signature.names:
+                planned_text = describe_argument(
+                    self.signature.names[name]
+                )  # its default, not passed when planned
+            if text != planned_text:
+                raise self._other(name, text, planned_text)
+        for name, planned_text in self.known.items():
+            if planned_text in (TENSOR, WORDS) or name in leaves:
                 continue  # a tensor that is missing is said where it is needed, and words are not read
             default = self.signature.names.get(name, Parameter.empty)
             text = "nothing" if default is Parameter.empty else describe_argument(default)
-            if text != known:
-                raise self._other(name, text, known)
+            if text != planned_text:
+                raise self._other(name, text, planned_text)
 
     def _other(self, name: str, text: str, known: str | None) -> InputError:
         if known is None:

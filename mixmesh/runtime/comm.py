@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, PlanError
 from ..ir import Instruction, Program, print_instruction
+from .accelerator import indexed, take
 from .agreement import Facts, batch_disagreement
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
@@ -84,7 +85,7 @@ class Comm:
         timeout_s: float = 300.0,
         watch: Watch | None = None,
     ) -> Comm:
-        where = torch.device(device) if device is not None else default_device()
+        where = indexed(device) if device is not None else default_device()
         initialise(world_size, where, timeout_s)
         if dist.get_world_size() != world_size:
             raise PlanError(
@@ -209,8 +210,8 @@ class Channel:
         watch = self.comm.watch
         if watch is not None:
             watch.waiting = watch.waiting or Waiting.now(self.what, self.where)
-            if (known := watch.explain()) is not None:
-                return known
+            if (cause := watch.explain()) is not None:
+                return cause
         text = str(error)
         ranks = ", ".join(map(str, self.ranks))
         if "imed out" in text or "imeout" in text:
@@ -246,8 +247,7 @@ def backend_for(device: torch.device) -> str:
 
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     """torch.distributed from the launcher's variables, unless it is initialised already."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    take(device)
     if dist.is_initialized():
         return
     end_with_launcher()

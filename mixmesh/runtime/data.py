@@ -19,6 +19,7 @@ from torch.utils.data import Sampler
 from ..errors import InputError
 from ..ir import Instruction, Program, Shard
 from ..plan_file import Plan
+from .accelerator import indexed
 from .batches import batch_dim_input, local_input, program_inputs
 from .calls import Signature, signature_of
 from .executor import local_piece
@@ -57,6 +58,11 @@ class Followed(Generic[T]):
         """Has ``value`` be the one after ``after`` more uses."""
         self._next = after, value
 
+    def settle(self) -> None:
+        """Has the value that was to follow be used from now on."""
+        if self._next is not None:
+            (_, self.value), self._next = self._next, None
+
     def use(self) -> T:
         """The value for one more batch."""
         if self._next is not None:
@@ -92,12 +98,15 @@ def shard_batches_by(
     *,
     device: torch.device | str | None = None,
     model: nn.Module | None = None,
+    cuts_others: bool = False,
 ) -> Iterator[Any]:
-    """``shard_batches`` by a plan that others of the same form may follow."""
+    """``shard_batches`` by a plan that others of the same form may follow. With ``cuts_others`` what the
+    program does not use is cut too, if it has a row or a word for each sample: names of files, for instance,
+    as a loader of this rank's rows alone would give them."""
     plan = followed.value
     program = plan.program if isinstance(plan, Plan) else plan
     is_pipeline = isinstance(plan, Plan) and plan.order is not None
-    where = None if device is None else torch.device(device)
+    where = None if device is None else indexed(device)
     by_name = {i.args[0]: i for i in program_inputs(program)}
     signature = Signature() if model is None else signature_of(model)  # and no reference to the model is kept
 
@@ -108,10 +117,16 @@ def shard_batches_by(
         def share(i: Instruction | None, value: Any) -> Any:
             return _share(shares, i, value, rank, where, whole=is_pipeline)
 
+        def shares_of(found: list[Instruction | None], values: list) -> Iterator[Any]:
+            rows = _rows_of_samples(shares, found, values, rank) if cuts_others and not is_pipeline else None
+            return (share(i, v) if i or rows is None else _own_part(v, *rows) for i, v in zip(found, values))
+
         if isinstance(batch, Mapping):
-            return _like(batch, {k: share(by_name.get(str(k)), v) for k, v in batch.items()})
+            found = [by_name.get(str(k)) for k in batch]
+            return _like(batch, dict(zip(batch, shares_of(found, list(batch.values())))))
         if isinstance(batch, tuple | list):
-            return _like(batch, tuple(map(share, _at_positions(program, len(batch), signature), batch)))
+            found = _at_positions(program, len(batch), signature)
+            return _like(batch, tuple(shares_of(found, list(batch))))
         if isinstance(batch, Tensor):
             return share(_at_positions(program, 1, signature)[0], batch)
         raise InputError(
@@ -121,6 +136,28 @@ def shard_batches_by(
         )
 
     return map(cut, batches)  # no generator, whose frame would keep the whole batch
+
+
+def _rows_of_samples(
+    program: Program, found: list[Instruction | None], values: list, rank: int
+) -> tuple[int, int, int] | None:
+    """The first of this rank's samples, how many they are, and those of the batch, where the inputs are dealt
+    out alike along dim 0; else None."""
+    if own_samples(program, rank) is None:
+        return None
+    counts = [len(v) for i, v in zip(found, values) if i is not None and isinstance(v, Tensor) and v.ndim]
+    return (*own_rows(program, rank, counts[0]), counts[0]) if counts and counts[0] else None
+
+
+def _own_part(value: Any, start: int, size: int, num_samples: int) -> Any:
+    """The part of a value that has a row, or an item of a list, for each sample; any other as it is."""
+    if isinstance(value, Tensor):
+        return value[start : start + size] if value.ndim and len(value) == num_samples else value
+    if isinstance(value, list) and len(value) == num_samples:
+        return value[start : start + size]
+    if isinstance(value, tuple) and type(value) is tuple and len(value) == num_samples:
+        return value[start : start + size]
+    return value
 
 
 def _like(batch: Any, shares: Any) -> Any:
@@ -133,26 +170,26 @@ def _like(batch: Any, shares: Any) -> Any:
     if not isinstance(batch, dict | UserDict) or type(batch) is dict:
         return shares
     try:
-        made = copy.copy(batch)
+        like = copy.copy(batch)
         for name, share in shares.items():
-            made[name] = share
+            like[name] = share
         share_of = {id(batch[name]): share for name, share in shares.items()}
     except Exception:  # a class may fail to be copied and changed in any way
         return shares
-    attributes = getattr(made, "__dict__", {})
+    attributes = getattr(like, "__dict__", {})
     for name, value in attributes.items():  # for a class that shows its values as attributes, batch.x
         if isinstance(value, Tensor):
             attributes[name] = share_of.get(id(value), value)
-    return made
+    return like
 
 
 def _at_positions(program: Program, count: int, signature: Signature) -> list[Instruction | None]:
     """The inputs at each place of a tuple. Raises InputError where that is not known and matters."""
     inputs = program_inputs(program)
     by_name = {signature.named(i.args[0]): i for i in inputs}
-    found = [by_name.get(signature.name_of(n)) for n in range(count)]
-    if any(found) or not inputs:
-        return found
+    inputs_at = [by_name.get(signature.name_of(n)) for n in range(count)]
+    if any(inputs_at) or not inputs:
+        return inputs_at
     if len(inputs) == count and len({(layout(program, i.type), i.type.value) for i in inputs}) == 1:
         return list(inputs)  # all of them are cut alike
     raise InputError(

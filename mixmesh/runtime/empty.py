@@ -41,8 +41,8 @@ class Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *_):
-        made = (like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.likes)
-        return (None, *made)
+        gradients = (like and torch.zeros(like[0], dtype=like[1], device=like[2]) for like in ctx.likes)
+        return (None, *gradients)
 
 
 def differentiable(t: torch.Tensor) -> bool:

@@ -22,6 +22,7 @@ from ..ir import (
     Replicate,
     Shard,
     beside_points,
+    has_gradient,
     owned_type,
     print_instruction,
     region_of,
@@ -29,6 +30,7 @@ from ..ir import (
     wgrad_of,
 )
 from ..ir.dtypes import on_rank
+from ..ir.samples import draws_numbers
 from ..trace.dtypes import TORCH_DTYPE
 from .comm import Comm
 from .gradients import wait_now
@@ -40,6 +42,7 @@ from .recompute import Region, Step, at_once
 from .recording import RecordedComm, Recorder
 from .redistribute import Sink, bind
 from .reshard import Keeper, reshard_points
+from .segments import SMALL, Segment, compiled
 from .sfb import Factors, is_sfb, sfb_op
 from .wgrad import AtOnce, Receiver, wgrad_op
 from .window import Window, local_move
@@ -111,25 +114,31 @@ def compile_program(
     recorder: Recorder | None = None,
     window: Window | None = None,
     inspector: Inspector | None = None,
+    compiles: bool = False,
 ) -> RankProgram:
     """The program as ``rank`` runs it; without ``training``, dropout lets everything pass.
 
     ``sink`` takes the gradients of redistributed parameters, to be added when they have arrived; without
     one the backward pass waits for each. ``receiver`` takes those that are computed apart (``wgrad``). With a
     ``recorder`` every instruction is measured. With a ``window`` it runs on that many samples. An
-    ``inspector`` looks at every value.
+    ``inspector`` looks at every value. With ``compiles`` what is between collectives is compiled as one
+    (``segments``), unless a recorder or an inspector looks at every operator.
     """
     program = on_rank(program, rank)
     receiver = AtOnce() if receiver is None else receiver
     writer = _Writer(
         program, rank, comm, device, random, training, sink, receiver, recorder, window, inspector
     )
+    if compiles and recorder is None and inspector is None and not writer.reshard:
+        writer.segment = Segment()
     for n, instruction in enumerate(program.instructions):
         writer.instruction(n, instruction)
     source = writer.finish()
-    code = compile(source, f"<{program.name}, rank {rank}>", "exec")
     names = dict(writer.bound)
-    exec(code, names)
+    for name, text in writer.segments.items():
+        exec(compile(text, f"<{program.name}, rank {rank}, {name}>", "exec"), names)
+        names[name] = compiled(names[name])
+    exec(compile(source, f"<{program.name}, rank {rank}>", "exec"), names)
     return RankProgram(program, rank, source, writer.origin, names["run"], bool(writer.reshard))
 
 
@@ -157,6 +166,9 @@ class _Writer:
         self.resharded = {name for names in self.reshard.values() for name in names}
         self.records: set[str] = set()  # resharded values whose shards, to gather from again, are at hand
         self.pending: dict[str, str] = {}  # value -> what is written to await it
+        self.segment: Segment | None = None  # that is open; None where nothing is compiled
+        self.segments: dict[str, str] = {}  # sources by name
+        self.bucket_of: dict[str, int] = {}  # by the parameter's value
         self.region_ends = {members[-1]: number for number, members in regions(program).items()}
         self.open_regions: set[int] = set()
         self.last_use = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
@@ -192,6 +204,27 @@ class _Writer:
         return "\n".join(self.text) + "\n"
 
     def _line(self, text: str, i: Instruction | None) -> None:
+        """Writes a line after what was written before."""
+        self._close_segment()
+        self._write(text, i)
+
+    def _close_segment(self) -> None:
+        """Writes the call of the open segment, if it has operators, and opens another one."""
+        segment = self.segment
+        if segment is None or not segment.lines:
+            return
+        self.segment = Segment()
+        if segment.num_operators < SMALL:
+            for line in segment.lines:
+                self._write(line, None)
+        else:
+            name = f"segment{len(self.segments)}"
+            self.segments[name] = segment.source(name)
+            self._write(segment.call(name), None)
+        if segment.dropped:
+            self._write(f"del {', '.join(segment.dropped)}", None)
+
+    def _write(self, text: str, i: Instruction | None) -> None:
         self.text.append(f"    {text}")
         if i is not None:
             self.origin[len(self.text)] = i
@@ -232,7 +265,9 @@ class _Writer:
         if i.op == "param" and owned_type(self.program, i) is not None:
             self.pending[i.result] = f"{value}.wait()"
         else:
-            self._line(f"{self._name(i.result)} = {value}", i)
+            self._write(f"{self._name(i.result)} = {value}", i)  # it can stand before an open segment
+        if i.op == "param" and (number := i.attr("bucket", None)) is not None:
+            self.bucket_of[i.result] = number
         self.held.add(i.result)
 
     def _constant(self, i: Instruction) -> Tensor:
@@ -248,7 +283,8 @@ class _Writer:
     def _output(self, i: Instruction) -> None:
         name, value = i.args
         if value.name in self.held:
-            self._line(f"shown[{name!r}] = {self._name(value.name)}.detach()", i)
+            graph = "" if has_gradient(i) else ".detach()"
+            self._line(f"shown[{name!r}] = {self._name(value.name)}{graph}", i)
 
     def _local(self, n: int, i: Instruction) -> None:
         if i.op == "aten.native_dropout" and not self.training:
@@ -275,11 +311,26 @@ class _Writer:
                 self.open_regions.add(number)
                 self._line(f"again{number} = region(keep)", i)
             call, arguments = f"again{number}.run", [call, *arguments]
-        if any(used):
+        if any(used) and self._can_be_compiled(i, call):
+            self._add_to_segment(i, call, results.split(", "), arguments)
+        elif any(used):
             self._line(f"{results}, = {call}({', '.join(arguments)})", i)
         if self.region_ends.get(n) in self.open_regions:
             self._line(f"del again{self.region_ends[n]}", None)
         self.held.update(r for r in i.results if r is not None)
+
+    def _can_be_compiled(self, i: Instruction, call: str) -> bool:
+        """Whether ``torch.compile`` may see the operator: it draws no numbers, which depend on more than its
+        inputs, is not run again, and its gradients are the usual ones."""
+        is_plain = call.startswith("op") and not is_sfb(i) and wgrad_of(i) is None
+        return self.segment is not None and is_plain and not draws_numbers(i.op)
+
+    def _add_to_segment(self, i: Instruction, call: str, results: list[str], arguments: list[str]) -> None:
+        buckets = {self.bucket_of[name] for name in i.inputs if name in self.bucket_of}
+        if self.segment.buckets and buckets - self.segment.buckets:
+            self._close_segment()
+        self.segment.buckets |= buckets
+        self.segment.add(call, results, arguments)
 
     def _apart(self, n: int, i: Instruction, plain: Callable[..., tuple]) -> Callable[..., tuple]:
         local = local_call(self.program, i, self.rank, self.window)
@@ -355,7 +406,11 @@ class _Writer:
         over = [x for x in names if x in self.held | self.passing and self.last_use.get(x, n) <= n]
         self._await(over, i)
         if over:
-            self._line(f"del {', '.join(map(self._name, over))}", None)
+            names = [self._name(name) for name in over]
+            if self.segment is not None and self.segment.lines:
+                self.segment.drop(names)
+            else:
+                self._line(f"del {', '.join(names)}", None)
             self.held.difference_update(over)
             self.passing.difference_update(over)
 

@@ -30,6 +30,8 @@ class LentPart:
 class Face(nn.Module):
     """A module that stands for another one. ``_runtime`` is set before anything else."""
 
+    _runtime: Any  # a Runtime, which knows this class
+
     def _wear(self, model: nn.Module, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Takes on the modules and attributes of ``model``, with these tensors by name in place of its
         own."""
@@ -78,10 +80,10 @@ class Face(nn.Module):
             twin = copy.deepcopy(original)
             if module is not own_module(original):  # that has values of its own
                 copy_tensors(module, own_module(twin))
-        made = memo[id(self)] = self._runtime.again(twin)
-        for mine, its in zip(self.parameters(), made.parameters()):
+        copy_of_self = memo[id(self)] = self._runtime.again(twin)
+        for mine, its in zip(self.parameters(), copy_of_self.parameters()):
             its.requires_grad_(mine.requires_grad)
-        return made.train(self.training)
+        return copy_of_self.train(self.training)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -78,8 +78,8 @@ class FiniteGuard:
             # the same sums on all ranks: so is whether the second look is needed, and what it finds
             is_finite = not num_spoilt
             if not is_finite:
-                found = torch.tensor(float(any(map(is_spoilt, gradients))))
-                is_finite = not self._sum(found).wait()[1]
+                spoilt = torch.tensor(float(any(map(is_spoilt, gradients))))
+                is_finite = not self._sum(spoilt).wait()[1]
             if is_finite:
                 self._in_a_row = 0
                 return True
@@ -123,10 +123,10 @@ class FiniteGuard:
         if self._said_at is not None and step - self._said_at < SAID_EVERY:
             return
         self._said_at = step
-        found = self._found(batch)
+        skipped = self._found(batch)
         if not self._model.comm.rank:
             so_far = f"; {self.num_skipped} in all" if self.num_skipped > 1 else ""
-            where = "" if found is None else f" ({found})"
+            where = "" if skipped is None else f" ({skipped})"
             warn(f"{message}{where}: the step is left out{so_far}")
 
 
@@ -149,8 +149,8 @@ def may_be_spoilt(gradients: Iterable[Tensor]) -> Tensor:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    found = [~torch.stack(torch._foreach_norm(each)).isfinite().all() for each in by_dtype.values()]
-    return torch.stack(found).any().float() if found else torch.zeros(())
+    signs = [~torch.stack(torch._foreach_norm(each)).isfinite().all() for each in by_dtype.values()]
+    return torch.stack(signs).any().float() if signs else torch.zeros(())
 
 
 def error_of(message: str, found: NotFinite | None, *hints: str) -> JobError:

@@ -56,12 +56,12 @@ def _watched(what: str) -> Iterator[None]:
     if watch is None or watch.waiting is not None:  # a rank that waits looks at its errors
         yield
         return
-    watch.waiting = Waiting(what, time.monotonic(), is_call=False)
+    watch.waiting = Waiting(what, time.monotonic(), is_call=bool(watch.doing))
     try:
         yield
     except RuntimeError as error:
-        if (known := watch.explain()) is not None:
-            raise known from error
+        if (cause := watch.explain()) is not None:
+            raise cause from error
         raise
     finally:
         watch.waiting = None

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from ..errors import InputError
 from ..trace.autocast import Autocast, autocast_now, autocast_text
@@ -41,11 +39,9 @@ class Guards:
         trainable = tuple(p.requires_grad for p in inner.values())
         return cls(names, tuple(inner), tuple(inner.values()), trainable, device, autocast)
 
-    def check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def check(self, model: nn.Module) -> None:
         """Raises InputError if the program would not compute what the caller means."""
         _check_autocast(self.device, self.autocast)
-        if torch.is_grad_enabled():
-            _check_inputs(args, kwargs)
         with Off():
             now = tuple(model.parameters())
             if len(now) != len(self.shown) or any(a is not b for a, b in zip(now, self.shown)):
@@ -56,7 +52,10 @@ class Guards:
                         f"{name} was frozen when the plan was made: the program computes no gradient of it",
                         expected=f"{name}.requires_grad = False",
                         got=f"{name}.requires_grad = True",
-                        hint=(f"set requires_grad before planning: {AGAIN}",),
+                        hint=(
+                            "freeze it after planning: it may be trained again whenever the script wants",
+                            f"set requires_grad before planning: {AGAIN}",
+                        ),
                     )
                 if p.data_ptr() != mine.data_ptr():
                     _follow(name, p, mine)
@@ -75,8 +74,8 @@ class Guards:
 
     def _replaced(self, model: nn.Module) -> InputError:
         now = dict(model.named_parameters())
-        known = dict(zip(self.names, self.shown))
-        changed = [n for n in {**known, **now} if now.get(n) is not known.get(n)]
+        current = dict(zip(self.names, self.shown))
+        changed = [n for n in {**current, **now} if now.get(n) is not current.get(n)]
         return InputError(
             "parameters of the parallel model were replaced, added or removed",
             expected="the parameters that parallelize made",
@@ -98,17 +97,6 @@ def _follow(name: str, p: nn.Parameter, mine: nn.Parameter) -> None:
             hint="p.data.copy_(values)",
         )
     mine.data = p.data
-
-
-def _check_inputs(args: tuple, kwargs: dict[str, Any]) -> None:
-    for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]:
-        if isinstance(x, Tensor) and x.requires_grad:
-            raise InputError(
-                "the gradient of an input is not part of the program",
-                expected="inputs without requires_grad",
-                got=f"an input with it: {pytree.keystr(path[1:])} of shape {list(x.shape)}",
-                hint="put what makes this input into the model; x.detach() if its gradient is not needed",
-            )
 
 
 def _check_autocast(device: torch.device, planned: Autocast | None) -> None:

@@ -80,14 +80,14 @@ class Inspector:
 
 def nodes_between(args: Iterable[Any], results: Iterable[Any]) -> list[Any]:
     """Autograd's nodes that make ``results`` of ``args``."""
-    known = {a.grad_fn for a in args if isinstance(a, Tensor)}
-    found: list[Any] = []
+    start_nodes = {a.grad_fn for a in args if isinstance(a, Tensor)}
+    nodes: list[Any] = []
     waiting = [x.grad_fn for x in results if isinstance(x, Tensor)]
     while waiting:
         node = waiting.pop()
-        if node is None or node in known or hasattr(node, "variable"):  # a leaf
+        if node is None or node in start_nodes or hasattr(node, "variable"):  # a leaf
             continue
-        known.add(node)
-        found.append(node)
+        start_nodes.add(node)
+        nodes.append(node)
         waiting += [following for following, _ in node.next_functions]
-    return found
+    return nodes

@@ -31,10 +31,15 @@ def interpret_step(
     samples = samples_of(program)
     planned = schedule(program, micro_batches, samples)
     once, step = once_program(program, samples), micro_step_program(program, samples)
-    given = {} if once is None else interpret(once, tensors, batch, random=random).updates
+    once_values = {} if once is None else interpret(once, tensors, batch, random=random).updates
     outcomes = [
         interpret(
-            step, tensors, batch, random=random, windows=windows(samples, planned, n, random), given=given
+            step,
+            tensors,
+            batch,
+            random=random,
+            windows=windows(samples, planned, n, random),
+            given=once_values,
         )
         for n in range(max(map(len, planned.sizes)))
     ]

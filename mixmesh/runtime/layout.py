@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..cost.placed import purpose_of
+from ..cost.outline import purpose_of
 from ..ir import (
     PARTIAL,
     REPLICATE,
@@ -92,21 +92,24 @@ def union(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted({*a, *b}))
 
 
+# steps that all ranks of both layouts meet in
+OF_EVERYONE = {
+    (Shard, Replicate): "gather",
+    (Partial, Shard): "scatter",
+    (Partial, Replicate): "reduce",
+    (Shard, Shard): "exchange",
+}
+
+
 @lru_cache(maxsize=4096)
 def route(src: Layout, dst: Layout) -> tuple[Step, ...]:
     """The steps from ``src`` to ``dst``, in order. Empty if nothing changes."""
     if src == dst:
         return ()
     everyone = union(src.ranks, dst.ranks)
+    if name := OF_EVERYONE.get((type(src.placement), type(dst.placement))):
+        return (Step(name, src, dst, everyone),)
     match src.placement, dst.placement:
-        case Shard(), Replicate():
-            return (Step("gather", src, dst, everyone),)
-        case Partial(), Shard():
-            return (Step("scatter", src, dst, everyone),)
-        case Partial(), Replicate():
-            return (Step("reduce", src, dst, everyone),)
-        case Shard(), Shard():
-            return (Step("exchange", src, dst, everyone),)
         case Replicate(), Replicate():
             missing = tuple(r for r in dst.ranks if r not in src.ranks)
             return (Step("spread", src, dst, union(src.ranks[:1], missing) if missing else ()),)
@@ -139,20 +142,20 @@ def meetings(program: Program) -> Iterator[tuple[str, tuple[int, ...]]]:
     """
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for i in program.instructions:
-        found: list[tuple[str, tuple[int, ...]]] = []
+        groups: list[tuple[str, tuple[int, ...]]] = []
         if i.is_redistribution:
             src, dst = layout(program, program.types[i.inputs[0]]), layout(program, i.type)
-            found = [(purpose_of(program, i), step.ranks) for step in round_trip(src, dst)]
+            groups = [(purpose_of(program, i), step.ranks) for step in round_trip(src, dst)]
         elif i.attr("sfb", False):
-            found = [("data", program.participants(i.type))]
+            groups = [("data", program.participants(i.type))]
         elif i.op == "param" and i.args[0] in program.copies:
-            found = [("gradient", c.ranks) for c in cells(program, program.copies[i.args[0]][0])]
+            groups = [("gradient", c.ranks) for c in cells(program, program.copies[i.args[0]][0])]
         elif i.op == "param" and isinstance(i.type.placement, Replicate):
-            found = [("gradient", program.participants(i.type))]
+            groups = [("gradient", program.participants(i.type))]
         if i.op == "param" and program.levels is not None:
-            sums = [program.levels.parts(ranks, program.levels.least_bytes) for _, ranks in found]
-            found += [group for parts in sums if parts for group in level_groups(parts)]
-        for purpose, ranks in found:
+            sums = [program.levels.parts(ranks, program.levels.least_bytes) for _, ranks in groups]
+            groups += [group for parts in sums if parts for group in level_groups(parts)]
+        for purpose, ranks in groups:
             if len(ranks) > 1 and (purpose, ranks) not in seen:
                 seen.add((purpose, ranks))
                 yield purpose, ranks

@@ -135,7 +135,12 @@ class StreamWork:
         return self.end.query()
 
     def get_future(self) -> torch.futures.Future:
-        return self.last.get_future()
+        """The handle of the last transfer; one that is over where this rank had nothing to move."""
+        if self.last is not None:
+            return self.last.get_future()
+        done = torch.futures.Future()
+        done.set_result(None)
+        return done
 
 
 @cache

@@ -72,8 +72,8 @@ def local_op(
         return empty_op(local, [TORCH_DTYPE[t.dtype] for t in local.call.outputs], device)
     kernel = KERNELS.get(i.op) or (seeded_kernel if draws_numbers(i.op) else None)
     site = Site(program, i, rank, device, random, local, lambda: plain_op(i, local, device), window)
-    made = kernel(site) if kernel else None
-    return made or plain_op(i, local, device)
+    special = kernel(site) if kernel else None
+    return special or plain_op(i, local, device)
 
 
 def plain_op(i: Instruction, local: LocalCall, device: torch.device) -> LocalOp:

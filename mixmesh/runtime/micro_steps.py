@@ -98,10 +98,10 @@ class Earlier:
                 expected="no retain_graph=True and no second backward",
                 hint="call the model again, or plan without accumulation",
             )
-        taken, self._taken = self._taken, None
+        before, self._taken = self._taken, None
         factor = gradient / self._seed
         scaled = factor.device.type != "cpu" or factor.item() != 1
-        self._reducer.deliver(taken, lambda g: g.mul_(factor) if scaled else g)
+        self._reducer.deliver(before, lambda g: g.mul_(factor) if scaled else g)
 
 
 @torch.no_grad()

@@ -58,12 +58,12 @@ class PlannedModel:
         with traceable(self.original):
             names = dict.fromkeys(first_part(name) for name in outputs_of(self.plan.program))
             batch, autocast = self._batch(args, kwargs), self.plan.autocast
-            given = trace(self.original, batch, outputs=names, autocast=autocast).graph
-        if given.fingerprint == self.plan.graph_fingerprint or digest(given) == digest(
+            current = trace(self.original, batch, outputs=names, autocast=autocast).graph
+        if current.fingerprint == self.plan.graph_fingerprint or digest(current) == digest(
             self.plan.program.graph
         ):
             return None
-        expected, got = first_difference(self.plan.program.graph, given)
+        expected, got = first_difference(self.plan.program.graph, current)
         return PlanError(
             "the model is not the one that was planned: its forward pass computes something else",
             expected=expected,
@@ -104,17 +104,17 @@ def digest(graph: Graph) -> tuple[str, frozenset[str]]:
     """A digest of what decides the loss, the buffers' updates and the outputs, whatever the order of the
     operators and the names of their results: each value is known by its operator and by what that was applied
     to."""
-    known: dict[str, str] = {}
+    number_of: dict[str, str] = {}
     sinks: set[str] = set()
     for node in graph.nodes:
-        applied = map_refs((node.args, tuple(v for _, v in node.kwargs)), lambda ref: known[ref.name])
+        applied = map_refs((node.args, tuple(v for _, v in node.kwargs)), lambda ref: number_of[ref.name])
         text = repr((node.op, applied, tuple(k for k, _ in node.kwargs), node.types))
         if node.is_sink:
             sinks.add(text)
         for n, result in enumerate(node.results):
             if result is not None:
-                known[result] = hashlib.sha256(f"{n} {text}".encode()).hexdigest()
-    return known[graph.loss], frozenset(sinks)
+                number_of[result] = hashlib.sha256(f"{n} {text}".encode()).hexdigest()
+    return number_of[graph.loss], frozenset(sinks)
 
 
 def first_difference(planned: Graph, given: Graph) -> tuple[str, str]:

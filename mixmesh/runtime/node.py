@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import MixmeshError
 from .gradients import GradientReducer, Sums
+from .input_gradients import Given
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, shard
 
@@ -38,38 +39,43 @@ class Inner:
         learns = tuple(id(p) in learning for p in pairs.values())
         return cls(tuple(pairs), tuple(pairs.values()), learns, reducer)
 
-    def root(self, loss: Tensor) -> Tensor:
-        """``loss``, made of the inner parameters, as one made of the shown ones."""
+    def root(self, made: Sequence[Tensor], given: Sequence[Given] = ()) -> tuple[Tensor, ...]:
+        """``made`` of the inner parameters, and of the leaves of inputs that were ``given`` with a gradient,
+        as made of the shown parameters and of what was given."""
+        values, inputs = (x.detach() for x in made), (x.outer for x in given)
         with Off():
-            return _Model.apply(self, [loss], loss.detach(), *self.shown)
+            return _Model.apply(self, [*made], given, len(made), *values, *inputs, *self.shown)
 
-    def backward(self, loss: Tensor, gradient: Tensor, wanted: Sequence[bool]) -> list[Tensor | None]:
+    def backward(
+        self, roots: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
         """The finished gradients. Without sums over ranks (``no_sync``) those that lack them stay inside."""
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        loss.backward(gradient, retain_graph=keep)
+        pairs = [(x, g) for x, g in zip(roots, gradients, strict=True) if x.requires_grad]
+        torch.autograd.backward(*map(list, zip(*pairs)), retain_graph=keep)
         unsummed = set() if self.reducer.sums is Sums.ALL else self.reducer.summed_params
         out: list[Tensor | None] = []
         for p, mine, learns, wants in zip(self.shown, self.inner, self.learns, wanted):
             if id(mine) in unsummed:
                 out.append(None)
                 continue
-            found, mine.grad = mine.grad, None
+            gradient, mine.grad = mine.grad, None
             if not (learns and wants):
                 out.append(None)
                 continue
-            found = torch.zeros_like(mine) if found is None else found
-            out.append(shard(found, p.whole) if isinstance(p, ShardTensor) else found)
+            gradient = torch.zeros_like(mine) if gradient is None else gradient
+            out.append(shard(gradient, p.whole) if isinstance(p, ShardTensor) else gradient)
         return out
 
 
 class _Model(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, inner: Inner, holder: list[Tensor], value: Tensor, *shown: Tensor):
-        ctx.inner, ctx.holder = inner, holder
-        return value.clone()
+    def forward(ctx, inner: Inner, holder: list[Tensor], given: Sequence[Given], count: int, *tensors):
+        ctx.inner, ctx.holder, ctx.given, ctx.count = inner, holder, given, count
+        return tuple(x.view_as(x) if x.ndim else x.clone() for x in tensors[:count])
 
     @staticmethod
-    def backward(ctx, gradient: Tensor):
+    def backward(ctx, *gradients: Tensor):
         if torch.is_grad_enabled():
             raise MixmeshError(
                 "the gradient of a parallel model has no gradient itself",
@@ -85,7 +91,9 @@ class _Model(torch.autograd.Function):
                 hint="loss.backward(retain_graph=True) in all but the last",
             )
         with Off():
-            out = ctx.inner.backward(ctx.holder[0], gradient, ctx.needs_input_grad[3:])
+            wanted = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(ctx.inner.shown) :]
+            out = ctx.inner.backward(ctx.holder, gradients, wanted)
+            of_inputs = [x.gradient() for x in ctx.given]
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.holder.clear()
-        return None, None, None, *out
+        return *(None,) * (4 + ctx.count), *of_inputs, *out

@@ -118,8 +118,8 @@ def earliest(program: Program, told: Sequence[Findings], is_loss_finite: bool) -
     """The earliest of the ranks' findings."""
     steps = {step for of in told for step, _ in (*of.values, *of.gradients)}
     for step in sorted(steps):
-        if (found := _first_value(program, step, told)) is not None:
-            return found
+        if (first := _first_value(program, step, told)) is not None:
+            return first
     if not is_loss_finite:
         return NotFinite(0, None, "the addends of all ranks are finite, and their sum is not")
     return _first_gradient(program, told) or _first_parameter(program, told)
@@ -163,12 +163,12 @@ def _described(i: Instruction) -> str:
 def _first_gradient(program: Program, told: Sequence[Findings]) -> NotFinite | None:
     """The instruction whose backward pass is the first to make a gradient that is not finite."""
     number_of = {r: n for n, i in enumerate(program.instructions) for r in i.results}
-    made = [
+    passes = [
         (step, -number_of[name], rank, name) for rank, of in enumerate(told) for step, name in of.gradients
     ]
-    if not made:
+    if not passes:
         return None
-    _, _, rank, name = min(made)
+    _, _, rank, name = min(passes)
     return NotFinite(
         rank,
         program.producers[name],

@@ -207,11 +207,11 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
     state: dict[int, dict[str, Any]] = {}
     for n, p in enumerate(params):
         s = stored[p]
-        known = next((o[n] for rank, o in enumerate(outlines) if rank in s.counted.ranks and o[n]), None)
-        if known is None:
+        outline = next((o[n] for rank, o in enumerate(outlines) if rank in s.counted.ranks and o[n]), None)
+        if outline is None:
             continue
         state[n] = {}
-        for key, (like_param, what) in known.items():
+        for key, (like_param, what) in outline.items():
             if not like_param:
                 state[n][key] = what
                 continue

@@ -88,13 +88,13 @@ def give_back(x: TakenOver) -> None:
 @contextmanager
 def traceable(model: nn.Module) -> Iterator[None]:
     """Within it ``model`` can be traced on fake tensors, which need no values."""
-    taken = [x for x in (*model.parameters(), *model.buffers()) if isinstance(x, TakenOver)]
-    for x in taken:
+    lent = [x for x in (*model.parameters(), *model.buffers()) if isinstance(x, TakenOver)]
+    for x in lent:
         x.__class__ = x.was
     try:
         yield
     finally:
-        for x in taken:
+        for x in lent:
             x.__class__ = TakenOver
 
 

@@ -51,7 +51,10 @@ class Output:
 
     @property
     def loss(self) -> Tensor:
-        return self._values[self._returned.loss]
+        name = self._returned.loss or "loss"
+        if name not in self._values:
+            raise AttributeError(f"the model returns no 'loss', but {', '.join(self._values)}")
+        return self._values[name]
 
     def gather(self, name: str | int | None = None) -> Any:
         """The outputs with the rows of all ranks, or the one of this name. Collective: call it on every rank.
@@ -232,32 +235,32 @@ class Returns:
                 wholes = {k.name: k.held.whole(mine[k.name], comm) for k in self.kept}
             if is_guarded:
                 wholes = {k.name: _guarded(wholes[k.name], k) for k in self.kept}
-            return self._trees(wholes)
+            return trees(wholes)
 
-        trees = self._trees(guarded)
+        named = trees(guarded)
         names = dict.fromkeys(map(first_part, self.returned.names))
         shown_loss = loss if self.has_loss else None
-        values = {n: shown_loss if n == self.returned.loss else trees.get(n, NotKept(n)) for n in names}
+        values = {n: shown_loss if n == self.returned.loss else named.get(n, NotKept(n)) for n in names}
         return Output(values, self.returned, self.rows, gather)
 
-    @staticmethod
-    def _trees(values: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Tensors by path as the model nests them: ``hidden.0`` and ``hidden.1`` as a tuple ``hidden``."""
-        out: dict[str, Any] = {}
-        for path, value in values.items():
-            *folders, leaf = path.split(".")
-            at = out
-            for folder in folders:
-                at = at.setdefault(folder, {})
-            at[leaf] = value
-        return {name: _as_tuples(value) for name, value in out.items()}
+
+def trees(values: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Tensors by path as the model nests them: ``hidden.0`` and ``hidden.1`` as a tuple ``hidden``."""
+    out: dict[str, Any] = {}
+    for path, value in values.items():
+        *folders, leaf = path.split(".")
+        at = out
+        for folder in folders:
+            at = at.setdefault(folder, {})
+        at[leaf] = value
+    return {name: _as_tuples(value) for name, value in out.items()}
 
 
 def _as_tuples(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
-    made = {name: _as_tuples(value) for name, value in tree.items()}
-    return tuple(made.values()) if all(name.isdigit() for name in made) else made
+    as_tuples = {name: _as_tuples(value) for name, value in tree.items()}
+    return tuple(as_tuples.values()) if all(name.isdigit() for name in as_tuples) else as_tuples
 
 
 def _own_rows(program: Program, rank: int) -> slice | None:
@@ -267,12 +270,12 @@ def _own_rows(program: Program, rank: int) -> slice | None:
 
 def _descendants(program: Program) -> frozenset[str]:
     """Values that are made of a trainable parameter."""
-    found: set[str] = set()
+    names: set[str] = set()
     for i in program.instructions:
         trains = i.op == "param" and dict(i.kwargs).get("trainable", True)
-        if trains or (i.op != "aten.detach" and not found.isdisjoint(i.inputs)):
-            found.update(r for r in i.results if r is not None)
-    return frozenset(found)
+        if trains or (i.op != "aten.detach" and not names.isdisjoint(i.inputs)):
+            names.update(r for r in i.results if r is not None)
+    return frozenset(names)
 
 
 def _guarded(value: Tensor, kept: Kept) -> Tensor:

@@ -112,8 +112,8 @@ class WholeParams:
     def start(self, stepped: Collection[Tensor] | None = None) -> None:
         """Begins to gather what is out of date, if the optimizer that stepped had all of it."""
         if stepped is not None:
-            known = {id(p) for p in stepped}
-            if not all(id(o.piece) in known for group in self._groups for o in group):
+            stepped_ids = {id(p) for p in stepped}
+            if not all(id(o.piece) in stepped_ids for group in self._groups for o in group):
                 return
         while self._stale and self._bytes_under_way() < IN_FLIGHT_BYTES:
             self._start(self._stale.popleft())

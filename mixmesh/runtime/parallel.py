@@ -19,7 +19,7 @@ from ..trace.compiled import uncompiled
 from ..trace.dtypes import TORCH_DTYPE
 from ..trace.hooks import check_gradient_hooks
 from . import optimizers
-from .allocator import steady_heap, trim_heap
+from .allocator import HeapLimit, steady_heap, trim_heap
 from .calls import Calls
 from .comm import Comm
 from .gradients import Bucket, GradientReducer, assign_buckets
@@ -35,6 +35,7 @@ from .parallel_model import ParallelModel
 from .passes import Runtime
 from .pipeline import groups
 from .random import RandomPolicy
+from .segments import check_can_compile
 from .shapes import Forms
 from .shards import Stored, agree, stored_tensors
 from .shells import parallel_class
@@ -69,6 +70,7 @@ def parallelize(
     random_exact: bool = False,
     check_model: bool = True,
     kept_shapes: int = 16,
+    compile: bool = False,
 ) -> tuple[ParallelModel, torch.optim.Optimizer | None]:
     """This process's part of ``model`` under a plan (or a Program). Collective.
 
@@ -78,7 +80,8 @@ def parallelize(
     numbers of dropout; with ``random_exact`` they are those of the single device. At the first call rank 0
     traces the model once more, which takes seconds as it did in planning, and a model that was changed since
     is refused; ``check_model=False`` leaves that out. The model is traced again for every other shape of a
-    batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept.
+    batch, and to evaluate (``shapes``): ``kept_shapes`` such programs are kept. With ``compile``
+    operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape first comes.
     Of a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
     ``load`` gives them values, and until then every use raises InputError.
     Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
@@ -100,13 +103,15 @@ def parallelize(
     beside = () if samples is None else groups(program, samples)
     comm = Comm.create(program, beside, device=device, timeout_s=timeout_s, watch=watch)
     stored = {name: s.at(comm.rank) for name, s in stored.items()}
+    if compile:
+        check_can_compile(comm.device)
     if comm.device.type == "cpu":
         steady_heap()
     without_values = stand_in_for_meta(model)
-    given = (t for name, t in _tensors(model) if name not in without_values)
-    agree((t for t in given if not isinstance(t, TakenOver)), comm)
+    with_values = (t for name, t in _tensors(model) if name not in without_values)
+    agree((t for t in with_values if not isinstance(t, TakenOver)), comm)
     random = RandomPolicy(seed, exact=random_exact)
-    options = dict(check_model=check_model, kept_shapes=kept_shapes)
+    options = dict(check_model=check_model, kept_shapes=kept_shapes, compiles=compile)
     parallel = _take(model, optimizer, plan, comm, stored, random, **options)
     parallel._runtime.without_values = tuple(without_values)
     if watch is not None and optimizer is not None:
@@ -134,20 +139,22 @@ def _take(
     *,
     check_model: bool,
     kept_shapes: int,
+    compiles: bool = False,
 ) -> ParallelModel:
     """A parallel model with the values of ``model``, which all ranks have alike, held as ``stored``."""
     program = plan if isinstance(plan, Program) else plan.program
     taken = Taken(comm, stored, owners_of(program, model))
-    runtime = runtime_of(taken, model, plan, random, check_model=check_model, kept_shapes=kept_shapes)
-    made = parallel_class(ParallelModel, type(own_module(model)))
-    parallel = made(runtime, model, taken.params, taken.buffers)
+    options = dict(kept_shapes=kept_shapes, compiles=compiles)
+    runtime = runtime_of(taken, model, plan, random, check_model=check_model, **options)
+    model_class = parallel_class(ParallelModel, type(own_module(model)))
+    parallel = model_class(runtime, model, taken.params, taken.buffers)
     if optimizer is not None:
         _adapt(optimizer, taken, runtime, common_holders(stored[n] for n in _learning(program)))
     for whole, shown in taken.shown.items():
         if not isinstance(whole, TakenOver):
             take_over(whole, shown)
     if comm.device.type == "cpu":
-        trim_heap(0)  # returns memory that setting up took
+        trim_heap()  # returns memory that setting up took
     return parallel
 
 
@@ -159,6 +166,7 @@ def runtime_of(
     *,
     check_model: bool,
     kept_shapes: int,
+    compiles: bool = False,
 ) -> Runtime:
     """All that runs ``plan`` on the tensors of ``model``, which are ``taken``."""
     program = plan if isinstance(plan, Program) else plan.program
@@ -189,7 +197,7 @@ def runtime_of(
         owned,
         wholes,
         torch.ones((), dtype=dtype, device=comm.device),
-        planned_bytes(plan, comm),
+        HeapLimit(planned_bytes(plan, comm)),
         {**inner, **{name: Awaited(wholes, o.name, o.whole) for name, o in owned.items()}},
         reducer,
         LossSum(program, comm),
@@ -197,9 +205,18 @@ def runtime_of(
         Guards.of(first_names, taken.inner, comm.device, getattr(plan, "autocast", None)),
         model,
         lambda twin: _take(
-            twin, None, plan, comm, stored, copy.copy(random), check_model=False, kept_shapes=kept_shapes
+            twin,
+            None,
+            plan,
+            comm,
+            stored,
+            copy.copy(random),
+            check_model=False,
+            kept_shapes=kept_shapes,
+            compiles=compiles,
         ),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
+        compiles=compiles,
     )
 
 
@@ -211,7 +228,7 @@ def _adapt(
     optimizers.step_on_pieces(optimizer, holders, comm.rank)
     optimizers.show_shards(optimizer)
     # by way of the runtime, whose parts are others after a change of shares
-    optimizers.also_drop(optimizer, lambda: runtime.reducer.drop())
+    optimizers.also_drop(optimizer, lambda: runtime.drop_gradients())
     if runtime.owned:
 
         def gather(stepped: torch.optim.Optimizer, *_) -> None:

@@ -16,7 +16,6 @@ from ..timeline import bucket_name, parameters_name
 from ..trace.autocast import no_autocast
 from ..trace.compiled import never_compiled, warn_if_compiled
 from .agreement import COMPARED_STEPS, facts_of_batch
-from .allocator import trim_heap
 from .batches import local_inputs
 from .collectives import Handle
 from .comm import Comm
@@ -25,9 +24,10 @@ from .face import Face
 from .gradients import Sums
 from .guards import wrapped_twice
 from .hooks import HookWatch
+from .input_gradients import given_inputs, wanted_gradients
 from .inspection import Inspector
 from .outputs import Output
-from .passes import Forward, Runtime, accumulate, code_of, rooted, zero
+from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, zero
 from .pipeline import stage_inputs
 from .recording import RecordedComm, Recorder, recorded
 from .shard_numbers import Off
@@ -43,6 +43,8 @@ class ParallelModel(Face):
     for the whole: ``torch.nn.utils.clip_grad_norm_``, penalties on parameters, ``numel()`` and
     ``torch.distributed.checkpoint`` are right, and what cannot be is refused.
     """
+
+    _runtime: Runtime
 
     def __init__(
         self,
@@ -73,51 +75,56 @@ class ParallelModel(Face):
 
     @never_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Tensor | Output:
-        """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``).
+        """The loss of the whole batch, on every rank, or what the model returns it in (see ``outputs``); of a
+        model that computes none its outputs (see ``outside``).
         Inputs are whole batches or this rank's parts. While the whole model is lent, what that returns."""
         if (lent := self._runtime.lent) is not None:
             return lent(*args, **kwargs)
         random = self._runtime.random
         if random.step == random.first_step and not self.comm.rank:
             warn_if_compiled()
-        done = self._run(args, kwargs)
-        loss = self._shown(rooted(self._runtime, done.total.wait(), done))
-        return loss if done.returns is None else done.returns(loss, done.shown, self.comm)
+        result = self._run(args, kwargs)
+        if result.outside is not None:
+            return self._whole_outputs(result)
+        loss = self._shown(rooted(self._runtime, result.total.wait(), result), result)
+        return loss if result.returns is None else result.returns(loss, result.shown, self.comm)
 
     def forward_local(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Handle]:
         """This rank's addend of the loss, to call ``backward`` on, and a handle whose ``wait()`` gives
         the global loss. Waits for other ranks only to agree on the batch, and where the program does."""
-        done = self._run(args, kwargs)
-        return self._shown(rooted(self._runtime, done.value.clone(), done)), done.total
+        result = self._run(args, kwargs)
+        return self._shown(rooted(self._runtime, result.value.clone(), result), result), result.total
 
     def forward_addend(self, *args: Any, **kwargs: Any) -> Tensor:
         """This rank's addend of the loss alone, to call ``backward`` on, for those who sum it themselves
         (``sum_of_ranks``)."""
-        done = self._run(args, kwargs, sums=False)
-        return self._shown(rooted(self._runtime, done.value.clone(), done))
+        result = self._run(args, kwargs, sums=False)
+        return self._shown(rooted(self._runtime, result.value.clone(), result), result)
 
     def _run(self, args, kwargs, *, sums: bool = True) -> Forward:
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
-            self._runtime.guards.check(self, args, kwargs)
+            self._runtime.guards.check(self)
             if self._runtime.before_call is not None:
-                self._runtime.before_call()
+                args, kwargs = self._runtime.before_call(args, kwargs)
             self._hooks_seen.check(self)
             with no_autocast():  # the program has the casts
                 return self._pass(args, kwargs, sums=sums)
 
     def _pass(self, args, kwargs, *, sums: bool) -> Forward:
         run = self._runtime
-        if run.planned_bytes and self.training:
-            run.planned_bytes = trim_heap(run.planned_bytes)
+        if self.training:
+            run.heap.before_step()
         tensors = run.calls.tensors(args, kwargs, evaluates=not self.training)
         # a rank reports errors that it sees by itself before it waits for others
-        form = run.forms.form(tensors, args, kwargs, training=self.training)
+        wanted = wanted_gradients(run.program, tensors)
+        form = run.forms.form(tensors, args, kwargs, training=self.training, wanted=wanted)
         steps = form.steps
         if steps is not None and steps.is_pipeline:
             inputs = stage_inputs(form.program, steps.samples, tensors, run.comm, len(steps.sizes))
         else:
             inputs = local_inputs(form.program, tensors, run.comm.rank, run.comm.device)
+        inputs, given = given_inputs(form.program, tensors, inputs, wanted, run.comm)
         if run.random.step - run.random.first_step < COMPARED_STEPS:
             run.comm.compare(lambda: facts_of_batch(form.program, tensors))
         if self.training or form is run.forms.planned:
@@ -136,16 +143,16 @@ class ParallelModel(Face):
                 params, read, inputs, shown=shown
             )
             value = zero(run, form) if local is None else local.detach()
-            done = Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
+            result = Forward(local, tokens, value, shown={name: [x] for name, x in shown.items()})
         else:
-            done, updated = accumulate(run, form, params, read, inputs, training=self.training)
+            result, updated = accumulate(run, form, params, read, inputs, training=self.training)
         run.wholes.finish()
         with torch.no_grad():
             for name, value in updated.items():
                 buffers[name].copy_(local_piece(value, run.stored[name].held, run.comm.rank))
         run.summed = form.program
-        total = self.sum_of_ranks(done.value) if sums else None
-        return replace(done, returns=form.returns, total=total)
+        total = self.sum_of_ranks(result.value) if sums and form.outside is None else None
+        return replace(result, returns=form.returns, total=total, outside=form.outside, given=given)
 
     def sum_of_ranks(self, addend: Tensor) -> Handle:
         """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
@@ -172,8 +179,18 @@ class ParallelModel(Face):
             run.unchecked.check(args, kwargs, run.comm)
             run.unchecked = None
 
-    def _shown(self, loss: Tensor) -> Tensor:
-        return self._runtime.node.root(loss) if loss.requires_grad else loss
+    def _shown(self, loss: Tensor, done: Forward) -> Tensor:
+        return self._runtime.node.root([loss], done.given)[0] if loss.requires_grad else loss
+
+    def _whole_outputs(self, done: Forward) -> Any:
+        """The outputs of a model without a loss, whole on every rank, as the model returns them."""
+        run, outside = self._runtime, done.outside
+        pieces = rooted_pieces(run, outside.pieces(done.shown, run.comm), done)
+        if torch.is_grad_enabled():
+            pieces = run.node.root(pieces, done.given)
+        is_compared = run.random.step - run.random.first_step <= COMPARED_STEPS
+        with run.comm.call("gather of outputs"):
+            return outside.whole(pieces, run.comm, is_compared=is_compared)
 
     def no_sync(self):
         """Within it, backward passes leave the gradients of replicated parameters unsummed, to be summed
@@ -260,7 +277,7 @@ class ParallelModel(Face):
         """As of any module; also drops what ``no_sync`` has left to be summed."""
         with Off():
             nn.Module.zero_grad(self, set_to_none)
-        self._runtime.reducer.drop()
+        self._runtime.drop_gradients()
 
     def train(self, mode: bool = True) -> ParallelModel:
         """As of any module; also of the whole model, while it is lent."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,18 +13,21 @@ from torch import Tensor, nn
 
 from ..ir import Program
 from ..trace.dtypes import TORCH_DTYPE
+from .allocator import HeapLimit
 from .calls import Calls
 from .collectives import Handle
 from .comm import Comm
 from .executor import RankProgram, compile_program
 from .gradients import GradientReducer
 from .guards import Guards
+from .input_gradients import Given
 from .inspection import Inspector
 from .loss import LossSum
 from .micro_steps import Earlier, next_seed
 from .model_check import PlannedModel
 from .node import Inner
 from .outputs import Returns
+from .outside import Outside
 from .owned import Awaited, Owned, WholeParams
 from .random import RandomPolicy
 from .recording import Recorder
@@ -40,7 +43,8 @@ class Forward:
     """The outcome of a forward pass: this rank's addend of the loss with its graph (None if it has none) and
     the tokens, the addend's value, the gradients of earlier micro-steps, what is ``shown`` of outputs by
     name, a piece for every micro-step, how the call ``returns`` all that, and a handle on the ``total`` of
-    the addends of all ranks."""
+    the addends of all ranks. ``outside`` makes what a call returns of a model without a loss, and ``given``
+    are inputs with a gradient."""
 
     local: Tensor | None
     tokens: list[Tensor]
@@ -49,6 +53,8 @@ class Forward:
     shown: dict[str, list[Tensor]] = field(default_factory=dict)
     returns: Returns | None = None
     total: Handle | None = None
+    outside: Outside | None = None
+    given: Sequence[Given] = ()
 
 
 @dataclass
@@ -67,7 +73,7 @@ class Runtime:
     owned: dict[str, Owned]  # by every name
     wholes: WholeParams
     seed: Tensor  # the last gradient of the loss
-    planned_bytes: int  # that this process may hold as planned; 0 where that is not known
+    heap: HeapLimit  # this process may hold as much as planned
     params: dict[str, nn.Parameter | Awaited]  # by every name, what the program runs on
     reducer: GradientReducer
     loss_sum: LossSum
@@ -79,14 +85,21 @@ class Runtime:
     recorder: Recorder | None = None
     inspector: Inspector | None = None
     summed: Program | None = None  # for the batch that ran last
-    before_call: Callable[[], None] | None = None
+    before_call: Callable[[tuple, Mapping], tuple[tuple, Mapping]] | None = None  # gives the arguments
+    num_zeroed: int = 0  # how often gradients were dropped by zero_grad
     loans: WeakSet[Loan] = field(default_factory=WeakSet)  # those that are in use
+    compiles: bool = False  # operators between collectives, by torch.compile
     without_values: tuple[str, ...] = ()  # tensors of a model that was made on the device meta
 
     @property
     def lent(self) -> nn.Module | None:
         """The user's own module with whole weights, while it is lent."""
         return next((loan.module for loan in self.loans), None)
+
+    def drop_gradients(self) -> None:
+        """Called by ``zero_grad`` of the model and of its optimizer."""
+        self.num_zeroed += 1
+        self.reducer.drop()
 
     def values_changed(self) -> None:
         """Called after values of all parameters and buffers were written in place."""
@@ -106,10 +119,11 @@ def accumulate(
 ) -> tuple[Forward, dict[str, Tensor]]:
     """All micro-steps, and the backward passes of all but the last (see ``micro_steps``)."""
     steps = form.steps
+    assert steps is not None  # the caller has looked
     if steps.once is not None:
         with torch.no_grad():
-            _, given, _ = code_of(run, form, once=True, training=training).run(params, buffers, inputs)
-        inputs = {**inputs, **given}
+            _, results, _ = code_of(run, form, once=True, training=training).run(params, buffers, inputs)
+        inputs = {**inputs, **results}
     learns = torch.is_grad_enabled()
     before = run.reducer.take() if learns else None
     if steps.is_pipeline:
@@ -160,8 +174,10 @@ def _pipeline(
     """All passes of this rank's stage, the last backward pass within ``last``: the value of its addend of
     the loss, and new values of buffers."""
     steps = form.steps
+    assert steps is not None  # the caller has looked
     size, count = steps.sizes[0], len(steps.sizes)
-    value, updated = zero(run, form), {}
+    value = zero(run, form)
+    updated: dict[str, Tensor] = {}
     if steps.stage is None:
         return value, updated
 
@@ -207,6 +223,7 @@ def code_of(
             recorder=run.recorder,
             window=None if size is None else Window(steps.samples, size, run.random),
             inspector=run.inspector,
+            compiles=run.compiles,
         )
     return run.compiled[key]
 
@@ -223,6 +240,32 @@ def rooted(run: Runtime, value: Tensor, done: Forward) -> Tensor:
         return value
     anchor = torch.empty(0, device=run.comm.device, requires_grad=True)
     return _Loss.apply(run, done.earlier, value, anchor, done.local, *done.tokens)
+
+
+def rooted_pieces(run: Runtime, pieces: Sequence[Tensor], done: Forward) -> Sequence[Tensor]:
+    """This rank's ``pieces`` of outputs as the roots of its backward pass."""
+    if not torch.is_grad_enabled():
+        return pieces
+    anchor = torch.empty(0, device=run.comm.device, requires_grad=True)
+    return _Pieces.apply(run, len(pieces), anchor, done.local, *pieces, *done.tokens)
+
+
+class _Pieces(torch.autograd.Function):
+    """Forward: the pieces of outputs. Backward: their gradients, and none for the number in place of a
+    loss, whose backward pass has every rank take part in all that ranks exchange."""
+
+    @staticmethod
+    def forward(ctx, runtime, count, anchor, local, *pieces_and_tokens):
+        ctx.runtime, ctx.num_tokens = runtime, len(pieces_and_tokens) - count
+        ctx.like = None if local is None else local.detach()
+        return tuple(x.view_as(x) for x in pieces_and_tokens[:count])
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        ctx.runtime.reducer.begin()
+        ctx.runtime.comm.begin_backward()
+        nothing = None if ctx.like is None else torch.zeros_like(ctx.like)
+        return None, None, None, nothing, *gradients, *(None,) * ctx.num_tokens
 
 
 class _Loss(torch.autograd.Function):

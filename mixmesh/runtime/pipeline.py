@@ -104,9 +104,9 @@ class Stage:
         number = samples.stage_of(rank)
         if number is None:
             return None
-        found = transfers(program, samples, micro_steps)
-        incoming = tuple(t for t in found if rank in t.targets)
-        outgoing = tuple(t for t in found if rank in t.sources)
+        moves = transfers(program, samples, micro_steps)
+        incoming = tuple(t for t in moves if rank in t.targets)
+        outgoing = tuple(t for t in moves if rank in t.sources)
         return cls(number, len(samples.stages), micro_steps, incoming, outgoing)
 
     def run(

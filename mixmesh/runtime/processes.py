@@ -53,14 +53,14 @@ def end_with_launcher() -> None:
 
 def open_sockets() -> dict[int, str]:
     """This process's sockets by file descriptor, each with its name in the kernel."""
-    found = {}
+    sockets = {}
     with suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{name}")
                 if target.startswith("socket:"):
-                    found[int(name)] = target
-    return found
+                    sockets[int(name)] = target
+    return sockets
 
 
 def shut(sockets: dict[int, str]) -> None:

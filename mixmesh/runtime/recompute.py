@@ -95,8 +95,8 @@ class Region:
             saved_tensors_hooks(lambda x: saved.append(x.detach()), _never),
         ):
             for n, step in enumerate(steps):
-                made = step.again(*(values[name] for name in step.inputs))
-                values.update((r, x) for r, x in zip(step.results, made) if r is not None)
+                recomputed = step.again(*(values[name] for name in step.inputs))
+                values.update((r, x) for r, x in zip(step.results, recomputed) if r is not None)
                 for name in {*step.inputs, *step.results} - {None}:
                     if last_use.get(name, n) <= n:
                         values.pop(name, None)

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..cost.placed import DUAL_COLLECTIVE
+from ..cost.exchanges import DUAL_COLLECTIVE
 from ..ir import Instruction
 from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name, wgrad_name
+from .accelerator import synchronize
 from .comm import Channel, Comm
 from .first_rank import everyones
 
@@ -282,8 +283,7 @@ def clock_offset_s() -> float:
 
 def gather_steps(recorder: Recorder, comm: Comm, peak_memory_bytes: tuple[int, ...]) -> tuple[Timeline, ...]:
     """One timeline per recorded step, on every rank. Collective."""
-    if comm.device.type == "cuda":
-        torch.cuda.synchronize(comm.device)
+    synchronize(comm.device)
     events = recorder.events(clock_offset_s())
     cut = [_periods(own) for own in everyones(events)]
     return tuple(_timeline(per_rank, peak_memory_bytes) for per_rank in zip(*cut))

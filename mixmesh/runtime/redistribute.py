@@ -27,7 +27,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cost.placed import purpose_of
+from ..cost.outline import purpose_of
 from ..errors import MixmeshError
 from ..ir import Instruction, Partial, Program
 from ..lazy import lazy

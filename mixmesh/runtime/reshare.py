@@ -90,15 +90,22 @@ def change_shares(model: ParallelModel, optimizer: optim.Optimizer, plan: Plan) 
         _move_state(run, optimizer, stored)
         before = {**_moved_params(run, stored), **_moved_buffers(model, run, stored)}
         taken = Taken(run.comm, stored, owners_of(plan.program, run.original), before)
-        made = runtime_of(
-            taken, run.original, plan, run.random, check_model=False, kept_shapes=run.forms.limit
+        runtime = runtime_of(
+            taken,
+            run.original,
+            plan,
+            run.random,
+            check_model=False,
+            kept_shapes=run.forms.limit,
+            compiles=run.compiles,
         )
-        made.forms = replace(made.forms, training=run.forms.training, modes=run.forms.modes)
-        made.seed, made.unchecked = run.seed, run.unchecked
-        vars(run).update(vars(made))
+        runtime.forms = replace(runtime.forms, training=run.forms.training, modes=run.forms.modes)
+        runtime.seed, runtime.unchecked = run.seed, run.unchecked
+        runtime.before_call, runtime.num_zeroed = run.before_call, run.num_zeroed
+        vars(run).update(vars(runtime))
         run.wholes.changed()
         if run.comm.device.type == "cpu":
-            trim_heap(0)
+            trim_heap()
 
 
 def check_idle(run: Runtime, optimizer: optim.Optimizer) -> None:
@@ -177,9 +184,9 @@ def _move_state(run: Runtime, optimizer: optim.Optimizer, stored: Mapping[str, S
         ranks = sorted({*old.held.ranks, *new.held.ranks})
         if run.comm.rank not in ranks:
             continue
-        known = next((told[r][old.name] for r in ranks if told[r].get(old.name)), {})
+        old_state = next((told[r][old.name] for r in ranks if told[r].get(old.name)), {})
         entries: dict[str, Any] = dict(optimizer.state.get(p, {}))
-        for key, (dtype, value) in known.items():
+        for key, (dtype, value) in old_state.items():
             if dtype is None:
                 entries.setdefault(key, value.clone() if isinstance(value, Tensor) else value)
                 continue

@@ -17,14 +17,14 @@ class GradScaler(torch.amp.GradScaler):
     """As ``torch.amp.GradScaler``, for models that ``parallelize`` returned. ``step`` is collective."""
 
     def _unscale_grads_(self, optimizer, inv_scale, found_inf, allow_fp16) -> dict[torch.device, Tensor]:
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not found:  # this rank owns nothing, and has to say so
-            found = {found_inf.device: found_inf}
+        inf_by_device = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not inf_by_device:  # this rank owns nothing, and has to say so
+            inf_by_device = {found_inf.device: found_inf}
         if dist.is_initialized() and dist.get_world_size() > 1:
-            everyones = torch.stack([f.double() for f in found.values()]).max()
+            everyones = torch.stack([f.double() for f in inf_by_device.values()]).max()
             if dist.get_backend() == "gloo":
                 everyones = everyones.cpu()
             dist.all_reduce(everyones, dist.ReduceOp.MAX)
-            for f in found.values():
+            for f in inf_by_device.values():
                 f.copy_(everyones)
-        return found
+        return inf_by_device

@@ -278,10 +278,10 @@ def _new_plain(func: Callable, args: tuple, kwargs: dict) -> Tensor:
 def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Gradients unscaled, and the same word on all ranks whether one of them is not finite."""
     out = func(*args, **kwargs)
-    found, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
+    found_inf, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
     channel = comm.channel(comm.everyone, "all_reduce of whether gradients are finite")
-    found.copy_(
-        collectives.all_reduce(channel, found.detach().clone().reshape(1), "max").reshape(found.shape)
+    found_inf.copy_(
+        collectives.all_reduce(channel, found_inf.detach().clone().reshape(1), "max").reshape(found_inf.shape)
     )
     return out
 

@@ -66,7 +66,12 @@ def check_attribute(module: nn.Module, name: str, value: Any) -> None:
             f"{module._get_name()}.{name} was planned: another value would change nothing",
             expected=f"{name} = {planned[name]!r}",
             got=f"{name} = {value!r}",
-            hint="set it before planning, plan again, and parallelize that",
+            hint=(
+                "set it before planning, plan again, and parallelize that",
+                "for update_bn of an average: with mixmesh.whole(average) as m: average = copy.deepcopy(m)",
+            )
+            if name == "momentum"
+            else "set it before planning, plan again, and parallelize that",
         )
 
 

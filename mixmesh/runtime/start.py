@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..ir import Program
 from ..plan_devices import PlannedDevice
+from .accelerator import indexed
 from .agreement import Facts, check_facts, disagreement, facts_of_model, facts_of_start
 from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise
 from .devices import FoundDevice, device_mismatch, find_device
@@ -45,7 +46,7 @@ def start_together(
         return None
     program = plan if isinstance(plan, Program) else plan.program
     micro_batches = None if isinstance(plan, Program) else plan.micro_batches
-    where = torch.device(device) if device is not None else default_device()
+    where = indexed(device) if device is not None else default_device()
     initialise(program.world_size, where, timeout_s)
     watch = watch_of_process(heartbeat_s, max(timeout_s, LEAST_S)) if heartbeat_s else None
     if watch is None:

@@ -23,6 +23,7 @@ from ..errors import CollectiveError, JobError, MixmeshError
 from ..ir import Program
 from ..plan_file import Plan
 from ..timeline import Timeline
+from .accelerator import peak_held_bytes
 from .agreement import COMPARED_STEPS
 from .comm import Comm
 from .data import Feed, Followed, shard_batches_by
@@ -51,6 +52,9 @@ class Keeper(Protocol):
     def after_step(self, num_steps: int) -> bool:
         """Called when ``num_steps`` were made in all: whether the training is to stop."""
 
+    def save_now(self, num_steps: int) -> bool:
+        """Keeps the state after ``num_steps`` steps: whether that could be done."""
+
     def end(self, num_steps: int) -> None:
         """Called after the last step."""
 
@@ -61,9 +65,13 @@ class Balancer(Protocol):
     def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
         """Called before the first step of this start."""
 
-    def after_step(self, num_steps: int, step_s: float, own_s: float) -> None:
+    def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
         """Called when ``num_steps`` were made in all, of which the last took ``step_s`` seconds, without
-        loading its batch; this rank did not wait for others in ``own_s`` of them."""
+        loading its batch; this rank did not wait for others in ``own_s`` of them. True if the training is to
+        stop here, so that another plan goes on with what is kept of it."""
+
+    def stay(self) -> None:
+        """Called where it cannot stop, as its state could not be kept."""
 
     def end(self) -> None:
         """Called after the last step."""
@@ -79,6 +87,17 @@ class RunReport:
     peak_memory_bytes: tuple[int, ...]
     timelines: tuple[Timeline, ...] = ()
     num_skipped: int = 0
+
+    def followed_by(self, later: RunReport) -> RunReport:
+        """The report of both, one after the other."""
+        pairs = zip(self.peak_memory_bytes, later.peak_memory_bytes)
+        return RunReport(
+            self.step_s + later.step_s,
+            self.losses + later.losses,
+            tuple(max(pair) for pair in pairs),
+            self.timelines or later.timelines,
+            self.num_skipped + later.num_skipped,
+        )
 
     @property
     def step_s_median(self) -> float:
@@ -108,15 +127,15 @@ def next_batch(batches: Iterator[Any], comm: Comm) -> Any:
             comm.watch.leave(error)
         raise
     except Exception as error:
-        found = JobError(
+        problem = JobError(
             f"rank {comm.rank}: the job's data raised {named_line(error)}",
             where=place_of(error),
             expected="batches like the job's",
             hint="mixmesh --debug run ... shows the traceback",
         )
         if comm.watch is not None:
-            comm.watch.leave(found)
-        raise found from error
+            comm.watch.leave(problem)
+        raise problem from error
 
 
 def place_of(error: Exception) -> str:
@@ -207,6 +226,7 @@ def train(
     seed: int = 0,
     record: bool = False,
     check_model: bool = False,
+    compile: bool = False,
     on_nan: OnNan = OnNan.IGNORE,
     keeper: Keeper | None = None,
     balancer: Balancer | None = None,
@@ -219,15 +239,15 @@ def train(
     limit. Collective. The job's model is empty afterwards, and the process groups of the plan are gone.
     ``initial`` may give the model other values before the first step; a ``keeper`` decides on that by itself.
     It may go on with an earlier training, whose steps count, and may stop this one after any step;
-    then ``on_end`` is not called. A ``balancer`` may change the shares after any step. The report is of this
-    start's steps.
+    then ``on_end`` is not called. A ``balancer`` may change the shares after any step, or have the keeper
+    stop the training. The report is of this start's steps.
 
     ``on_start`` is called by the computing thread when all is set up, before the first step; ``on_step``
     after each with its number, global loss and seconds; ``on_end`` on every rank with the trained model. With
     ``record`` a few steps after the warm-up are measured in detail; it takes a step more than the warm-up.
     With ``check_model`` rank 0 traces the model before the first step, and one that is not the plan's is
-    refused. ``on_nan`` says what is done about a loss or gradients that are not finite; raises JobError where
-    that is to stop.
+    refused. ``compile`` is that of ``parallelize``. ``on_nan`` says what is done about a loss or gradients
+    that are not finite; raises JobError where that is to stop.
     """
     model = job.model
     optimizer = (job.optimizer or default_optimizer)(model.parameters())
@@ -240,6 +260,7 @@ def train(
         heartbeat_s=heartbeat_s,
         seed=seed,
         check_model=check_model,
+        compile=compile,
     )
     parallel.check_planned(job.batch)
     comm = parallel.comm
@@ -283,9 +304,11 @@ def train(
         computing_s = time.perf_counter() - loaded
         own_s = computing_s - (comm.waits.time_s - waited_s)
         on_step(number, losses[-1], step_s[-1])
-        if balancer is not None:
-            balancer.after_step(number + 1, computing_s, own_s)
-        is_stopped = keeper is not None and keeper.after_step(number + 1)
+        if balancer is not None and balancer.after_step(number + 1, computing_s, own_s):
+            is_stopped = keeper is not None and keeper.save_now(number + 1)
+            if not is_stopped:
+                balancer.stay()
+        is_stopped = is_stopped or keeper is not None and keeper.after_step(number + 1)
         if is_stopped:
             break
     if balancer is not None:
@@ -360,9 +383,10 @@ def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """On a GPU what the allocator held at most; on a CPU the process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """On a GPU what the process held of it at most, context and NCCL's buffers included, as plans predict it;
+    on a CPU the process's largest resident size."""
+    if device.type != "cpu":
+        return peak_held_bytes(device)
     try:
         # Linux counts into ru_maxrss what the process held that started this one, before exec
         status = Path("/proc/self/status").read_text()

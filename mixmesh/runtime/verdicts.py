@@ -9,6 +9,11 @@ from .agreement import by_value, ranks_text
 from .peers import Seen
 
 END_OF_DATA = "the end of the data"  # a call
+START_OF_EPOCH = "the start of an epoch"  # another one
+HINTS = {
+    END_OF_DATA: "data of as many batches on every rank",
+    START_OF_EPOCH: "leave the loop over a loader after the same batch on every rank",
+}
 
 
 def different_calls(
@@ -29,9 +34,10 @@ def different_calls(
                 expected="every rank to make the same calls in the same order",
                 got=f"{ranks_text(first)}: {one}; "
                 + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
-                hint="data of as many batches on every rank"
-                if END_OF_DATA in groups
-                else "take the call out of `if rank == 0:`, for all ranks to make it",
+                hint=next(
+                    (hint for kind, hint in HINTS.items() if kind in groups),
+                    "take the call out of `if rank == 0:`, for all ranks to make it",
+                ),
             )
     return None
 

@@ -37,8 +37,8 @@ def package_version() -> str:
 
 def source_digest(folder: Path) -> str:
     """12 hex digits of the names and contents of all Python files in ``folder`` and below."""
-    made = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
-        made.update(f"{path.relative_to(folder)}\0".encode())
-        made.update(hashlib.sha256(path.read_bytes()).digest())
-    return made.hexdigest()[:12]
+        hasher.update(f"{path.relative_to(folder)}\0".encode())
+        hasher.update(hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()[:12]

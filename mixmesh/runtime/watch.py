@@ -24,6 +24,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -47,6 +48,7 @@ STUCK_S = 5.0  # in one collective, from when on others are looked at
 NOTICE_S = 10.0
 MISSED_S = 3.0
 GRACE_S = 5.0  # for a process to end by itself after the watch has found that a rank is lost
+HEARD_S = 3.0  # for the others to read why the process that holds the store ends: two beats, and one to spare
 KEPT_CALLS = 16  # that are compared
 STDERR = 2
 
@@ -64,6 +66,7 @@ class Watch:
         self.number, self.doing, self.since = 0, "", time.monotonic()
         self.waiting: Waiting | None = None
         self.position = Position()
+        self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
         self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
         self._calls: dict[int, str] = {}
         self._failed = self._ended = ""
@@ -134,8 +137,10 @@ class Watch:
             self.waiting = None
 
     def count_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Has errors name the step that is under way, by the steps of the first optimizer that is given."""
-        if self.position.step is None:
+        """Has errors name the step that is under way, by the steps of the first optimizer that is given, and
+        where that is gone, of another one."""
+        if self._counted() is None:
+            self._counted = weakref.ref(optimizer)
             self.set_step(0)
             optimizer.register_step_post_hook(lambda *_: self.set_step(self.position.step))
 
@@ -171,7 +176,19 @@ class Watch:
             thread.join(2 * BEAT_S)
         if not self._peers.store_is_lost and not any(thread.is_alive() for thread in self._threads):
             self._write()
+            if not self.rank and not is_of_launcher() and (self._verdict or self._failed or last):
+                self._wait_until_heard()
         atexit.unregister(self.close)
+
+    def _wait_until_heard(self) -> None:
+        """Keeps the store, which ends with this process, until all others know why it does: they have ended
+        or come to a verdict of their own. Without it they would only find that nobody answers."""
+        deadline = time.monotonic() + HEARD_S
+        while time.monotonic() < deadline and not self._peers.store_is_lost:
+            self._peers.read()
+            if all(seen.ended or seen.verdict for seen in self._peers.states().values()):
+                return
+            time.sleep(self._pause_s / 4)
 
     # --- the watching thread --------------------------------------------------------------------------
 
@@ -310,6 +327,18 @@ def _one_line(error: BaseException) -> str:
 
 
 _of_process: list[tuple[object, Watch]] = []  # with its default group; empty before the first
+
+
+@contextmanager
+def in_call(kind: str) -> Iterator[None]:
+    """A call in which ranks meet, where there is no parallel model to make it; a part of the call that is
+    under way, if there is one."""
+    watch = running_watch()
+    if watch is None:
+        yield
+        return
+    with watch.call(kind):
+        yield
 
 
 def running_watch() -> Watch | None:

@@ -2,7 +2,8 @@
 
 As in the runtime (``runtime.pipeline``): a stage sends when a pass ends and asks for what it receives one
 micro-step ahead, so a transfer begins when its last rank has done either. A transfer under way holds links,
-and only its receiver waits for it; the senders do when all their passes are through. Passes are gone through
+and only its receiver waits for it; the senders do when all their passes are through. With ``BLOCKING_SENDS``
+a transfer begins when its sender's pass ends, and holds the sender until it is over. Passes are gone through
 in an order that does not depend on how long they take, so that nothing that gets faster can make a step
 longer.
 """
@@ -12,20 +13,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cost.placed import Exchange
+from ..cost.exchanges import Exchange
+from ..cost.unmeasured import BLOCKING_SENDS
 from ..ir import passes_of, transfers_of
+from ..ir.samples import Samples
+from ..step import AT_THE_END, Compute, Ready
 from ..timeline import LOSS_SUM, gradient_name
-from .order import Order
 from .run import Run
-from .sums import AT_THE_END, Sums
+from .sums import Sums
+from .timed import Parts, TimedPass
 from .values import Call, Seconds
-
-if TYPE_CHECKING:
-    from .simulation import Simulation
 
 ACTIVATIONS, GRADIENTS = "activations", "gradients of activations"
 
@@ -47,36 +47,36 @@ class _Move:
 
 @dataclass(frozen=True)
 class _Works:
-    """The works of a pass in order, and the instructions that they are of."""
+    """The works of a pass in order, and the computations that they are of."""
 
-    order: Order
+    timed: TimedPass
     works: tuple[int, ...]
-    at: tuple[int, ...]
+    computes: tuple[Compute, ...]
 
     @classmethod
-    def of(cls, order: Order) -> _Works:
+    def of(cls, timed: TimedPass) -> _Works:
         return cls(
-            order,
-            tuple(work for step in order.steps for work in step.works),
-            tuple(n for step in order.steps for n in step.at),
+            timed,
+            tuple(work for segment in timed.segments for work in segment.works),
+            tuple(compute for segment in timed.segments for compute in segment.computes),
         )
 
 
 class Pipeline:
     """All that does not depend on ratios and the number of micro-steps."""
 
-    def __init__(self, simulation: Simulation) -> None:
-        self.simulation, self.stages = simulation, simulation.samples.stages
-        self.forward, self.backward = map(_Works.of, (simulation.forward, simulation.backward))
+    def __init__(self, parts: Parts, samples: Samples) -> None:
+        self.parts, self.stages = parts, samples.stages
+        self.forward, self.backward = map(_Works.of, (parts.forward, parts.backward))
         self.moves = tuple(self._moves())
         for move in self.moves:
-            simulation.channel(move.purpose, move.exchange.ranks, move.exchange)
+            parts.network.channel(move.purpose, move.exchange.ranks, move.exchange)
 
     def _moves(self) -> Iterator[_Move]:
-        program, sheet, samples = self.simulation.step, self.simulation.sheet, self.simulation.samples
+        sheet, program = self.parts.sheet, self.parts.sheet.program
         for i in transfers_of(program):
             held, wanted = map(program.participants, (program.types[i.inputs[0]], i.type))
-            ends = samples.stages.index(held), samples.stages.index(wanted)
+            ends = self.stages.index(held), self.stages.index(wanted)
             there, back = (sheet.exchanges[i.result, backward] for backward in (False, True))
             yield _Move(i.result, *ends, False, there)
             if i.result in program.requires_grad:
@@ -87,11 +87,13 @@ class Pipeline:
         pass of every stage, or at the end if it is for owners or copies."""
         run.begin(sums)
         _Clocks(self, run, micro_steps, seconds).passes()
-        if self.simulation.loss is not None:
-            run.start(self.simulation.loss, LOSS_SUM)
-        late = [(n, call.exchange.ranks) for n, call in enumerate(sums.calls) if n not in sums.plain]
+        if self.parts.loss is not None:
+            run.start(self.parts.loss, LOSS_SUM)
+        late = [
+            (n, call.exchange.ranks) for n, call in enumerate(sums.calls) if n not in sums.reductions.plain
+        ]
         run.active = [True] * len(run.clock)
-        run.sums = replace(sums, issues={AT_THE_END: late})
+        run.sums = replace(sums, reductions=replace(sums.reductions, issues={AT_THE_END: late}))
         run.end_of_backward(seconds[1])
 
 
@@ -102,6 +104,7 @@ class _Clocks:
         self, pipeline: Pipeline, run: Run, micro_steps: int, seconds: tuple[Seconds, Seconds]
     ) -> None:
         self.pipeline, self.run, self.micro_steps = pipeline, run, micro_steps
+        self.is_blocking = BLOCKING_SENDS in pipeline.parts.sheet.costs.unmeasured
         self.kinds = [run.alike.of(ranks) for ranks in pipeline.stages]
         self.work: dict[tuple[int, bool], tuple[list[float], Seconds]] = {}
         for stage, kinds in enumerate(self.kinds):
@@ -121,7 +124,7 @@ class _Clocks:
 
     def _call(self, move: _Move) -> Call:
         part = replace(move.exchange, size_bytes=move.exchange.size_bytes // self.micro_steps)
-        return self.pipeline.simulation.call(part, move.purpose)
+        return self.pipeline.parts.network.call(part, move.purpose)
 
     def passes(self) -> None:
         run, pipeline = self.run, self.pipeline
@@ -145,37 +148,39 @@ class _Clocks:
                     self._occupy(m, kinds)
                     self.offered[m, k] = self._clock(stage)
                     self._fly(m, k)
+                    if self.is_blocking:
+                        run.until(self.ends[m, k], kinds)
         for (m, _), end in self.ends.items():
             self.run.until(end, self.kinds[m.sender])
 
     def _work(self, made: _Works, stage: int, backward: bool) -> None:
         total, table = self.work[stage, backward]
         if self.run.keep_events:
-            self.run.work_in_turn(made.order, made.works, made.at, table)
+            self.run.work_in_turn(made.timed, made.works, made.computes, table)
         else:
             self.run.work(total)
 
     def _last_backward(self, stage: int) -> None:
         """Every rank of the stage starts sums where its gradients are complete, those that are left when the
         pass is over."""
-        run, order, (_, table) = self.run, self.pipeline.backward.order, self.work[stage, True]
+        run, timed, (_, table) = self.run, self.pipeline.backward.timed, self.work[stage, True]
         mine = {*self.pipeline.stages[stage]}
-        busy = iter((order.counts @ np.array(table).reshape(len(table), -1)).tolist())
-        for step in order.steps:
-            if step.works:
+        busy = iter((timed.counts @ np.array(table).reshape(len(table), -1)).tolist())
+        for works, computes, end in timed.segments:
+            if works:
                 seconds = next(busy)
                 if run.keep_events:
-                    run.work_in_turn(order, step.works, step.at, table)
+                    run.work_in_turn(timed, works, computes, table)
                 elif any(seconds):
                     run.work(seconds)
-            if step.point is not None:
-                self._issue(step.point, mine)
+            if isinstance(end, Ready):
+                self._issue(end.point, mine)
         self._issue(AT_THE_END, mine)
 
     def _issue(self, point: float, mine: set[int]) -> None:
-        for n, ranks in self.run.sums.issues.get(point, ()):
+        for n, ranks in self.run.sums.reductions.issues.get(point, ()):
             here = tuple(r for r in ranks if r in mine)
-            if here and n in self.run.sums.plain:
+            if here and n in self.run.sums.reductions.plain:
                 self.run.issue(n, here)
 
     def _receive(self, m: _Move, k: int) -> None:
@@ -189,8 +194,11 @@ class _Clocks:
             self._fly(m, k)
 
     def _fly(self, m: _Move, k: int) -> None:
-        """Begins where both sides are there."""
-        if (m, k) in self.offered and (m, k) in self.asked:
+        """Begins where both sides are there; a sender that is held has not to be asked, as what it sends is
+        kept for the receiver."""
+        if self.is_blocking:
+            self.asked[m, k] = 0.0
+        if (m, k) in self.offered and (m, k) in self.asked and (m, k) not in self.ends:
             issued = max(self.offered[m, k], self.asked[m, k])
             self.ends[m, k] = self.run.communicate(self.calls[m], m.name, issued)
 

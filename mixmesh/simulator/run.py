@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from copy import copy
 from operator import add
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,14 +12,11 @@ from ..cost.micro_steps import Pass
 from ..cost.sums import IN_FLIGHT_BYTES
 from ..ir import Program
 from ..lazy import lazy
+from ..step import AT_THE_END, Alike, Await, Compute, Ready, Start
 from ..timeline import ACCUMULATION, LOSS_SUM, Event
-from .sums import AT_THE_END, Sums
-from .values import Alike, Call, Seconds
-
-if TYPE_CHECKING:
-    from .order import Order
-    from .simulation import Simulation
-
+from .sums import Sums
+from .timed import Parts, TimedPass
+from .values import Call, Seconds
 
 # the parts of a run that change while it goes on without events, beside numbers
 MOVING = "arriving busy carrying clock free has_gradients paced ready served under_way".split()
@@ -31,7 +27,7 @@ class Run:
 
     def __init__(
         self,
-        simulation: Simulation,
+        parts: Parts,
         program: Program,
         sums: Sums,
         alike: Alike,
@@ -39,10 +35,11 @@ class Run:
         leads: Sequence[float] = (),
     ) -> None:
         """``leads``: by kind, how far ahead of its usual pace it begins."""
-        self.simulation, self.program, self.keep_events = simulation, program, keep_events
+        self.parts, self.program, self.keep_events = parts, program, keep_events
         self.alike, count = alike, len(alike.firsts)
         self.clock = [0.0] * count
-        rests = [simulation.rests[r] for r in alike.firsts]
+        network = parts.network
+        rests = [network.rests[r] for r in alike.firsts]
         self.rested_s = [s for s, _ in rests]
         self.briskly = [1 / speed for _, speed in rests]  # seconds after a rest of one that is usual
         self.can_rest = any(self.rested_s)
@@ -51,13 +48,13 @@ class Run:
         self.paced = [-lead for lead in self.began_with]
         self.busy = [0.0] * count
         self.under_way = [0.0] * count  # until when a collective of the kind is
-        self.kinds = [alike.of(ranks) for _, ranks in simulation.channels]  # that are on each channel
-        self.slowdown = [simulation.slowdown[r] for r in alike.firsts]
+        self.kinds = [alike.of(ranks) for _, ranks in network.numbers]  # that are on each channel
+        self.slowdown = [parts.slowdown[r] for r in alike.firsts]
         self.slowed = [(k, s) for k, s in enumerate(self.slowdown) if s > 0]
-        self.free = [0.0] * len(simulation.channels)  # when each channel is
-        self.carrying = [0.0] * len(simulation.channels)  # until when each occupies links
-        self.served = [0.0] * len(simulation.links)  # when each link has carried all that it was given
-        self.link_busy_s = [0.0] * len(simulation.links)  # counted with events
+        self.free = [0.0] * len(network.numbers)  # when each channel is
+        self.carrying = [0.0] * len(network.numbers)  # until when each occupies links
+        self.served = [0.0] * len(network.links)  # when each link has carried all that it was given
+        self.link_busy_s = [0.0] * len(network.links)  # counted with events
         self.ready: dict[str, tuple[float, Call]] = {}  # results that nobody has waited for yet
         self.arriving: list[tuple[float, Call, int, str]] = []  # gradients to be taken in at the end
         self.communication = 0.0
@@ -65,7 +62,7 @@ class Run:
         self.events: list[Event] = []
         self.active = [True] * count  # whether the kind takes this micro-step
         self.has_gradients = [False] * count
-        self.gathers, self.gather_of = sums.gathers, sums.gather_of
+        self.gathers, self.gather_of = sums.gathers, sums.reductions.gather_of
         self.gathered: list[tuple[float, Call, set[int]]] = []  # with the kinds that have not awaited it
         self.landed = 0  # how many of them somebody has awaited
         self.fetched = 0  # and how many everybody has
@@ -108,22 +105,21 @@ class Run:
         self.backward_pass(backward_s)
 
     def forward_pass(self, seconds: Seconds, *, is_last: bool = True) -> None:
-        self.steps(self.simulation.forward, seconds)
+        self.go_through(self.parts.forward, seconds)
         if self.gathers:
             self.fetch(len(self.gathers) - 1)
         self.turn_s = min(self.clock)
-        if is_last and self.simulation.loss is not None:
-            self.start(self.simulation.loss, LOSS_SUM)
+        if is_last and self.parts.loss is not None:
+            self.start(self.parts.loss, LOSS_SUM)
 
     def backward_pass(self, seconds: Seconds) -> None:
         self.accumulate(range(len(self.clock)))
-        self.steps(self.simulation.backward, seconds)
+        self.go_through(self.parts.backward, seconds)
         self.end_of_backward(seconds)
 
-    def with_sums(self, simulation: Simulation, sums: Sums) -> Run:
+    def with_sums(self, sums: Sums) -> Run:
         """The same step up to here, going on with other sums; none of them gathers what owners stepped."""
         made = copy(self)
-        made.simulation = simulation
         for name in MOVING:
             setattr(made, name, copy(getattr(self, name)))
         made.begin(sums)
@@ -140,7 +136,7 @@ class Run:
     @lazy
     def added_s(self) -> list[float]:
         """By kind, seconds of adding a micro-step's gradients to earlier ones."""
-        seconds = self.simulation.sheet.accumulation_s(self.program)
+        seconds = self.parts.sheet.accumulation_s(self.program)
         return [seconds[rank] for rank in self.alike.firsts]
 
     def start_gathers(self) -> None:
@@ -168,7 +164,7 @@ class Run:
                 self.fetched += 1
 
     def optimizer(self) -> None:
-        seconds = self.simulation.sheet.optimizer_s(self.program)
+        seconds = self.parts.sheet.optimizer_s(self.program)
         for kind, rank in enumerate(self.alike.firsts):
             self.compute(kind, "optimizer", seconds[rank])
 
@@ -245,7 +241,7 @@ class Run:
             served[link] = (before if before > start else start) + seconds
             if call.yields and served[link] > carrying:
                 carrying = served[link]
-        for other, _ in self.simulation.rivals[channel]:
+        for other, _ in self.parts.network.rivals[channel]:
             if self.carrying[other] > start:
                 carrying = max(carrying, self.shared(call, start))
                 break
@@ -267,7 +263,7 @@ class Run:
         """Until when a collective occupies links that others are using."""
         rivals = [
             (self.carrying[other] - start, links)
-            for other, links in self.simulation.rivals[call.channel]
+            for other, links in self.parts.network.rivals[call.channel]
             if self.carrying[other] > start
         ]
         return max(
@@ -283,42 +279,49 @@ class Run:
         self.until(end, kinds)
         self.occupy(call, kinds)
 
-    def steps(self, order: Order, work_s: Seconds) -> None:
+    def go_through(self, timed: TimedPass, work_s: Seconds) -> None:
+        """All events of a pass, in order."""
         table = np.array(work_s).reshape(len(work_s), len(self.clock))
-        seconds = order.counts @ table
+        seconds = timed.counts @ table
         rows = iter(seconds.tolist())
         is_plain = not (self.keep_events or self.can_rest or self.slowed)
         if is_plain:
             self.busy = (seconds.sum(axis=0) + self.busy).tolist()
-        for works, at, awaited, call, name, value, taken_in, point, used in order.steps:
+        for works, computes, end in timed.segments:
             if works:
                 if is_plain:
                     self.clock = [*map(add, self.clock, next(rows))]
                 elif self.keep_events:
                     next(rows)
-                    self.work_in_turn(order, works, at, work_s)
+                    self.work_in_turn(timed, works, computes, work_s)
                 else:
                     self.work(next(rows))
-            if awaited:
-                self.wait(*self.ready.pop(awaited))
-            elif call is not None:
-                end = self.start(call, name)
-                if value:
-                    self.ready[value] = (end, call)
-                if taken_in is not None:
-                    self.arriving.append((end, call, *taken_in))
-            elif point is not None:
-                for k, ranks in self.sums.issues.get(point, ()):
+            kind = type(end)
+            if kind is Await:
+                self.wait(*self.ready.pop(end.name))
+            elif kind is Start:
+                self.begin_call(timed, end)
+            elif kind is Ready:
+                for k, ranks in self.sums.reductions.issues.get(end.point, ()):
                     self.issue(k, ranks)
-            elif used in self.gather_of:
-                self.fetch(self.gather_of[used])
+            elif end is not None and end.name in self.gather_of:
+                self.fetch(self.gather_of[end.name])
+
+    def begin_call(self, timed: TimedPass, start: Start) -> None:
+        """All ranks issue a collective, which is awaited by name or taken in at the end."""
+        call = timed.calls[start.number]
+        end_s = self.start(call, start.name)
+        if start.value:
+            self.ready[start.value] = (end_s, call)
+        else:
+            self.arriving.append((end_s, call, *timed.product_of(start)))
 
     def work_in_turn(
-        self, order: Order, works: tuple[int, ...], at: tuple[int, ...], work_s: Seconds
+        self, timed: TimedPass, works: Iterable[int], computes: Iterable[Compute], work_s: Seconds
     ) -> None:
         """As ``work``, with an event for each of them."""
-        for work, n in zip(works, at):
-            name, op = order.event(n)
+        for work, compute in zip(works, computes):
+            name, op = timed.order.name_of(compute)
             for kind, s in enumerate(work_s[work]):
                 self.compute(kind, name, s, op)
 
@@ -344,13 +347,13 @@ class Run:
         self.issued[k] = max(self.issued[k], self.last(ranks))
         self.left[k] -= len(ranks)
         if not self.left[k]:
-            self.sum_end[k] = self.communicate(call, self.sums.names[k], self.issued[k])
+            self.sum_end[k] = self.communicate(call, self.sums.reductions.names[k], self.issued[k])
 
     def end_of_backward(self, work_s: Seconds) -> None:
         """Issues what is left; then every rank takes in what arrives, and waits for its sums."""
-        at_the_end = self.sums.issues.get(AT_THE_END, ())
+        at_the_end = self.sums.reductions.issues.get(AT_THE_END, ())
         for k, ranks in at_the_end:
-            if k not in self.sums.late:
+            if k not in self.sums.reductions.late:
                 self.issue(k, ranks)
         for end, call, work, name in self.arriving:
             self.wait(end, call)
@@ -359,12 +362,12 @@ class Run:
                     self.compute(kind, name, work_s[work][kind], "aten.mm")
         self.arriving.clear()
         for k, ranks in at_the_end:
-            if k in self.sums.late:
+            if k in self.sums.reductions.late:
                 self.issue(k, ranks)
         for end, call in zip(self.sum_end, self.sums.calls):
             self.wait(end, call)
         for channel, kinds in enumerate(self.kinds):
             end = self.free[channel]
             if end > 0:
-                end = max([end, *(self.served[link] for link in self.simulation.crossed[channel])])
+                end = max([end, *(self.served[link] for link in self.parts.network.crossed[channel])])
             self.until(end, [k for k in kinds if self.active[k]])

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from copy import copy
+from dataclasses import replace
 
 import numpy as np
 
 from ..cost import CostModel
+from ..cost.exchanges import Exchange, cut_shares
 from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
-from ..cost.placed import Exchange, Sheet, cut_shares
-from ..cost.resources import Link, links_of
-from ..cost.sums import gradient_bytes, gradient_sums, order_of_sums, summed, with_other_owners
+from ..cost.placed import Sheet
+from ..cost.sums import gradient_bytes, summed
 from ..ir import Buckets, Program, once_program, samples_of, support
 from ..lazy import lazy
 from ..optimizer_states import ADAM, OptimizerStates
 from ..plan_file import Schedule, accumulates, schedule
+from ..step import Alike, Step, membership, step_of
+from ..step.order import forward_pass
 from ..timeline import Timeline
-from .order import Backward, Forward, ready_points
+from .channels import Channels
 from .pipeline import Pipeline
 from .run import Run
 from .sums import NO_SUMS, Sums, sums_of
-from .values import Alike, Call, MicroBatches, Seconds, membership
+from .timed import Parts, timed
+from .values import Call, MicroBatches, Seconds
 
 MAX_STEPS = 5  # until devices are as rested as a step before
 
@@ -57,63 +61,60 @@ class Simulation:
         """``like`` is of the same instructions on other ranks: several there if they are several here."""
         self.costs = costs
         self.samples = samples_of(program) if accumulating else None
-        self.step = program if self.samples is None else costed_micro_step(program, self.samples)
-        self.sheet = Sheet(self.step, costs, like and like.sheet)
-        self.memory = PeakMemory(
+        self.program = program if self.samples is None else costed_micro_step(program, self.samples)
+        self.sheet: Sheet = Sheet(self.program, costs, like and like.sheet)
+        self.memory: PeakMemory = PeakMemory(
             costs, optimizer_states, self.samples, like and like.memory, self.sheet.kinds
         )
-        self.rests = [costs.rest(r) for r in range(program.world_size)]
-        # where a device has so much computing to spend, what communication takes of it is counted in that
-        self.slowdown = [0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(self.rests)]
-        self.channels: dict[tuple[str, tuple[int, ...]], int] = {}
-        self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
-        self.crossed: list[frozenset[int]] = []  # per channel: links, by number
-        self.links: dict[Link, int] = {}
-        self._calls: dict[tuple[str, Exchange], Call] = {}
-        self._s_per_byte: dict[tuple, dict[Link, float]] = {}
+        rests = [costs.rest(r) for r in range(program.world_size)]
+        self.network = Channels(costs, rests)
         self._sums: dict[tuple, Sums] = {}
         self._last_turn: tuple[tuple, Run, Seconds] | None = None
-        self.loss = self._loss(program)
-        ranks = self.sheet.ranks
-        model = like if like is not None and ranks and like.sheet.ranks else None
-        if model is not None:
-            kinds = {s.kind: s.kind._replace(ranks=ranks) for s in model.summed}
-            self.summed = tuple([s._replace(kind=kinds[s.kind]) for s in model.summed])
-            self.points = {
-                name: tuple([(n, ranks) for n, _ in points]) for name, points in model.points.items()
-            }
+        loss = self._loss(program)
+        model = like if like is not None and self.sheet.ranks and like.sheet.ranks else None
+        if model is None:
+            self.step: Step = step_of(self.sheet, program)
         else:
-            self.summed = order_of_sums(program)
-            self.points = ready_points(self.step, self.sheet)
-        for group in dict.fromkeys(s.kind.ranks for s in self.summed):
-            self.channel("gradient", group)
-        self.forward = Forward(self, self.sheet) if model is None else model.forward.on(self, self.sheet)
-        self.backward = Backward(self, self.sheet) if model is None else model.backward.on(self, self.sheet)
+            self.step = model.step.on(self.program, self.sheet.ranks)
+        for group in dict.fromkeys(s.kind.ranks for s in self.step.summed):
+            self.network.channel("gradient", group)
+        # where a device has so much computing to spend, what communication takes of it is counted in that
+        slowdown = tuple(0.0 if s > 0 else costs.slowdown(r) for r, (s, _) in enumerate(rests))
+        if model is None:
+            forward = timed(self.step.forward, self.sheet, self.network)
+            backward = timed(self.step.backward, self.sheet, self.network)
+        else:
+            forward = model.parts.forward.on(self.step.forward, self.network)
+            backward = model.parts.backward.on(self.step.backward, self.network)
+        self.parts: Parts = Parts(self.sheet, self.network, slowdown, forward, backward, loss)
         once = None if self.samples is None else once_program(program, self.samples)
         self.once = None if once is None else Sheet(once, costs)
-        self.once_forward = None if once is None else Forward(self, self.once)
+        self.once_forward = (
+            None if self.once is None else timed(forward_pass(self.once), self.once, self.network)
+        )
         is_pipeline = self.samples is not None and bool(self.samples.stages)
-        self.pipeline = Pipeline(self) if is_pipeline else None
+        self.pipeline = Pipeline(self.parts, self.samples) if is_pipeline else None
 
     def differs_in_owners(self, program: Program) -> bool:
         """Whether ``program``, whose computations must be those of this one, has the same ranks in them, and
         in all parameters."""
         names = [name for name in self.sheet.ratio_names if name is not None]
-        if any(support(program.ratio_of[n]) != support(self.step.ratio_of[n]) for n in names):
+        if any(support(program.ratio_of[n]) != support(self.program.ratio_of[n]) for n in names):
             return False
-        return all(a.types == b.types for a, b in zip(program.params, self.step.params))
+        return all(a.types == b.types for a, b in zip(program.params, self.program.params))
 
     def with_owners(self, program: Program) -> Simulation:
         """The simulation of the same program with other owners of its parameters, whose gradients are there
         when they were. Not in micro-steps."""
         made = copy(self)
-        made.step = program
+        made.program = program
         made.sheet = self.sheet.with_owners(program)
+        made.step = self.step.with_owners(made.sheet)
         made.memory = PeakMemory(self.costs, self.memory.optimizer_states, kinds=self.sheet.kinds)
         made._sums = {}
         made._last_turn = None
-        made.summed = with_other_owners(program, self.summed)
-        made.forward = Forward(made, made.sheet)
+        forward = timed(made.step.forward, made.sheet, made.network)
+        made.parts = replace(self.parts, sheet=made.sheet, forward=forward)
         return made
 
     def run(
@@ -137,7 +138,7 @@ class Simulation:
             tuple([run.busy[k] for k in run.alike.kind_of]),
             run.communication,
             tuple(run.events),
-            tuple((*link, run.link_busy_s[n]) for link, n in self.links.items()) if events else (),
+            tuple((*link, run.link_busy_s[n]) for link, n in self.network.links.items()) if events else (),
         )
 
     def peak_memory_bytes(self, program: Program, micro_batches: MicroBatches = None) -> tuple[int, ...]:
@@ -168,7 +169,9 @@ class Simulation:
     def passes_s(self, device_class: int, share: float) -> float:
         """Seconds of a forward and a backward pass over a share of the batch, on a device of a class."""
         total = 0.0
-        counts = zip(*(order.counts.sum(axis=0).tolist() for order in (self.forward, self.backward)))
+        counts = zip(
+            *(order.counts.sum(axis=0).tolist() for order in (self.parts.forward, self.parts.backward))
+        )
         for work, (forward, backward) in zip(self.sheet.works, counts):
             time, part = work.times[device_class], share if work.cut[0] else 1.0
             total += forward * time.forward.at(part) + backward * time.backward.at(part)
@@ -185,7 +188,7 @@ class Simulation:
         not rounded to whole samples."""
         run = self._run(program, None, whole=False)
         sizes: dict[tuple[int, ...], int] = {}
-        for s in self.summed:
+        for s in self.step.summed:
             ranks = s.kind.ranks
             sizes[ranks] = sizes.get(ranks, 0) + gradient_bytes(program.params[s.place], s.cell)
         sums = [summed(program, n, ranks) for ranks, n in sizes.items()]
@@ -224,10 +227,10 @@ class Simulation:
         sums = NO_SUMS if buckets is None else self.sums(program, buckets)
         if planned is None and not (events or sums.gathers):
             turn, backward_s = self._turn(program, whole, leads)
-            run = turn.with_sums(self, sums)
+            run = turn.with_sums(sums)
             run.backward_pass(backward_s)
             return run
-        step = program if planned is None else with_ratios_of(self.step, program)
+        step = program if planned is None else with_ratios_of(self.program, program)
         self._check_pattern(step)
         # events tell equal ranks apart
         alike = Alike(range(program.world_size) if events else self._kinds(step, whole, planned))
@@ -258,11 +261,11 @@ class Simulation:
         leads: Sequence[float] = (),
     ) -> Run:
         """A step of which the optimizer has run, and what comes once before all micro-steps."""
-        run = Run(self, step, sums, alike, events, leads)
+        run = Run(self.parts, step, sums, alike, events, leads)
         run.optimizer()
         run.start_gathers()
         if self.once_forward is not None:
-            run.steps(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
+            run.go_through(self.once_forward, self.once.seconds(program, ranks=alike.firsts)[0])
         return run
 
     def _turn(self, program: Program, whole: bool, leads: Sequence[float]) -> tuple[Run, Seconds]:
@@ -275,7 +278,6 @@ class Simulation:
             forward_s, backward_s = self.sheet.seconds(program, whole=whole, ranks=alike.firsts)
             run = self._begun(program, program, NO_SUMS, alike, leads=leads)
             run.forward_pass(forward_s)
-            del run.simulation  # this one: in a circle both would outlive their plan
             self._last_turn = key, run, backward_s
         return self._last_turn[1:]
 
@@ -299,84 +301,17 @@ class Simulation:
     @lazy
     def _met(self) -> list[int]:
         """Per rank a number for the channels that it is on; all of them are known after ``__init__``."""
-        groups = dict.fromkeys(ranks for _, ranks in self.channels)
+        groups = dict.fromkeys(ranks for _, ranks in self.network.numbers)
         return Alike(membership(groups, self.sheet.world_size)).kind_of
-
-    @lazy
-    def in_sums(self) -> Alike:
-        """Ranks whose gradients are complete at the same points, whatever the buckets."""
-        groups = dict.fromkeys(who for points in self.points.values() for _, who in points)
-        groups |= dict.fromkeys(s.kind.ranks for s in self.summed)
-        return Alike(membership(groups, self.sheet.world_size))
-
-    @lazy
-    def complete(self) -> dict[str, dict[int, float]]:
-        """Per parameter whose gradient is summed, the point where it is complete by kind of ``in_sums``."""
-        return {
-            name: {kind: point for point, who in points for kind in self.in_sums.of(who)}
-            for name, points in self.points.items()
-        }
-
-    def call(self, exchange: Exchange, purpose: str = "data") -> Call:
-        key = (purpose, exchange)
-        if key not in self._calls:
-            self._calls[key] = self._call(purpose, exchange)
-        return self._calls[key]
-
-    def _call(self, purpose: str, exchange: Exchange) -> Call:
-        kind = (exchange.performed, exchange.ranks, exchange.sent)
-        if kind not in self._s_per_byte:
-            self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
-        name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
-        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
-        # the part of its seconds that takes the computing threads is counted there, slower
-        lag_s = exchange.lag_s(self.costs)
-        seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
-        # where a collective was measured to be faster than the cluster file allows, it holds no link longer
-        links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
-        host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
-        # a device that computes on while gradients travel saves nothing up that this could take
-        beside = tuple(
-            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
-            for r in (ranks if purpose != "gradient" else ())
-        )
-        channel = self.channel(purpose, exchange.ranks)
-        return Call(
-            exchange,
-            channel,
-            seconds,
-            tuple((self.links[link], s) for link, s in links),
-            max((s for _, s in links), default=0.0),
-            purpose == "gradient",
-            host if any(host) else (),
-            beside if any(beside) else (),
-            lag_s,
-        )
-
-    def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
-        """The number of a process group. All are known before the first step is simulated. One that is only
-        used for exchanges like ``one_way`` crosses no other links than that."""
-        key = (purpose, ranks)
-        if key not in self.channels:
-            number = self.channels[key] = len(self.channels)
-            cluster = self.costs.cluster
-            crossed = set(one_way.link_s_per_byte(cluster) if one_way else links_of(cluster, ranks))
-            mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
-            self.rivals.append([])
-            for other, theirs in enumerate(self.crossed):
-                if mine & theirs:
-                    self.rivals[number].append((other, mine & theirs))
-                    self.rivals[other].append((number, mine & theirs))
-            self.crossed.append(mine)
-        return self.channels[key]
 
     def sums(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Sums:
         """The sums of gradients under these buckets, or those of them that every micro-step of ZeRO stage 2
         makes."""
         key = (scattered, buckets, program.levels)
         if key not in self._sums:
-            every = gradient_sums(program, order=self.summed, buckets=buckets)
-            self._sums[key] = sums_of(self, tuple(s for s in every if s.stage == 2 or not scattered))
+            self._sums[key] = sums_of(
+                self.step.reductions(program, buckets, scattered=scattered), self.network
+            )
         return self._sums[key]
 
     def _loss(self, program: Program) -> Call | None:
@@ -385,4 +320,4 @@ class Simulation:
         if len(program.working_ranks) < 2:
             return None
         width = 8 if program.types[program.loss].value.dtype == "f64" else 4
-        return self.call(Exchange("all_reduce", width, program.working_ranks))
+        return self.network.call(Exchange("all_reduce", width, program.working_ranks))

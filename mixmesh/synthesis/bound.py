@@ -17,6 +17,7 @@ the bound never exceeds the true remainder; where the graph is a chain and one c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import add
 
 from .choices import R
@@ -72,16 +73,18 @@ class Bound:
 
     def held(self, value: int, children: int, mask: int) -> Vector:
         """The remainder below a value of which ``children`` steps are still to come."""
-        known = self._held.setdefault((value, children), {})
-        if mask not in known:
+        bound_of = self._held.setdefault((value, children), {})
+        if mask not in bound_of:
             steps = self.children[value][:children]
-            totals = []
-            for made, price in self._conversions(value, mask, sum([self._codes[step] for step in steps])):
-                below = [self._child(step, made) for step in steps]
-                seconds = below[0] if len(below) == 1 else list(map(sum, zip(*below)))
+            totals: list[Sequence[float]] = []
+            for converted, price in self._conversions(
+                value, mask, sum([self._codes[step] for step in steps])
+            ):
+                below = [self._child(step, converted) for step in steps]
+                seconds: Sequence[float] = below[0] if len(below) == 1 else list(map(sum, zip(*below)))
                 totals.append([price + s for s in seconds] if price else seconds)
-            known[mask] = _least(totals)
-        return known[mask]
+            bound_of[mask] = _least(totals)
+        return bound_of[mask]
 
     def _child(self, step: int, mask: int) -> Vector:
         """The least remainder from ``step`` on if ``value`` is held as the mask has it, never otherwise."""
@@ -109,21 +112,21 @@ class Bound:
                 if (price := self.steps.cheapest(value, have, R)) is not None
             )
             # held whole it is held in every way, so that dearer sets are worth nothing
-            made = [(have, seconds) for have, seconds, count in every if count <= most and seconds < whole]
-            made.append((mask | self.steps.closure(value, R), whole))
-            self._converted[key] = made
+            useful = [(have, seconds) for have, seconds, count in every if count <= most and seconds < whole]
+            useful.append((mask | self.steps.closure(value, R), whole))
+            self._converted[key] = useful
         return self._converted[key]
 
     def remaining(self, step: int, packed: int) -> Vector:
-        known = self._remaining[step]
-        total = known.get(packed)
+        bound_of = self._remaining[step]
+        total = bound_of.get(packed)
         if total is None:
             total = self.roots[step]
             for shift, by_mask, value, children in self._to_come(step):
                 mask = packed >> shift & FULL
                 below = by_mask.get(mask) or self.held(value, children, mask)
                 total = tuple(map(add, total, below))
-            known[packed] = total
+            bound_of[packed] = total
         return total
 
     def _to_come(self, step: int) -> list[tuple[int, dict[int, Vector], int, int]]:
@@ -148,5 +151,5 @@ def _add(a: Vector, b: Vector) -> Vector:
     return tuple(map(add, a, b))
 
 
-def _least(vectors: list[Vector]) -> Vector:
+def _least(vectors: Sequence[Sequence[float]]) -> Vector:
     return tuple(vectors[0]) if len(vectors) == 1 else tuple(map(min, zip(*vectors)))

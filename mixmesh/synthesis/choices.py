@@ -188,9 +188,9 @@ class Choices:
         key = self._key(call)
         if key not in self._strategies:
             rule = self.rules.get(node.op)
-            made = strategies(rule, call) if rule is not None else ()
+            options = strategies(rule, call) if rule is not None else ()
             whole = Strategy("", (REPLICATE,) * len(node.inputs), (REPLICATE,) * len(node.results))
-            self._strategies[key] = made or (whole,)
+            self._strategies[key] = options or (whole,)
         return self._strategies[key]
 
     @staticmethod
@@ -243,9 +243,9 @@ class Choices:
             allowed = allowed[:1]  # constants are cheap and the same everywhere
         options: dict[tuple, Choice] = {}
         for strategy in allowed:
-            made = self._choice(node, strategy, times(self.costs.cut(call, strategy.inputs)))
-            if made is not None:
-                options.setdefault((made.needs, made.gives), made)
+            choice = self._choice(node, strategy, times(self.costs.cut(call, strategy.inputs)))
+            if choice is not None:
+                options.setdefault((choice.needs, choice.gives), choice)
         return tuple(options.values())
 
     def _shown(self, node: Node) -> tuple[int, ...]:

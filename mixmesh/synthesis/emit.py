@@ -107,18 +107,18 @@ class Builder:
     ) -> None:
         """An operator whose inputs are held as ``inputs`` already, with the types of its results; ``like`` is
         one that differs in the names of values only."""
-        found = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
+        operands = tuple([self.held[n][p] for n, p in zip(node.inputs, inputs)])
         args, kwargs = node.args, node.kwargs
-        if found != node.inputs:
-            names = iter(found)
+        if operands != node.inputs:
+            names = iter(operands)
             args = map_refs(args, lambda _: Ref(next(names)))
             kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in kwargs)
         for name, t in zip(node.results, types):
             if name is not None:
                 self.held[name] = {t.placement: name}
-        made = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
-        made.__dict__["plain"] = like.plain  # one object, by which repeated layers are known
-        self.append(made)
+        instruction = Instruction(node.results, types, node.op, args, kwargs, location=node.location)
+        instruction.__dict__["plain"] = like.plain  # one object, by which repeated layers are known
+        self.append(instruction)
 
     def finish(self) -> Program:
         """The program; the loss is turned into a partial sum if it is held otherwise."""
@@ -205,7 +205,7 @@ class _Placed:
     def __init__(self, builder: Builder, problem: Problem, found: Found, n: int) -> None:
         node, values, move = problem.steps[n], problem.choices.values[n], found.moves[n]
         self.step = node
-        given = tuple(r if r is None else problem.ids[r] for r in node.results)
+        result_ids = tuple(r if r is None else problem.ids[r] for r in node.results)
         at = {value: position for position, value in enumerate(values)}
         self.loads = tuple((at[value], code) for value, code in move.loads)
         self.needs = tuple(
@@ -216,7 +216,7 @@ class _Placed:
         codes = needs if strategy is None else [code_of(p) for p in strategy.inputs]
         self.inputs = tuple(problem.placement(value, code) for value, code in zip(values, codes))
         gives = dict(move.option.gives)
-        placed = [None if value is None else problem.placement(value, gives[value]) for value in given]
+        placed = [None if value is None else problem.placement(value, gives[value]) for value in result_ids]
         if strategy is not None and None in placed:  # results that nobody uses have no units of their own
             call = call_of(node, problem.choices.graph.types)
             placed = fill_in_units(problem.choices.rules.get(node.op), call, strategy, self.inputs, placed)
@@ -226,5 +226,6 @@ class _Placed:
 def ensure(builder: Builder, problem: Problem, name: str, value: int, code: int) -> None:
     """Makes ``name`` held as ``code``, at the least price from what it is held as."""
     prices = {src: problem.convert(value, code_of(src), code) for src in builder.held[name]}
-    src = min((src for src, price in prices.items() if price is not None), key=lambda p: sum(prices[p]))
+    sums_s = {src: sum(price) for src, price in prices.items() if price is not None}
+    src = min(sums_s, key=sums_s.__getitem__)
     builder.convert(name, src, problem.placement(value, code))

@@ -25,6 +25,7 @@ from dataclasses import replace
 import highspy
 import numpy as np
 
+from ..solver import quiet_solver
 from .problem import Problem
 from .search import Found, State, advance, found_at, search
 from .steps import BITS, FULL, Steps, Transition
@@ -45,20 +46,20 @@ def prove(problem: Problem, known: Found | None = None, limit_s: float = 60.0) -
     program = _Program(problem, steps, known.cost_s)
     options, bound = program.model.solve(program.options, limit_s)
     bound_s = max(bound * known.cost_s, known.bound_s)
-    made = None if options is None else _walk(steps, options, known.states_expanded)
-    best = known if made is None or made.cost_s >= known.cost_s else made
+    improved = None if options is None else _walk(steps, options, known.states_expanded)
+    best = known if improved is None or improved.cost_s >= known.cost_s else improved
     return replace(best, bound_s=min(bound_s, best.cost_s))
 
 
 def _walk(steps: Steps, options: list[int], states_expanded: int) -> Found | None:
     problem = steps.problem
-    state: State | None = State(0, 0, problem.nothing, problem.nothing)
+    state = State(0, 0, problem.nothing, problem.nothing)
     for step, place in enumerate(options):
         held = {v: mask for v, mask in steps.masks(step, state.masks).items() if v >= 0}
         transition = steps.transition(step, held, problem.options[step][place])
-        state = None if transition is None else advance(steps, state, transition)
-        if state is None:
+        if transition is None:
             return None
+        state = advance(steps, state, transition)
     return found_at(steps, state, states_expanded, float("inf"))
 
 
@@ -106,8 +107,7 @@ class _Model:
         lp.a_matrix_.start_ = np.cumsum([0, *map(len, terms)])
         lp.a_matrix_.index_ = np.array([c for row in terms for c in row])
         lp.a_matrix_.value_ = np.array([f for row in terms for f in row.values()])
-        h = highspy.Highs()
-        h.setOptionValue("output_flag", False)
+        h = quiet_solver()
         h.setOptionValue("time_limit", float(limit_s))
         h.setOptionValue("mip_rel_gap", LEAST_GAP)
         h.passModel(lp)
@@ -119,8 +119,8 @@ class _Model:
         if info.primal_solution_status != highspy.SolutionStatus.kSolutionStatusFeasible:
             return None, bound
         value = h.getSolution().col_value
-        taken = [max((value[c], n) for n, c in enumerate(row) if c is not None)[1] for row in options]
-        return taken, bound
+        places = [max((value[c], n) for n, c in enumerate(row) if c is not None)[1] for row in options]
+        return places, bound
 
 
 class _Program:
@@ -146,13 +146,15 @@ class _Program:
         """[choose] and [needs] of a step, its conversions, and the times behind it."""
         live = [v for v in self.steps.live[step] if v >= 0]
         # with all of the live values held in all ways, only loads are left to pay for
-        made = [self.steps.transition(step, dict.fromkeys(live, FULL), o) for o in self.problem.options[step]]
-        columns = [None if t is None else self.model.choice() for t in made]
+        transitions = [
+            self.steps.transition(step, dict.fromkeys(live, FULL), o) for o in self.problem.options[step]
+        ]
+        columns = [None if t is None else self.model.choice() for t in transitions]
         self.options.append(columns)
-        taken = {c: t for c, t in zip(columns, made) if c is not None}
-        self.model.rows.append((dict.fromkeys(taken, 1.0), 1.0, 1.0))
-        moves = self.conversions(step, taken, set(live))
-        for column, t in taken.items():
+        by_column = {c: t for c, t in zip(columns, transitions) if c is not None and t is not None}
+        self.model.rows.append((dict.fromkeys(by_column, 1.0), 1.0, 1.0))
+        moves = self.conversions(step, by_column, set(live))
+        for column, t in by_column.items():
             for value, code in t.move.option.needs:
                 if value in live:
                     self.model.at_most_one_of(column, self.holding(value, code, (step, AT_THE_END)))
@@ -160,10 +162,12 @@ class _Program:
                 if value >= 0 and value not in live:
                     mask = t.new >> (BITS * n) & FULL
                     self.holds.setdefault(value, []).append((column, mask, (step, AT_THE_END)))
-        works = [{c: t.forward[j] for c, t in taken.items()} for j in range(len(self.ahead))]
-        back = [{c: t.backward[j] for c, t in taken.items()} for j in range(len(self.ahead))]
-        waits = {c: t.wait for c, t in taken.items()} | {c: f for c, (f, _, waits) in moves.items() if waits}
-        waits_back = {c: t.wait_back for c, t in taken.items()} | {c: b for c, (_, b, _) in moves.items()}
+        works = [{c: t.forward[j] for c, t in by_column.items()} for j in range(len(self.ahead))]
+        back = [{c: t.backward[j] for c, t in by_column.items()} for j in range(len(self.ahead))]
+        waits = {c: t.wait for c, t in by_column.items()} | {
+            c: f for c, (f, _, waits) in moves.items() if waits
+        }
+        waits_back = {c: t.wait_back for c, t in by_column.items()} | {c: b for c, (_, b, _) in moves.items()}
         hidden = {c: f for c, (f, _, waits) in moves.items() if not waits}
         self.times(self.ahead, [_sum(w, hidden) for w in works], waits)
         self.times(self.behind, back, waits_back)
@@ -206,9 +210,9 @@ class _Program:
     def times(self, clocks: list[Terms], works: list[Terms], waits: Terms) -> None:
         """[times]: ``clocks`` moved behind a step."""
         waits = {c: s for c, s in waits.items() if s > 0}
-        done = [_sum(clock, self.scaled(work), self.scaled(waits)) for clock, work in zip(clocks, works)]
+        totals = [_sum(clock, self.scaled(work), self.scaled(waits)) for clock, work in zip(clocks, works)]
         if not waits:
-            clocks[:] = done
+            clocks[:] = totals
             return
         last, met = self.model.column(), self.model.choice()
         for clock in clocks:
@@ -217,7 +221,7 @@ class _Program:
             self.model.at_least(met, {column: 1.0})
         for j, work in enumerate(works):
             end = self.model.column()
-            self.model.at_least(end, done[j])
+            self.model.at_least(end, totals[j])
             together = _sum({last: 1.0, met: 1.0}, self.scaled(work), self.scaled(waits))
             self.model.at_least(end, together, -1.0)
             clocks[j] = {end: 1.0}

@@ -11,7 +11,7 @@ shortly before the end: the ends may differ from the middle, and the middle alte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..ir import Graph, Node, Ref, map_refs
@@ -89,7 +89,7 @@ def fold(graph: Graph) -> Fold:
         for step in range(run.start + away, run.start + away + 3 * run.period):
             if step in gone:
                 for name, there in zip(steps[step].results, steps[step - away].results):
-                    if name is not None:
+                    if name is not None and there is not None:
                         other[name] = there
     if not runs:
         return unfolded(graph)
@@ -175,36 +175,42 @@ def find_runs(graph: Graph, steps: list[Node]) -> Iterator[Run]:
     """Runs that do not overlap and whose values are used from where the folded graph keeps them."""
     if len(steps) < LEAST_SAVED:
         return
-    known = _Steps(graph, steps)
-    seen: dict[tuple[int, ...], int] = {}
-    distances: Counter[int] = Counter()
-    for n in range(len(steps) - WINDOW + 1):
-        window = tuple(known.kinds[n : n + WINDOW])
-        if window in seen:
-            distances[n - seen[window]] += 1
-        seen[window] = n
-    found = []
+    alike_steps = _Steps(graph, steps)
+    distances = _distances(alike_steps.kinds)
+    candidates = []
     # the total of some distances is the period where a block has equal parts
     common = [d for d, _ in distances.most_common(PERIODS)]
     tried = dict.fromkeys(common + [a + b for a in common[:3] for b in common[:3]] + [sum(common[:4])])
     for period in filter(None, tried):  # 0 where nothing repeats
         start = None
         for step in range(len(steps) - period + 1):
-            if step < len(steps) - period and known.alike(step, period):
+            if step < len(steps) - period and alike_steps.alike(step, period):
                 start = step if start is None else start
             elif start is not None:
                 run = _even(Run(start, period, (step - start) // period + 1))
                 if run.saved >= LEAST_SAVED:
-                    found.append(run)
+                    candidates.append(run)
                 start = None
-    taken: list[Run] = []
-    for run in sorted(found, key=lambda r: (-r.saved, r.period)):
-        run = narrowest(known, run, len(steps))
+    chosen: list[Run] = []
+    for longest in sorted(candidates, key=lambda r: (-r.saved, r.period)):
+        run = narrowest(alike_steps, longest, len(steps))
         if run is None or run.saved < LEAST_SAVED:
             continue
-        if all(run.stop <= t.start or run.start >= t.stop for t in taken):
-            taken.append(run)
-    yield from sorted(taken, key=lambda r: r.start)
+        if all(run.stop <= other.start or run.start >= other.stop for other in chosen):
+            chosen.append(run)
+    yield from sorted(chosen, key=lambda r: r.start)
+
+
+def _distances(kinds: Sequence[int]) -> Counter[int]:
+    """How often a window of steps comes again after each number of steps."""
+    seen: dict[tuple[int, ...], int] = {}
+    distances: Counter[int] = Counter()
+    for n in range(len(kinds) - WINDOW + 1):
+        window = tuple(kinds[n : n + WINDOW])
+        if window in seen:
+            distances[n - seen[window]] += 1
+        seen[window] = n
+    return distances
 
 
 def _even(run: Run) -> Run:
@@ -218,8 +224,8 @@ def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
     live = [0] * run.period
     for name, uses in known.uses.items():
         if name in known.producer:
-            made = known.producer[name][0]
-            for step in range(max(made + 1, run.start), min(uses[-1] + 1, run.start + run.period)):
+            maker = known.producer[name][0]
+            for step in range(max(maker + 1, run.start), min(uses[-1] + 1, run.start + run.period)):
                 live[step - run.start] += 1
     best = min(range(run.period), key=lambda n: (live[n], n))
     moved = _even(Run(run.start + best, run.period, run.count - (1 if best else 0)))
@@ -232,11 +238,11 @@ def narrowest(known: _Steps, run: Run, count: int) -> Run | None:
 def _closed(known: _Steps, run: Run) -> bool:
     """Whether what the blocks before the last make is used within two blocks, and nowhere behind the run."""
     for name, uses in known.uses.items():
-        made = known.producer.get(name)
-        if made is not None and run.start <= made[0] < run.stop - run.period:
-            if uses[-1] >= run.stop or uses[-1] - made[0] > 2 * run.period:
+        maker = known.producer.get(name)
+        if maker is not None and run.start <= maker[0] < run.stop - run.period:
+            if uses[-1] >= run.stop or uses[-1] - maker[0] > 2 * run.period:
                 return False
-        if made is None and len(uses) > 1:
+        if maker is None and len(uses) > 1:
             inside = [u for u in uses if run.start <= u < run.stop]
             # a leaf of a block must not be met again behind the run, unless all blocks share it
             if inside and uses[-1] >= run.stop and len(inside) < run.count:

@@ -6,11 +6,12 @@ values themselves, as the value ``-1 - v`` for v.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from .choices import Choices
+from ..ir import Node
+from .fold import Fold
 
 BITS = 16  # in a mask: R, P and up to 14 dims
 
@@ -33,18 +34,33 @@ class Lives:
     left: list[Shifts] = field(default_factory=list)
 
 
-def lives_of(choices: Choices) -> Lives:
+class Steps(Protocol):
+    """The part of ``Choices`` that says when values are made and used."""
+
+    steps: tuple[Node, ...]
+    ids: dict[str, int]
+    values: tuple[tuple[int, ...], ...]
+    fold: Fold
+
+    @property
+    def leaves(self) -> Mapping[int, Node]: ...
+    @property
+    def tracked(self) -> frozenset[int]: ...
+    @property
+    def uses(self) -> tuple[int, ...]: ...
+    def shifts(self, step: int, other: int, count: int) -> dict[int, int]: ...
+
+
+def lives_of(choices: Steps) -> Lives:
     out = Lives()
     # values of the entry of a folded middle -> values of its end
     entries, exits = {}, {}
     for at, period in choices.fold.middles:
         entries[at] = exits[at + 2 * period] = choices.shifts(at, at + 2 * period, period)
-    for step, node in enumerate(choices.steps):
+    for step in range(len(choices.steps)):
         before = out.live[-1]
-        results = [choices.ids[r] for r in node.results if r is not None]
         used = dict.fromkeys(choices.values[step])
-        loaded = [v for v in used if v in choices.leaves and v in choices.tracked and v not in before]
-        after = tuple(v for v in (*before, *loaded, *results) if v >= 0 and choices.uses[v] > step)
+        after = _live_after(choices, step, before)
         if step + 1 not in exits:
             after += tuple(v for v in before if v < 0)
         if step + 1 in entries:
@@ -58,6 +74,14 @@ def lives_of(choices: Choices) -> Lives:
         out.entered.append(step + 1 in entries)
         out.left.append(_returns(before, shifts, exits[step + 1]) if step + 1 in exits else ())
     return out
+
+
+def _live_after(choices: Steps, step: int, before: tuple[int, ...]) -> tuple[int, ...]:
+    """The values themselves that are live behind a step."""
+    results = [choices.ids[r] for r in choices.steps[step].results if r is not None]
+    used = dict.fromkeys(choices.values[step])
+    loaded = [v for v in used if v in choices.leaves and v in choices.tracked and v not in before]
+    return tuple(v for v in (*before, *loaded, *results) if v >= 0 and choices.uses[v] > step)
 
 
 def _together(moved: list[tuple[int, int]]) -> tuple[tuple[int, int, int], ...]:

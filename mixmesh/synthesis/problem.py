@@ -146,18 +146,18 @@ class Problem:
     def _shared_options(self) -> tuple[tuple[Option, ...], ...]:
         """The options of every step. No price is part of one, so that problems of one ratio have the same."""
         key = (self.ratio, self.batch_only)
-        known = self.choices.options if self.costs is self.choices.costs else {}
-        if key not in known:
-            known[key] = tuple(self._options(n) for n in range(len(self.steps)))
+        shared = self.choices.options if self.costs is self.choices.costs else {}
+        if key not in shared:
+            shared[key] = tuple(self._options(n) for n in range(len(self.steps)))
         if not self.forced:
-            return known[key]
-        return tuple(tuple(o for o in options if self._as_forced(o)) for options in known[key])
+            return shared[key]
+        return tuple(tuple(o for o in options if self._as_forced(o)) for options in shared[key])
 
     def _as_forced(self, option: Option) -> bool:
         return all(self.forced.get(value, code) == code for value, code in option.gives)
 
     def _options(self, step: int) -> tuple[Option, ...]:
-        made = []
+        options = []
         weight = self.weights[step]
         varying = any(r in self.choices.varying for r in self.steps[step].results)
         for choice in self._allowed(step):
@@ -188,8 +188,8 @@ class Problem:
                 tuple(dict.fromkeys(v for v, _ in choice.needs if self.choices.is_loaded(v, step))),
                 sum(1 << code for v, code in dict.fromkeys(choice.needs) if v == parent),
             )
-            made.append(option)
-        return tuple(made)
+            options.append(option)
+        return tuple(options)
 
     def _cost(self, times, shares: Vector) -> tuple[Vector, Vector]:
         devices = [self.costs.class_of[ranks[0]] for ranks in self.classes]
@@ -205,16 +205,21 @@ class Problem:
             self._loads[key] = self._load(value, code)
         return self._loads[key]
 
+    def _can_hold_leaf(self, value: int, code: int) -> bool:
+        """Whether a leaf may be held as ``code`` at all."""
+        op = self.leaves[value].op
+        if self.forced.get(value, code) != code or code == P:
+            return False
+        if code >= 2 and not self.can_shard(value, code):
+            return False
+        if code != R and (op == "const" or (op == "param" and not self.shard_params)):
+            return False
+        return not (self.batch_only and op == "input" and code > 2)
+
     def _load(self, value: int, code: int) -> Load | None:
+        if not self._can_hold_leaf(value, code):
+            return None
         node = self.leaves[value]
-        if self.forced.get(value, code) != code:
-            return None
-        if code == P or (code >= 2 and not self.can_shard(value, code)):
-            return None
-        if code != R and (node.op == "const" or (node.op == "param" and not self.shard_params)):
-            return None
-        if self.batch_only and node.op == "input" and code > 2:
-            return None
         size, shares = self.types[value].size_bytes, self.shares(value, code)
         if node.op == "input":
             # a share of a batch is cheaper to load than all of it, by a little

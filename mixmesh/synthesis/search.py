@@ -177,9 +177,9 @@ def _bound(state: State, ahead: Bound, weight: float = 1.0) -> float:
     """Cost so far plus the heuristic: never above the cost of any completion (at weight 1)."""
     rest = ahead.remaining(state.step, state.masks)
     if weight != 1.0:
-        rest = [weight * after for after in rest]
-    done = [*map(add, state.forward, state.backward)]
-    return max(*map(add, done, rest), sum(done) / len(done) + rest[-1])
+        rest = tuple([weight * after for after in rest])
+    so_far = [*map(add, state.forward, state.backward)]
+    return max(*map(add, so_far, rest), sum(so_far) / len(so_far) + rest[-1])
 
 
 def successors(steps: Steps, state: State):

@@ -90,12 +90,12 @@ class Steps:
 
     def transitions(self, step: int, packed: int) -> tuple[Transition, ...]:
         key = tuple([packed >> (BITS * n) & FULL for n in self.lives.needed[step]])
-        known = self._transitions[step]
-        if key not in known:
+        by_mask = self._transitions[step]
+        if key not in by_mask:
             held = self.needed(step, packed)
             made = [self.transition(step, held, o) for o in self.problem.options[step]]
-            known[key] = _undominated([t for t in made if t is not None])
-        return known[key]
+            by_mask[key] = _undominated([t for t in made if t is not None])
+        return by_mask[key]
 
     def after(self, step: int, packed: int, transition: Transition) -> int | None:
         """The masks behind a step; None if it leaves a folded middle with less than was held on entry.
@@ -166,8 +166,8 @@ class Steps:
         forced = self.problem.forced.get(value)
         if forced is not None:
             load = self.problem.load(value, forced)
-            made = [load, *(self.problem.convert(value, forced, code) for code in codes)]
-            return None if None in made else forced
+            prices = [load, *(self.problem.convert(value, forced, code) for code in codes)]
+            return None if None in prices else forced
         if len(codes) == 1 and self.problem.load(value, codes[0]) is not None:
             return codes[0]
         if self.problem.load(value, R) is None:

@@ -201,10 +201,7 @@ class Bed(ABC):
             if timeout_s is not None and not failed and now > self._start_s + timeout_s:
                 late, stop_s = late or self._processes.running, stop_s or now
             if stop_s is not None and now >= stop_s:
-                number = signal.SIGTERM if now < stop_s + TERM_TO_KILL_S else signal.SIGKILL
-                if number is not told:
-                    self._processes.end(number)
-                told = number
+                told = self._end(told, kills=now >= stop_s + TERM_TO_KILL_S)
         time_s = time.monotonic() - self._start_s
         self._processes.drain()
         results = tuple(self._result(n, self._processes.ranks[n]) for n in range(self.cluster.world_size))
@@ -214,6 +211,13 @@ class Bed(ABC):
             lost = timed_out(timeout_s, late)
         result = RunResult(results, self.emulation, time_s, lost)
         return result.check() if check else result
+
+    def _end(self, told: signal.Signals | None, *, kills: bool) -> signal.Signals:
+        """Tells the ranks that still run to end, once by each signal; returns the one that they were told."""
+        number = signal.SIGKILL if kills else signal.SIGTERM
+        if number is not told:
+            self._processes.end(number)
+        return number
 
     def _culprit(self, results: tuple[RankResult, ...]) -> RankResult | None:
         """The rank that failed first. A lost peer makes others fail within moments: a death outweighs a

@@ -65,7 +65,7 @@ def _try_network() -> list[str]:
     """Everything tried lives in a network namespace that ends with the shell that tries it."""
     script = "\n".join(f"{text} 2>&1 || echo 'failed: {what}'" for what, text in _TRIALS)
     try:
-        done = subprocess.run(
+        ended = subprocess.run(
             ["sh", "-c", script],
             preexec_fn=lambda: call(libc.unshare, CLONE_NEWNET),
             stdin=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def _try_network() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return ["no network namespaces"]
     failed = [
-        line.removeprefix("failed: ") for line in done.stdout.splitlines() if line.startswith("failed: ")
+        line.removeprefix("failed: ") for line in ended.stdout.splitlines() if line.startswith("failed: ")
     ]
     return [f"no {what}" for what in failed]
 

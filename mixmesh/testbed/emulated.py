@@ -173,18 +173,18 @@ class Testbed(Bed):
 
 def warnings(cluster: Cluster) -> list[str]:
     """The reasons why an emulated cluster's figures are doubtful."""
-    found = []
+    texts = []
     cores = len(os.sched_getaffinity(0))
     load = sum(device.cpu_share or 1.0 for device in cluster.devices)
     free = [str(rank) for rank, device in enumerate(cluster.devices) if device.cpu_share is None]
     if free:
-        found.append(f"no cpu_share, so not slowed: rank {', '.join(free)} (counted as one core each)")
+        texts.append(f"no cpu_share, so not slowed: rank {', '.join(free)} (counted as one core each)")
     if load > MAX_LOAD * cores:
-        found.append(
+        texts.append(
             f"the CPU shares add up to {load:.3g} cores, above {MAX_LOAD:g} of the {cores} here: "
             "devices will steal from each other; use smaller shares"
         )
-    return found
+    return texts
 
 
 def host_name(machine: str) -> bytes:

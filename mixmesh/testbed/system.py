@@ -28,12 +28,12 @@ def command(*words: object, check: bool = True) -> str:
     """Run a command; its output. Raises ``CommandFailed`` with what it wrote to stderr."""
     argv = [str(word) for word in words]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        ended = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     except OSError as error:
         raise CommandFailed(f"{argv[0]}: {error.strerror}") from None
-    if check and done.returncode:
-        raise CommandFailed(f"{' '.join(argv)}: {done.stderr.strip() or f'status {done.returncode}'}")
-    return done.stdout
+    if check and ended.returncode:
+        raise CommandFailed(f"{' '.join(argv)}: {ended.stderr.strip() or f'status {ended.returncode}'}")
+    return ended.stdout
 
 
 def write(path: str, value: object) -> None:

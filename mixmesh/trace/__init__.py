@@ -133,6 +133,7 @@ def trace(
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
     needs_loss: bool = True,
+    may_be_outside: bool = False,
 ) -> Traced:
     """The graph of ``model(**batch)`` (or ``model(*batch)``), up to its scalar loss.
 
@@ -143,33 +144,50 @@ def trace(
     ``outputs`` names what else of the model's output is kept: an attribute, a key, or a place in a tuple.
     The model is called under ``autocast``, a type of device and a dtype's name, and under no other such
     context. Unless it ``needs_loss``, a number stands in the place of a loss that the call does not give, and
-    ``returned.loss`` is "". Raises TraceError if PyTorch cannot export the model, or if it does not return a
-    loss, InputError for another kind of batch norm.
+    ``returned.loss`` is "". So it is where the loss ``may_be_outside`` and the model returns none: then all
+    tensors that it returns are outputs whose gradient comes from the caller. Raises TraceError if PyTorch
+    cannot export the model, or if it does not return a loss, InputError for another kind of batch norm.
     """
     check_batch_norm(batch_norm)
     model = uncompiled(model)
-    captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss)
+    has_loss = None if may_be_outside else True
+    captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss, has_loss)
     graph = convert(captured, model, name or graph_name(model))
+    if may_be_outside and captured.returned.names and not depends_on_batch(graph):
+        # a scale among features, that is no loss
+        captured = capture(model, batch, KNOWN, outputs, autocast, needs_loss, has_loss=False)
+        graph = convert(captured, model, name or graph_name(model))
     for step in passes:
         step = local_batch_norms if step is exact_batch_norms and batch_norm == LOCAL else step
         graph = step(graph)
     check_trainable(graph)
     if captured.outputs:
-        graph = mark_rows(graph)
+        graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))
     return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
 
 
-def mark_rows(graph: Graph) -> Graph:
-    """The graph in which outputs say whether their rows are samples."""
+def depends_on_batch(graph: Graph) -> bool:
+    """Whether the loss is made of any input."""
+    dependent = {n.result for n in graph.batch_inputs}
+    for node in graph.nodes:
+        if not dependent.isdisjoint(node.inputs):
+            dependent.update(r for r in node.results if r is not None)
+    return graph.loss in dependent
+
+
+def mark_outputs(graph: Graph, *, is_outside: bool) -> Graph:
+    """The graph in which outputs say whether their rows are samples, and, where the loss ``is_outside``,
+    whether they have a gradient."""
     rows = values_with_rows(graph)
-    return replace(
-        graph,
-        nodes=tuple(
-            replace(n, kwargs=(("rows", True),)) if n.op == "output" and n.inputs[0] in rows else n
-            for n in graph.nodes
-        ),
-    )
+    flowing = graph.requires_grad if is_outside else frozenset()
+
+    def marked(node):
+        (source,) = node.inputs
+        options = (("rows", source in rows), ("grad", source in flowing))
+        return replace(node, kwargs=tuple((name, True) for name, holds in options if holds))
+
+    return replace(graph, nodes=tuple(marked(n) if n.op == "output" else n for n in graph.nodes))
 
 
 def check_batch_norm(kind: str) -> None:
@@ -187,13 +205,13 @@ def check_trainable(graph: Graph) -> None:
     """Raises TraceError for a loss without a gradient."""
     if graph.loss in graph.requires_grad:
         return
-    made = next(n for n in graph.nodes if graph.loss in n.results)
+    loss_node = next(n for n in graph.nodes if graph.loss in n.results)
     frozen = all(not dict(n.kwargs).get("trainable", True) for n in graph.params)
     raise TraceError(
         "the loss depends on no trainable parameter",
         expected="a loss that gradients flow from to some parameter",
         got="a model whose parameters are all frozen" if frozen else "a loss computed without gradients",
-        where=f"{made.location}, {made.source}" if made.source else made.location,
+        where=f"{loss_node.location}, {loss_node.source}" if loss_node.source else loss_node.location,
         hint="leave requires_grad of what is to be trained, and no detach() or no_grad() on the way",
     )
 

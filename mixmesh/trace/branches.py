@@ -73,13 +73,13 @@ def _may_check(file: str) -> bool:
 def past_checks(export: Callable[[], T]) -> T:
     """``export()``, along the paths on which no check raises. Raises what ``export`` raises, which is
     PyTorch's own error for a branch of which both paths go on."""
-    taken: dict[Site, bool | None] = {}
+    branch_of: dict[Site, bool | None] = {}
     while True:
         try:
-            with _Paths(taken):
+            with _Paths(branch_of):
                 return export()
         except Undecided as undecided:
-            taken[undecided.site] = _other_than_raising(export, taken, undecided.site)
+            branch_of[undecided.site] = _other_than_raising(export, branch_of, undecided.site)
 
 
 def _other_than_raising(

@@ -32,7 +32,7 @@ from .hooks import hooks_traced
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
-from .outputs import named_tensors, selected
+from .outputs import named_tensors, names_of_all, selected
 from .regions import inline_regions, no_grad_within_autocast
 from .selections import targets_by_sample
 from .stand_ins import lost_constant, meta_on_device
@@ -77,8 +77,8 @@ class Batch:
                 got=type(batch).__name__,
             )
         by_keyword = isinstance(batch, Mapping)
-        given = dict(batch) if by_keyword else tuple(batch)
-        pairs, spec = pytree.tree_flatten_with_path(given, is_leaf=is_words)
+        arguments = dict(batch) if by_keyword else tuple(batch)
+        pairs, spec = pytree.tree_flatten_with_path(arguments, is_leaf=is_words)
         names = tuple(".".join(map(key_text, path)) for path, _ in pairs)
         return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
 
@@ -156,9 +156,10 @@ class LossAndOutputs(nn.Module):
         wanted: Collection[str | int] = (),
         autocast: Autocast | None = None,
         needs_loss: bool = True,
+        has_loss: bool | None = True,
     ) -> None:
         super().__init__()
-        self._needs_loss = needs_loss
+        self._needs_loss, self._has_loss = needs_loss, has_loss
         self.model = model
         self._autocast = autocast
         self.training = model.training
@@ -171,6 +172,8 @@ class LossAndOutputs(nn.Module):
         with under(self._autocast), self.attributes.watched():
             output = self._batch.call(self.model, tensors)
         where = str(place_of_function(type(self.model).forward))
+        if not (self._has_loss or (self._has_loss is None and is_loss(loss_of(output)))):
+            return self._all_outputs(output, where)
         if not self._needs_loss and loss_of(output) is None:
             return self._outputs(output, where)
         loss = check_loss(loss_of(output), output, where)
@@ -189,6 +192,15 @@ class LossAndOutputs(nn.Module):
         self.found.set(True, chosen, Returned(tuple(named), "", _is_tuple(output)))
         return instead, *(named[name] for name in chosen)
 
+    def _all_outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
+        """All tensors that the caller may make a loss of, after a number that they all go into."""
+        named = dict(named_tensors(output))
+        floating = [x.sum() * 0 for x in named.values() if x.is_floating_point()]
+        instead = check_loss(sum(floating[1:], floating[0]) if floating else None, output, where)
+        returned = Returned(names_of_all(output, where), "", _is_tuple(output))
+        self.found.set(True, tuple(named), returned)
+        return instead, *named.values()
+
 
 def loss_of(output: Any) -> Any:
     """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute, or of a tuple
@@ -197,11 +209,11 @@ def loss_of(output: Any) -> Any:
         return output
     if isinstance(output, Mapping):
         return output.get("loss")
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, tuple | list):
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list):
         scalars = [x for x in output if is_loss(x)]
-        found = scalars[0] if len(scalars) == 1 else None
-    return found
+        loss = scalars[0] if len(scalars) == 1 else None
+    return loss
 
 
 def is_loss(x: Any) -> bool:
@@ -254,15 +266,17 @@ def capture(
     outputs: Collection[str | int] = (),
     autocast: Autocast | None = None,
     needs_loss: bool = True,
+    has_loss: bool | None = True,
 ) -> Capture:
     """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole,
     called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name; unless
-    it ``needs_loss``, a call without one gives a number in its place.
+    it ``needs_loss``, a call without one gives a number in its place. ``has_loss`` says whether the model
+    returns its loss, None that it is not known: one that returns none gives all its tensors.
 
     Raises TraceError with PyTorch's own reason and the user's file and line.
     """
     flat = Batch.of(batch)
-    wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss)
+    wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss, has_loss)
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: _export(wrapper, flat.tensors()))
@@ -285,8 +299,8 @@ def capture(
 
 
 def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedProgram:
-    with meta_on_device(wrapper, tensors) as given:
-        return torch.export.export(wrapper, given, strict=False)
+    with meta_on_device(wrapper, tensors) as meta_tensors:
+        return torch.export.export(wrapper, meta_tensors, strict=False)
 
 
 @contextmanager

@@ -38,8 +38,8 @@ def gaussian_nll_loss(
             raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
-    given = var.detach()
-    clamped = given.clamp(min=eps).masked_fill(given < 0, math.nan) + (var - given)
+    values = var.detach()
+    clamped = values.clamp(min=eps).masked_fill(values < 0, math.nan) + (var - values)
     loss = 0.5 * (torch.log(clamped) + (input - target) ** 2 / clamped)
     if full:
         loss = loss + 0.5 * math.log(2 * math.pi)

@@ -21,8 +21,8 @@ _DISABLED = "__dynamo_disable"  # torch runs this in place of a function that it
 
 def region_of_stack(text: str | None) -> int | None:
     """The outermost region that a node was made in."""
-    found = _NUMBER.search(text or "")
-    return int(found[1]) if found else None
+    match = _NUMBER.search(text or "")
+    return int(match[1]) if match else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from torch._C._dynamo import eval_frame
 
 F = TypeVar("F", bound=Callable)
 DYNAMO = "torch._dynamo.eval_frame"
-REASON = "a parallel model runs the program of its plan, operator by operator: it is not compiled"
+REASON = "a parallel model runs the program of its plan; prepare(..., compile=True) compiles its operators"
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -18,9 +18,9 @@ def with_known_operators(program: ExportedProgram, known: Container[str]) -> Exp
     A composite that cannot be traced so (a check of values inside) stays as it is."""
     refused: set[OpOverload] = set()
     for _ in range(MAX_ROUNDS):
-        found = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused
+        targets = {n.target for n in program.graph.nodes if n.op == "call_function"} - refused
         table = {
-            op: _get_decomp_for_cia(op) for op in found if _is_composite(op) and op_name(op) not in known
+            op: _get_decomp_for_cia(op) for op in targets if _is_composite(op) and op_name(op) not in known
         }
         if not table:
             break

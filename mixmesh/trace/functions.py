@@ -120,5 +120,5 @@ def _gradients(result: Any, probes: list, grad_size: float) -> list[torch.Tensor
         return [torch.zeros_like(p) for p in inputs]
     draw = torch.Generator().manual_seed(1)
     seeds = [grad_size * torch.randn(r.shape, generator=draw, dtype=r.dtype) for r in results]
-    found = torch.autograd.grad(results, inputs, seeds, allow_unused=True)
-    return [torch.zeros_like(p) if g is None else g for g, p in zip(found, inputs)]
+    gradients = torch.autograd.grad(results, inputs, seeds, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for g, p in zip(gradients, inputs)]

@@ -35,17 +35,20 @@ def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
     if padding >= 0:
         counted = b("aten._to_copy", b("aten.ne.Scalar", ids, padding), dtype=DType(b.type(rows).dtype))
         rows = b("aten.mul.Tensor", rows, b("aten.unsqueeze", counted, -1))
-    if arg["mode"] == MAX:
-        out = b("aten.max.dim", rows, 1)
-    elif arg["mode"] == SUM or counted is not None:
-        out = b("aten.sum.dim_IntList", rows, (1,))
-    else:
-        out = b("aten.mean.dim", rows, (1,))
-    if arg["mode"] == MEAN and counted is not None:
-        out = b(
-            "aten.div.Tensor", out, b("aten.clamp_min", b("aten.sum.dim_IntList", counted, (1,), True), 1)
-        )
-    return (out, *(None,) * (len(node.results) - 1))
+    return (_pooled(b, arg["mode"], rows, counted), *(None,) * (len(node.results) - 1))
+
+
+def _pooled(b: Builder, mode: int, rows: Ref, counted: Ref | None) -> Ref:
+    """The sum, mean or maximum over dim 1 of ``rows``, of which only those count that ``counted`` marks."""
+    if mode == MAX:
+        return b("aten.max.dim", rows, 1)
+    if mode == MEAN and counted is None:
+        return b("aten.mean.dim", rows, (1,))
+    total = b("aten.sum.dim_IntList", rows, (1,))
+    if mode == SUM or counted is None:
+        return total
+    count = b("aten.clamp_min", b("aten.sum.dim_IntList", counted, (1,), True), 1)
+    return b("aten.div.Tensor", total, count)
 
 
 LOOKUP_RULES: dict[str, Rule] = {

@@ -160,8 +160,8 @@ def _read_grouped(region: Region, node: Node) -> tuple[Held, ...] | None:
         return None
     if held is None or held.kind != SORTED or held.entry or matrices.name in region.known:
         return None
-    (made,) = region.step(1, f"{held.name} @ {region.table(matrices.name)}")
-    return (Held(SORTED, made),)
+    (product,) = region.step(1, f"{held.name} @ {region.table(matrices.name)}")
+    return (Held(SORTED, product),)
 
 
 def _read_batched(region: Region, node: Node) -> tuple[Held, ...] | None:
@@ -174,12 +174,12 @@ def _read_batched(region: Region, node: Node) -> tuple[Held, ...] | None:
     shapes = [region.graph.types[name].shape for name in node.inputs]
     if left.entry and shapes[1][2] == 1:
         (flat,) = region.step(1, f"squeeze.dim({right.name}, 2)")
-        (made,) = region.step(1, f"{flat} @ {left.entry}.mT")
-        (column,) = region.step(1, f"unsqueeze({made}, 2)")
+        (product,) = region.step(1, f"{flat} @ {left.entry}.mT")
+        (column,) = region.step(1, f"unsqueeze({product}, 2)")
     elif right.entry and shapes[0][1] == 1:
         (flat,) = region.step(1, f"squeeze.dim({left.name}, 1)")
-        (made,) = region.step(1, f"{flat} @ {right.entry}")
-        (column,) = region.step(1, f"unsqueeze({made}, 1)")
+        (product,) = region.step(1, f"{flat} @ {right.entry}")
+        (column,) = region.step(1, f"unsqueeze({product}, 1)")
     else:
         return None
     return (Held(left.kind, column),)
@@ -208,10 +208,10 @@ def _repeated_tokens(region: Region, name: str) -> Held | None:
         return None
     if region.choices_of(region.num_choices // arg["repeats"]) != arg["repeats"]:
         return None
-    made = region.input("x", node.inputs[0])
+    rows = region.input("x", node.inputs[0])
     for view in reversed(views):
-        (made,) = region.step(1, f"{_short(view.op)}({made}, {view.args[1]})")
-    return Held(ROWS, made)
+        (rows,) = region.step(1, f"{_short(view.op)}({rows}, {view.args[1]})")
+    return Held(ROWS, rows)
 
 
 def _read_end(region: Region, node: Node) -> tuple[Held, ...] | None:
@@ -274,8 +274,8 @@ def _read_row_operator(region: Region, node: Node) -> tuple[Held, ...] | None:
         names[name] = _name_in_body(region, name, is_row, kind)
     arguments = [_text(region, a, names) for a in _without_count(node, region.num_choices)]
     arguments += [f"{k}={_text(region, v, names)}" for k, v in node.kwargs]
-    made = region.step(len(node.types), f"{_short(node.op)}({', '.join(arguments)})")
-    return tuple(Held(kind, name) for name in made)
+    result = region.step(len(node.types), f"{_short(node.op)}({', '.join(arguments)})")
+    return tuple(Held(kind, name) for name in result)
 
 
 def _is_by_row(region: Region, call: Call, node: Node) -> bool:
@@ -293,8 +293,8 @@ def _row_inputs(region: Region, call: Call, node: Node) -> list[bool] | None:
         others = all(is_cut or placement == REPLICATE for is_cut, placement in zip(cut, strategy.inputs))
         inside = all(is_cut for is_cut, name in zip(cut, node.inputs) if name in region.known)
         rows = all(value.shape[0] == region.num_choices for is_cut, value in zip(cut, call.inputs) if is_cut)
-        made = all(placement == Shard(0) for placement in strategy.outputs)
-        if strategy.is_sharded and others and inside and rows and made:
+        cuts_results = all(placement == Shard(0) for placement in strategy.outputs)
+        if strategy.is_sharded and others and inside and rows and cuts_results:
             return cut
     return None
 
@@ -302,9 +302,9 @@ def _row_inputs(region: Region, call: Call, node: Node) -> list[bool] | None:
 def _name_in_body(region: Region, name: str, is_row: bool, kind: str) -> str:
     held = region.known.get(name)
     if held is not None and held.entry:
-        (made,) = region.step(1, f"{held.entry}[e]")
-        region.known[name] = Held(held.kind, made)
-        return made
+        (in_body,) = region.step(1, f"{held.entry}[e]")
+        region.known[name] = Held(held.kind, in_body)
+        return in_body
     if held is not None:
         return held.name
     if not is_row:

@@ -57,9 +57,9 @@ class Region:
 
     def step(self, count: int, text: str) -> list[str]:
         """Appends an assignment of ``count`` values; their names."""
-        made = [f"v{len(self.body)}"] if count == 1 else [f"v{len(self.body)}_{n}" for n in range(count)]
-        self.body.append(f"{', '.join(made)} = {text}")
-        return made
+        names = [f"v{len(self.body)}"] if count == 1 else [f"v{len(self.body)}_{n}" for n in range(count)]
+        self.body.append(f"{', '.join(names)} = {text}")
+        return names
 
     def table(self, value: str) -> str:
         shape = self.graph.types[value].shape

@@ -27,16 +27,16 @@ SORTS = ("aten.sort", "aten.sort.stable")
 
 def mixtures_as_operators(graph: Graph) -> Graph:
     """The graph with each mixture of experts as one operator; others are left as they are."""
-    made: dict[int, Region] = {}
+    region_of: dict[int, Region] = {}
     for ids in dict.fromkeys(_ids_of_mixtures(graph)):
         try:
             region = read_region(graph, ids)
         except NoMixture:
             continue
-        made[max(region.nodes)] = region
-    if not made:
+        region_of[max(region.nodes)] = region
+    if not region_of:
         return graph
-    last = {id(graph.nodes[n]): region for n, region in made.items()}
+    last = {id(graph.nodes[n]): region for n, region in region_of.items()}
 
     def rule(b: Builder, node: Node) -> tuple[Ref] | None:
         region = last.get(id(node))

@@ -17,6 +17,8 @@ from ..errors import TraceError
 from ..ir import Graph, Shard, batch_size_of
 from ..rules import RULES, call_of, strategies
 
+NOTHING = "?"  # behind the name of what a model returned None for
+
 
 def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors in what a model returned, with their paths. Within an object only its attributes, and
@@ -40,6 +42,26 @@ def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
         yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
     elif top and hasattr(output, "__dict__"):
         yield from vars(output).items()
+
+
+def names_of_all(output: Any, where: str) -> tuple[str, ...]:
+    """The names of all tensors that a model returned, and of each None at its top, with NOTHING behind it.
+    Raises TraceError for a tuple with anything else in it, whose places could not be kept."""
+    if isinstance(output, torch.Tensor):
+        return ("",)
+    names: list[str] = []
+    for name, part in parts_of(output):
+        found = [f"{name}{NOTHING}"] if part is None else [path for path, _ in named_tensors(part, str(name))]
+        if not found and isinstance(output, tuple | list):
+            raise TraceError(
+                "the model returns something that is no tensor",
+                expected="a tensor, or tensors in a tuple, a dict or an object",
+                got=f"a {type(part).__name__} at place {name} of a tuple",
+                where=where,
+                hint="mixmesh.prepare(..., loss=function of (outputs, targets))",
+            )
+        names += found
+    return tuple(names)
 
 
 def first_part(name: str) -> str:
@@ -74,23 +96,23 @@ def values_with_rows(graph: Graph) -> frozenset[str]:
     made of inputs and of the batch's size."""
     batch_size = batch_size_of(n.types[0] for n in graph.batch_inputs)
     tied = {(n.result, 0) for n in graph.batch_inputs if n.types[0].shape[:1] == (batch_size,)}
-    found, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
-    known: dict[tuple, tuple[tuple[tuple[int, int], ...], ...]] = {}
+    with_rows, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
+    ties_of: dict[tuple, tuple[tuple[tuple[int, int], ...], ...]] = {}
     for node in graph.nodes:
         if node.is_leaf or node.is_sink or from_inputs.isdisjoint(node.inputs):
             continue
         results = [r for r in node.results if r is not None]
         from_inputs.update(results)
         key = (node.plain, *(graph.types[name] for name in node.inputs))
-        if key not in known:
-            known[key] = _ties(graph, node)
+        if key not in ties_of:
+            ties_of[key] = _ties(graph, node)
         values = (*node.inputs, *node.results)
-        for tie in known[key]:
+        for tie in ties_of[key]:
             ends = {(values[n], dim) for n, dim in tie}
             if not tied.isdisjoint(ends):
                 tied |= ends
-        found.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
-    return frozenset(found)
+        with_rows.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
+    return frozenset(with_rows)
 
 
 def _ties(graph: Graph, node) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -98,6 +120,6 @@ def _ties(graph: Graph, node) -> tuple[tuple[tuple[int, int], ...], ...]:
     rule = RULES.get(node.op)
     if rule is None:
         return ()
-    made = strategies(rule, call_of(node, graph.types))
-    cut = (enumerate((*s.inputs, *s.outputs)) for s in made)
+    options = strategies(rule, call_of(node, graph.types))
+    cut = (enumerate((*s.inputs, *s.outputs)) for s in options)
     return tuple(tuple((n, p.dim) for n, p in places if isinstance(p, Shard)) for places in cut)

@@ -22,11 +22,11 @@ Reached = dict[str, Any]  # by how it is written
 
 def reach(function: Any, hook: Any, module: nn.Module) -> Reached:
     """Everything that a hook on ``module`` can write to, by its name. ``function`` is what the hook runs."""
-    found: Reached = {}
+    reached: Reached = {}
     for name, root in _roots(function, hook):
-        _visit(name, root, DEPTH, found)
-    _visit("the module", module, 1, found)
-    return found
+        _visit(name, root, DEPTH, reached)
+    _visit("the module", module, 1, reached)
+    return reached
 
 
 def changed(before: Reached, after: Reached) -> str | None:

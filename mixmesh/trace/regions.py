@@ -97,8 +97,8 @@ def _detached(graph: fx.Graph, value: fx.Node) -> fx.Node:
 
 
 def _adopt(module: fx.GraphModule, block: torch.nn.Module, name: str) -> str:
-    taken = name
-    while taken in module._modules:
-        taken += "_"
-    module.add_module(taken, block)
-    return taken
+    free_name = name
+    while free_name in module._modules:
+        free_name += "_"
+    module.add_module(free_name, block)
+    return free_name

@@ -41,10 +41,10 @@ def overload(op: str) -> torch._ops.OpOverload:
     if namespace in NO_COMPUTATIONS or qualified not in torch._C._dispatch_get_all_op_names():
         raise UnsupportedOp(f"PyTorch has no operator {op}")
     name, _, suffix = rest.partition(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
-    if not isinstance(found, torch._ops.OpOverload) or not _is_computation(found._schema):
+    operator = getattr(getattr(getattr(torch.ops, namespace), name), suffix or "default")
+    if not isinstance(operator, torch._ops.OpOverload) or not _is_computation(operator._schema):
         raise UnsupportedOp(f"{op} does more than compute its results")
-    return found
+    return operator
 
 
 def _is_computation(schema: torch._C.FunctionSchema) -> bool:
@@ -77,12 +77,12 @@ def op_name(target: torch._ops.OpOverload) -> str:
 def bound(node: Node) -> dict[str, Arg]:
     """Every argument of ``node`` by its name in the schema, defaults included."""
     out: dict[str, Arg] = {}
-    given = dict(node.kwargs)
+    named = dict(node.kwargs)
     for position, argument in enumerate(overload(node.op)._schema.arguments):
         if not argument.kwarg_only and position < len(node.args):
             out[argument.name] = node.args[position]
         else:
-            out[argument.name] = given.get(argument.name, _default(argument))
+            out[argument.name] = named.get(argument.name, _default(argument))
     return out
 
 
@@ -101,6 +101,16 @@ def normalise(node: Node) -> Node:
     schema = overload(node.op)._schema.arguments
     positional = [a for a in schema if not a.kwarg_only]
     kwargs = {k: v for k, v in node.kwargs if k not in PLACEMENT_ARGS and v is not None}
+    args = _by_position(node, positional, kwargs)
+    defaults = {a.name for a in schema if a.name in kwargs and _is_default(a, kwargs[a.name])}
+    if "dtype" not in kwargs and _is_factory(node, schema):
+        kwargs["dtype"] = _result_dtype(node)
+    kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in defaults))
+    return replace(node, args=tuple(args), kwargs=kept)
+
+
+def _by_position(node: Node, positional: list, kwargs: dict[str, Arg]) -> list[Arg]:
+    """The arguments by position, without defaults at the tail; those that were named leave ``kwargs``."""
     args = list(node.args)
     for argument in positional[len(args) :]:
         if argument.name not in kwargs and not argument.has_default_value():
@@ -111,11 +121,7 @@ def normalise(node: Node) -> Node:
             args[i] = _default(argument)
     while args and _is_default(positional[len(args) - 1], args[-1]):
         args.pop()
-    defaults = {a.name for a in schema if a.name in kwargs and _is_default(a, kwargs[a.name])}
-    if "dtype" not in kwargs and _is_factory(node, schema):
-        kwargs["dtype"] = _result_dtype(node)
-    kept = tuple(sorted((k, v) for k, v in kwargs.items() if k not in defaults))
-    return replace(node, args=tuple(args), kwargs=kept)
+    return args
 
 
 def _default(argument: Any) -> Arg:

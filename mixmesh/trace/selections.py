@@ -29,8 +29,8 @@ def targets_by_sample(module: fx.GraphModule) -> None:
         if node.target is not aten.ctc_loss.Tensor or _is_known(node.args[1]):
             continue
         selected = node.args[1]
-        found = _selected(selected)
-        if found is None or not _counts(node.args[3], found[1]):
+        selected_rows = _selected(selected)
+        if selected_rows is None or not _counts(node.args[3], selected_rows[1]):
             raise TraceError(
                 "the model cannot be traced",
                 expected="targets of a CTC loss as [samples, longest], or selected by a mask whose rows are "
@@ -40,7 +40,7 @@ def targets_by_sample(module: fx.GraphModule) -> None:
                 hint="ctc_loss(scores, labels, times, lengths), labels with what counts first in each row",
             )
         with module.graph.inserting_before(node):
-            node.update_arg(1, _selected_first(module.graph, *found))
+            node.update_arg(1, _selected_first(module.graph, *selected_rows))
         _erase(selected)
     module.recompile()
 
@@ -76,10 +76,10 @@ def _counts(lengths: fx.Node, mask: fx.Node) -> bool:
 
 def _selected_first(graph: fx.Graph, rows: fx.Node, mask: fx.Node) -> fx.Node:
     def call(op, *args, **kwargs) -> fx.Node:
-        made = graph.call_function(op, args, kwargs)
+        new = graph.call_function(op, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        made.meta = {"val": op(*values[0], **values[1]), "stack_trace": rows.meta.get("stack_trace")}
-        return made
+        new.meta = {"val": op(*values[0], **values[1]), "stack_trace": rows.meta.get("stack_trace")}
+        return new
 
     left = call(aten.logical_not.default, mask)
     order = call(aten.argsort.stable, left, stable=True, dim=-1)

@@ -13,10 +13,10 @@ from .simplify import IDENTITY_RULES, drop_identities
 def passes_for(planned: Program) -> tuple[Callable[[Graph], Graph], ...]:
     """The usual passes, but what the planned program computes stays though it does nothing for this shape (an
     ``expand`` of one row to one): so that both have the same operators."""
-    known = planned.types.keys()
+    planned_names = planned.types.keys()
 
     def kept(rule):
-        return lambda build, node: None if known & {*node.results} else rule(build, node)
+        return lambda build, node: None if planned_names & {*node.results} else rule(build, node)
 
     rules = {op: kept(rule) for op, rule in IDENTITY_RULES.items()}
 

@@ -73,8 +73,8 @@ def _factory(node: Node) -> Node:
     if not node.op.startswith("aten.") or stem not in ("zeros", "ones", "empty", "full", "scalar_tensor"):
         return node
     if stem in ("full", "scalar_tensor"):
-        given = bound(node)
-        value = given.get("fill_value", given.get("s"))
+        arguments = bound(node)
+        value = arguments.get("fill_value", arguments.get("s"))
         if isinstance(value, Ref):
             return node
     else:

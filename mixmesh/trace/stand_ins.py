@@ -35,16 +35,16 @@ def meta_on_device(model: nn.Module, tensors: Sequence[Tensor]) -> Iterator[tupl
     def fake(x: Tensor) -> Tensor:
         if not x.is_meta:
             return mode.from_tensor(x, static_shapes=True)
-        made = FakeTensor(mode, x.detach(), device)
-        return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
+        stand_in = FakeTensor(mode, x.detach(), device)
+        return nn.Parameter(stand_in, x.requires_grad) if isinstance(x, nn.Parameter) else stand_in
 
-    made: dict[int, Tensor] = {}  # by the original, of which modules may share one
+    stand_in_of: dict[int, Tensor] = {}  # by the original, of which modules may share one
     held = list(_held(model))
     try:
         for table, name, x in held:
-            if id(x) not in made:
-                made[id(x)] = fake(x)
-            table[name] = made[id(x)]
+            if id(x) not in stand_in_of:
+                stand_in_of[id(x)] = fake(x)
+            table[name] = stand_in_of[id(x)]
         yield tuple(map(fake, tensors))
     finally:
         for table, name, x in held:

@@ -71,10 +71,10 @@ def _enter_blocks(module: fx.GraphModule, node: fx.Node, seen: _Seen) -> None:
         inner = getattr(module, block.target) if getattr(block, "op", "") == "get_attr" else None
         if not isinstance(inner, fx.GraphModule):
             continue
-        for held, given in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
-            if isinstance(given, fx.Node):
-                seen.outside[held] = given
-                if given in seen.flows:
+        for held, value in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
+            if isinstance(value, fx.Node):
+                seen.outside[held] = value
+                if value in seen.flows:
                     seen.flows.add(held)
         _check(inner, seen)
 

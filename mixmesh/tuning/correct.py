@@ -18,7 +18,7 @@ def device_factors(cluster: Cluster, steps: Iterable[tuple[Timeline, Timeline]])
     """By ``device_key``: seconds of computing in a measured step over those predicted. ``steps`` are
     predicted and measured, of one or several plans, the median of which counts; of equal devices that which
     took longest. Devices that never computed are left out."""
-    found: dict[str, list[float]] = {}
+    ratios_of: dict[str, list[float]] = {}
     for predicted, measured in steps:
         of_plan: dict[str, float] = {}
         for device, foreseen_s, took_s in zip(cluster.devices, predicted.compute_s, measured.compute_s):
@@ -26,8 +26,8 @@ def device_factors(cluster: Cluster, steps: Iterable[tuple[Timeline, Timeline]])
                 key = device_key(device)
                 of_plan[key] = max(took_s / foreseen_s, of_plan.get(key, 0.0))
         for key, factor in of_plan.items():
-            found.setdefault(key, []).append(min(max(factor, 1 / LARGEST), LARGEST))
-    return {key: statistics.median(each) for key, each in found.items()}
+            ratios_of.setdefault(key, []).append(min(max(factor, 1 / LARGEST), LARGEST))
+    return {key: statistics.median(each) for key, each in ratios_of.items()}
 
 
 def corrected(profile: Profile, factors: dict[str, float]) -> Profile:

@@ -59,8 +59,8 @@ def tune(
     trials = one_round(load, trials, record=profile is not None, say=progress)
     if profile is not None:
         progress("correcting the profile")
-        found = factors(cluster, profile, trials)
-        plans = planning.plans(corrected(profile, found), CORRECTED_COUNT)
+        corrections = factors(cluster, profile, trials)
+        plans = planning.plans(corrected(profile, corrections), CORRECTED_COUNT)
         new = [Trial(plan) for plan in plans if not any(same(plan, t.plan) for t in trials)]
         trials += one_round(load, new, say=progress)
     for number in range(1, rounds):
@@ -111,19 +111,19 @@ class _Planning:
         self._known: dict[str, Any] = {}
 
     def plans(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
-        made: tuple[Plan, ...] = ()
+        planned: tuple[Plan, ...] = ()
         said: list[Any] = [None]
         if dist.get_rank() == 0:
             leave_device()  # a device's quota is for training
             try:
-                made = self._planned(profile, count)
-                said = [list(map(str, made))]
+                planned = self._planned(profile, count)
+                said = [list(map(str, planned))]
             except MixmeshError as error:
                 said = [error]
         dist.broadcast_object_list(said)
         if isinstance(said[0], MixmeshError):
             raise said[0]
-        return made or tuple(map(Plan.parse, said[0]))
+        return planned or tuple(map(Plan.parse, said[0]))
 
     def _planned(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
         if not self._known:

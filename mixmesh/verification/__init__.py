@@ -212,10 +212,10 @@ class _Runs:
 
 
 def _largest(differences: list[Difference]) -> Difference:
-    found = differences[0]
+    largest = differences[0]
     for other in differences[1:]:
-        found = larger(found, other)
-    return found
+        largest = larger(largest, other)
+    return largest
 
 
 def _widened(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -55,15 +55,15 @@ class Reference:
     def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Puts values in the place of all parameters and buffers, under every name of each."""
         for held, values in (("_parameters", params), ("_buffers", buffers)):
-            made: dict[int, Tensor] = {}
+            copy_of: dict[int, Tensor] = {}
             for prefix, module in list(self._model.named_modules(remove_duplicate=False)):
                 for leaf, old in list(getattr(module, held).items()):
                     name = f"{prefix}.{leaf}" if prefix else leaf
-                    if old is None or any(old is new for new in made.values()):
+                    if old is None or any(old is new for new in copy_of.values()):
                         continue
-                    if id(old) not in made:
-                        made[id(old)] = self._made(name, old, values)
-                    getattr(module, held)[leaf] = made[id(old)]
+                    if id(old) not in copy_of:
+                        copy_of[id(old)] = self._made(name, old, values)
+                    getattr(module, held)[leaf] = copy_of[id(old)]
             for module in self._model.modules():
                 if isinstance(module, nn.RNNBase):  # which keeps its weights in a list besides
                     names = module._flat_weights_names
@@ -75,10 +75,10 @@ class Reference:
             value = Wide(value, old.dtype)
         if not isinstance(old, nn.Parameter):
             return value
-        made = nn.Parameter(value, old.requires_grad)
+        parameter = nn.Parameter(value, old.requires_grad)
         for hook in (getattr(self._hooks.get(name), "_backward_hooks", None) or {}).values():
-            made.register_hook(hook)
-        return made
+            parameter.register_hook(hook)
+        return parameter
 
 
 def has_hooks(p: Tensor) -> bool:

@@ -26,16 +26,18 @@ def sizes_of_norms(graph: Graph, program: Program) -> list[Sizes]:
 
     Raises VerificationError if the program has no such norm, or computes it in several places.
     """
-    known = own_samples(program)
+    sizes_of = own_samples(program)
     norms = local_norms(graph.nodes)
-    if len(local_norms(program.instructions)) != len(norms) or any(n.results[0] not in known for n in norms):
+    if len(local_norms(program.instructions)) != len(norms) or any(
+        n.results[0] not in sizes_of for n in norms
+    ):
         raise VerificationError(
             "the program's local batch norms are not those of the model",
             expected=f"each of {len(norms)} once, under the name that it has in the model's trace",
             got=f"{len(local_norms(program.instructions))} of them",
             hint="mixmesh plan JOB --cluster C.toml --batch-norm local",
         )
-    return [known[n.results[0]] for n in norms]
+    return [sizes_of[n.results[0]] for n in norms]
 
 
 def cut_norms(graph: Graph, sizes: Sequence[Sizes]) -> Graph:
@@ -46,9 +48,9 @@ def cut_norms(graph: Graph, sizes: Sequence[Sizes]) -> Graph:
         data, *others = node.args
         counts = next(left)
         parts = [data] if len(counts) == 1 else b.all("aten.split_with_sizes", data, counts, 0)
-        made = [b.all(LOCAL_NORM, part, *others) for part in parts]
-        y = made[0][0] if len(made) == 1 else b("aten.cat", tuple(y for y, *_ in made), 0)
-        return (y, *made[0][1:])
+        of_parts = [b.all(LOCAL_NORM, part, *others) for part in parts]
+        y = of_parts[0][0] if len(of_parts) == 1 else b("aten.cat", tuple(y for y, *_ in of_parts), 0)
+        return (y, *of_parts[0][1:])
 
     return rewrite(graph, {LOCAL_NORM: by_pieces})
 

@@ -30,11 +30,11 @@ WIDER = {"f32": "f64", "bf16": "f64", "f16": "f64", "c64": "c128"}
 
 def unsupported_ops(program: Program) -> tuple[str, ...]:
     """Operators without a rule, each once, with the first place that uses it."""
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for i in program.instructions:
         if "." in i.op and i.op not in RULES:
-            found.setdefault(i.op, i.location)
-    return tuple(f"{op} ({place})" if place else op for op, place in found.items())
+            reasons.setdefault(i.op, i.location)
+    return tuple(f"{op} ({place})" if place else op for op, place in reasons.items())
 
 
 def single_device(graph: Graph) -> Program:

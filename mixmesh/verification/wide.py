@@ -35,7 +35,7 @@ class Wide(Tensor):
 
     @staticmethod
     def __new__(cls, exact: Tensor, claimed: torch.dtype) -> Wide:
-        made = Tensor._make_wrapper_subclass(
+        wrapped = Tensor._make_wrapper_subclass(
             cls,
             exact.size(),
             strides=exact.stride(),
@@ -43,8 +43,8 @@ class Wide(Tensor):
             dtype=claimed,
             device=exact.device,
         )
-        made.exact = exact
-        return made
+        wrapped.exact = exact
+        return wrapped
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 

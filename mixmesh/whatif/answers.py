@@ -76,8 +76,9 @@ def answers(
 
 def price_of(cluster: Cluster) -> float | None:
     """The price of an hour of all machines; None unless every one has its price."""
-    prices = [machine.price_per_hour for machine in cluster.machines]
-    return None if None in prices else sum(prices)
+    machines = cluster.machines
+    prices = [m.price_per_hour for m in machines if m.price_per_hour is not None]
+    return sum(prices) if len(prices) == len(machines) else None
 
 
 def ranked(found: Sequence[Answer]) -> list[Answer]:

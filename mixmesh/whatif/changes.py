@@ -34,8 +34,8 @@ def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
     is swapped for; without any it is the fastest device that the cluster has. Raises InputError for a name
     that the catalogue lacks."""
     others = tuple(device_of(name) for name in swaps) or (max(cluster.devices, key=_speed),)
-    found = [change for make in KINDS.values() for change in make(cluster, others)]
-    return (*found, Change("batch", "twice the batch", cluster, batches=2))
+    possible = [change for make in KINDS.values() for change in make(cluster, others)]
+    return (*possible, Change("batch", "twice the batch", cluster, batches=2))
 
 
 def device_of(name: str) -> Device:

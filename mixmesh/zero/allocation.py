@@ -71,13 +71,14 @@ def allocate(
             got=f"global_batch={global_batch!r}",
         )
     global_batch = int(global_batch)
-    known = tables(curves, global_batch)
+    device_tables = tables(curves, global_batch)
     if stage in (0, 1):
-        split = split_separately(known, global_batch)
+        split = split_separately(device_tables, global_batch)
     else:
-        split = split_together(known, global_batch, float(collective_s))
-    found = Allocation(*zip(*split), step_s=0.0)
-    return replace(found, step_s=_step(known, found, stage, float(collective_s)))
+        split = split_together(device_tables, global_batch, float(collective_s))
+    micro_batches, steps, last = zip(*split)
+    allocation = Allocation(micro_batches, steps, last, step_s=0.0)
+    return replace(allocation, step_s=_step(device_tables, allocation, stage, float(collective_s)))
 
 
 def step_seconds(
@@ -94,9 +95,9 @@ def step_seconds(
     if not isinstance(allocation, Allocation):
         raise InputError("there is no allocation", expected="an Allocation", got=repr(allocation)[:60])
     largest = max((m for m in allocation.micro_batch if whole(m)), default=0)
-    known = tables(curves, max(int(largest), 1))
-    _check_allocation(known, allocation, stage)
-    return _step(known, allocation, stage, float(collective_s))
+    device_tables = tables(curves, max(int(largest), 1))
+    _check_allocation(device_tables, allocation, stage)
+    return _step(device_tables, allocation, stage, float(collective_s))
 
 
 def _step(known: Tables, allocation: Allocation, stage: int, collective_s: float) -> float:
@@ -120,6 +121,28 @@ def _check_stage(stage: Any, collective_s: Any) -> None:
         )
 
 
+def _check_part(device: int, part: tuple[int, ...], limit: int, *, least: int) -> None:
+    """Raises InputError if a device's micro-batch, steps and last micro-batch do not fit together, or the
+    micro-batch is above ``limit``; the last one may be as small as ``least``."""
+    micro, steps, last = part
+    integers = all(whole(x) for x in part)
+    idle = integers and micro == steps == last == 0
+    if not idle and not (integers and steps >= 1 and least <= last <= micro >= 1):
+        raise InputError(
+            f"device {device} has no valid part of the batch",
+            where=f"allocation, device {device}",
+            expected=f"{least} <= last_micro_batch <= micro_batch, or 0 for all of them",
+            got=f"micro_batch {micro!r}, accumulation_steps {steps!r}, last_micro_batch {last!r}",
+        )
+    if micro > limit:
+        raise InputError(
+            f"device {device} cannot hold its micro-batch",
+            where=f"allocation, device {device}",
+            expected=f"at most {limit}, the largest size of its curve",
+            got=str(micro),
+        )
+
+
 def _check_allocation(known: Tables, allocation: Allocation, stage: int) -> None:
     fields = (allocation.micro_batch, allocation.accumulation_steps, allocation.last_micro_batch)
     if any(len(field) != len(known.kind) for field in fields):
@@ -128,25 +151,8 @@ def _check_allocation(known: Tables, allocation: Allocation, stage: int) -> None
             expected=f"{len(known.kind)} entries, one for every curve",
             got=" ".join(str(len(field)) for field in fields),
         )
-    for device, (micro, steps, last) in enumerate(zip(*fields)):
-        least = 1 if stage in (0, 1) else 0
-        integers = all(whole(x) for x in (micro, steps, last))
-        idle = integers and micro == steps == last == 0
-        if not idle and not (integers and steps >= 1 and least <= last <= micro >= 1):
-            raise InputError(
-                f"device {device} has no valid part of the batch",
-                where=f"allocation, device {device}",
-                expected=f"{least} <= last_micro_batch <= micro_batch, or 0 for all of them",
-                got=f"micro_batch {micro!r}, accumulation_steps {steps!r}, last_micro_batch {last!r}",
-            )
-        limit = len(known.of(device)) - 1
-        if micro > limit:
-            raise InputError(
-                f"device {device} cannot hold its micro-batch",
-                where=f"allocation, device {device}",
-                expected=f"at most {limit}, the largest size of its curve",
-                got=str(micro),
-            )
+    for device, part in enumerate(zip(*fields)):
+        _check_part(device, part, len(known.of(device)) - 1, least=1 if stage in (0, 1) else 0)
     counts = sorted({int(steps) for steps in fields[1] if steps})
     if not counts or (stage in (2, 3) and len(counts) > 1):
         raise InputError(

@@ -33,8 +33,8 @@ def split_separately(tables: Tables, global_batch: int) -> list[tuple[int, int, 
     """``(micro_batch, accumulation_steps, last_micro_batch)`` per device, for the shortest step."""
     most = _capacities(tables, global_batch)
     shares = share_out(global_batch, [most[k] for k in tables.kind])
-    found = {case: best_split(tables.distinct[case[0]], case[1]) for case in set(zip(tables.kind, shares))}
-    return [found[case] for case in zip(tables.kind, shares)]
+    split_of = {case: best_split(tables.distinct[case[0]], case[1]) for case in set(zip(tables.kind, shares))}
+    return [split_of[case] for case in zip(tables.kind, shares)]
 
 
 def best_split(t: np.ndarray, num_samples: int) -> tuple[int, int, int]:

@@ -169,14 +169,14 @@ def stored_by_owners(program: Program, names: Collection[str], ratio: str) -> Pr
 def _needed_again(program: Program, names: Collection[str]) -> set[str]:
     """The ``names`` that the backward pass reads: autograd keeps them, maybe by way of a view, or they
     are computed with again."""
-    found: set[str] = set()
+    read_again: set[str] = set()
     for i in program.instructions:
-        read = [name for name in i.inputs if name in names and name not in found]
+        read = [name for name in i.inputs if name in names and name not in read_again]
         if not read:
             continue
         plain = not i.is_redistribution and i.op not in LEAVES and region_of(i) is None
         if plain and i.op not in VIEWS and i.op not in COPIES:
             kept = kept_inputs(program, i)
             read = [name for name in read if name in kept]
-        found.update(read)
-    return found
+        read_again.update(read)
+    return read_again

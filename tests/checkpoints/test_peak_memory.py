@@ -90,12 +90,12 @@ def check_peak(_) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    trim_heap(0)  # what is free would be used again, and not be seen
+    trim_heap()  # what is free would be used again, and not be seen
     with Peak() as reading:
         checkpoint.load_weights(model, folder / "weights.safetensors")
     assert [float(p.to_local().double().sum()) for p in model.parameters()] == expected
     del model
-    trim_heap(0)
+    trim_heap()
     with Peak() as on_meta:
         with torch.device("meta"):
             empty = Wide(nn.Linear)

@@ -10,15 +10,17 @@ import pytest
 import typer
 from torch.distributed.run import get_args_parser
 
+from benchmarks.commands import app as benchmarks
 from mixmesh.__main__ import app, execute
 from tools.site.commands import PAGE, page
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-INLINE = re.compile(r"`(mixmesh [a-z][^`]*)`")
+INLINE = re.compile(r"`((?:mixmesh|python -m benchmarks) [a-z][^`]*)`")
 RUN = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.DOTALL)
 COMMANDS = typer.main.get_command(app).commands
+BENCHMARKS = typer.main.get_group(benchmarks).commands
 STOPS = {"#", "|", ">", "2>", "&&", "&"}
 
 
@@ -48,7 +50,16 @@ def commands_of(path: Path) -> list[str]:
     found += [
         line for line in INLINE.findall(prose) if " --" in line and "..." not in line and "|" not in line
     ]
-    return [line.strip() for line in found if re.match(r"\s*(mixmesh|torchrun\b.* -m mixmesh)\b", line)]
+    return [
+        line.strip()
+        for line in found
+        if re.match(r"\s*(mixmesh|python -m benchmarks|torchrun\b.* -m mixmesh)\b", line)
+    ]
+
+
+def commands_after(words: list[str]) -> tuple[dict, list[str]]:
+    """The commands that a line's program has, and the words behind the program."""
+    return (BENCHMARKS, words[3:]) if words[0] == "python" else (COMMANDS, words[1:])
 
 
 def check(words: list[str]) -> str | None:
@@ -56,15 +67,13 @@ def check(words: list[str]) -> str | None:
     if words[0] == "torchrun":
         launch = get_args_parser().parse_args(words[1:])
         words = ["mixmesh", *launch.training_script_args]
-    words = words[1:]
+    commands, words = commands_after(words)
     if words and words[0] in ("--debug", "--version"):
         words = words[1:]
     if not words or words == ["..."]:
         return None
     name, *arguments = words
-    command = COMMANDS.get(name)
-    if name == "bench" and arguments:
-        command, arguments = COMMANDS["bench"].commands.get(arguments[0]), arguments[1:]
+    command = commands.get(name)
     if command is None:
         return f"no command {name}"
     options = {o: p for p in command.params for o in (*p.opts, *p.secondary_opts)}
@@ -84,11 +93,8 @@ def check(words: list[str]) -> str | None:
 def complete(words: list[str]) -> bool:
     """Whether a command in a block of a shell has all that it needs."""
     try:
-        name, *arguments = words[1:]
-        command = COMMANDS[name]
-        if name == "bench":
-            command, arguments = command.commands[arguments[0]], arguments[1:]
-        command.make_context(name, list(arguments))
+        commands, (name, *arguments) = commands_after(words)
+        commands[name].make_context(name, list(arguments))
     except typer.BadParameter.__mro__[1]:
         return False
     return True
@@ -98,8 +104,9 @@ def complete(words: list[str]) -> bool:
 def test_commands_parse(path):
     wrong = [(line, problem) for line in commands_of(path) if (problem := check(words_of(line)))]
     assert not wrong, wrong
-    blocks = [line for kind, body in FENCE.findall(path.read_text().replace("\\\n", " ")) if kind == "sh"
-              for line in body.splitlines() if line.startswith("mixmesh ")]  # fmt: skip
+    whole = path.read_text().replace("\\\n", " ")
+    lines = [line for kind, body in FENCE.findall(whole) if kind == "sh" for line in body.splitlines()]
+    blocks = [line for line in lines if line.startswith(("mixmesh ", "python -m benchmarks "))]
     lacking = [line for line in blocks if not complete(words_of(line))]
     assert not lacking, lacking
 

@@ -68,9 +68,11 @@ def plan_of(model: torch.nn.Module, inputs: dict, stage: int, autocast: tuple | 
 MICRO_BATCHES = (MicroBatch(4, 2, 2), MicroBatch(4, 1, 4), MicroBatch(1, 2, 1))  # of 6, 4 and 2 samples
 
 
-def output_plan(kind: str, model: torch.nn.Module, inputs: dict, outputs: tuple = ()) -> Plan:
-    """A plan with outputs beside the loss, over three uneven ranks."""
-    traced = trace(model, inputs, outputs=outputs)
+def output_plan(
+    kind: str, model: torch.nn.Module, inputs: dict | tuple, outputs: tuple = (), *, is_outside: bool = False
+) -> Plan:
+    """A plan with outputs beside the loss, or of a model without one, over three uneven ranks."""
+    traced = trace(model, inputs, outputs=outputs, may_be_outside=is_outside)
     costs = CostModel(Cluster.parse(THREE))
     program = {
         "data_parallel": lambda: data_parallel(traced.graph, costs, UNEVEN),

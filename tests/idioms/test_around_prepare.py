@@ -227,6 +227,24 @@ class Closed(OrderedDict):
         raise Exception("no update")
 
 
+def check_a_loop_that_computes_its_loss(_) -> None:
+    """It keeps its loader, and the model gets what its forward takes of a batch."""
+    single, mine = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+    mine.load_state_dict(single.state_dict())
+    both = [sgd(single), sgd(mine)]
+    loader = whole_batches()
+    model, both[1], same = prepare(mine, both[1], loader, planner="fsdp-even")
+    assert same is loader
+    for x, y in loader:
+        losses = []
+        for m, optimizer in zip((single, model), both):
+            optimizer.zero_grad()
+            losses.append(F.cross_entropy(m(x), y))
+            losses[-1].backward()
+            optimizer.step()
+        close(losses[1], losses[0])
+
+
 def check_the_scripts_own_batch_is_not_cut(_) -> None:
     plan = prepared()[3]._plan
     x, _ = whole_batches()[0]
@@ -300,6 +318,12 @@ def check_noise_for_own_rows_is_noticed(_) -> None:
         assert len(noticed) == (wanted if dist.get_rank() == 0 else 0)
 
 
+def check_a_model_within_a_wrapper_is_refused(_) -> None:
+    with pytest.raises(InputError, match="DataParallel is around the model") as caught:
+        prepare(nn.DataParallel(network()), None, whole_batches())
+    assert "model.module" in str(caught.value)
+
+
 def check_a_parallel_model_is_not_prepared_again(_) -> None:
     _, model, optimizer, _ = prepared()
     for of in (model, torch.compile(model)):
@@ -338,11 +362,13 @@ IDIOMS = named(
     check_a_generator_draws_as_on_one_device,
     check_a_loop_that_takes_some_of_a_batch,
     check_a_batch_keeps_its_class,
+    check_a_loop_that_computes_its_loss,
     check_the_scripts_own_batch_is_not_cut,
     check_synced_batch_norm,
     check_data_without_indices,
     check_data_that_differs,
     check_noise_for_own_rows_is_noticed,
+    check_a_model_within_a_wrapper_is_refused,
     check_a_parallel_model_is_not_prepared_again,
     check_a_plan_file_that_cannot_be_read,
     check_a_loss_that_is_not_finite_is_so_on_all_ranks,

@@ -89,16 +89,18 @@ def check_a_second_backward_pass(_) -> None:
             loss.backward()
 
 
-def check_gradients_of_inputs_are_refused(_) -> None:
+def check_gradients_of_inputs(_) -> None:
+    """Every rank has the gradient of the whole batch that it gave, together with those of parameters."""
     for name in PLANS:
-        model = build(name)[2]
-        inputs = batch(0)
-        inputs["x"].requires_grad_()
-        with pytest.raises(InputError, match="gradient of an input") as caught:
-            model(**inputs)
-        assert "['x'] of shape [12, 6]" in str(caught.value)
+        single, _, model, _ = build(name)
+        mine, whole = batch(0), batch(0)
+        for inputs, m in ((whole, single), (mine, model)):
+            inputs["x"].requires_grad_()
+            (3 * m(**inputs)).backward()
+        close(mine["x"].grad, whole["x"].grad, name)
+        same_gradients(single, model)
         with torch.no_grad():
-            model(**inputs)
+            model(**mine)
 
 
 def check_weights_clamped_in_place(_) -> None:
@@ -133,7 +135,7 @@ IDIOMS = named(
     check_gradients_asked_for,
     check_second_gradients_are_refused,
     check_a_second_backward_pass,
-    check_gradients_of_inputs_are_refused,
+    check_gradients_of_inputs,
     check_weights_clamped_in_place,
     check_functions_across_pieces_are_refused,
 )

@@ -176,6 +176,14 @@ def test_shares_stay_where_a_change_does_not_pay(changes, reason):
     assert not decision.is_applied and reason in decision.text()
 
 
+@pytest.mark.parametrize("factor", [3.0, 40.0])
+def test_a_device_that_stands_almost_still_drifts(factor):
+    observed = Observed((0.1, 0.1))
+    for _ in range(SETTINGS.num_windows):
+        observed = observed.add((0.1, factor * 0.1), SETTINGS)
+    assert observed.drifts(factor * 0.1 + 0.02, SETTINGS)
+
+
 def test_a_device_that_hardly_computes_says_nothing():
     observed = Observed((0.2, 0.001))
     for _ in range(SETTINGS.num_windows):

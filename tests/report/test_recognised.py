@@ -33,7 +33,7 @@ def log_text(step_s: float = 0.2) -> str:
 
 def bench(tmp_path: Path, name: str, factor: float = 1.0) -> Bench:
     rows = [{**row, "step_s": factor * row["step_s"]} for row in ROWS]
-    made = {"bench": "x", "command": "mixmesh bench x", "revision": "abc", "cases": rows}
+    made = {"bench": "x", "command": "python -m benchmarks x", "revision": "abc", "cases": rows}
     (tmp_path / name).write_text(json.dumps({**made, "targets": 2, "targets_met": 1}))
     found = recognise(tmp_path / name)
     assert isinstance(found, Bench)
@@ -72,7 +72,7 @@ def test_two_trainings(tmp_path):
 def test_the_results_of_a_bench(tmp_path):
     page = bench_page([bench(tmp_path, "r.json")])
     assert page.sentences == [
-        "2 rows, made by mixmesh bench x, revision abc.",
+        "2 rows, made by python -m benchmarks x, revision abc.",
         "1 of 2 targets are met.",
     ]
     assert page.data["labels"] == ["a", "b"] and page.data["figures"] == ["step_s", "speedup ddp"]

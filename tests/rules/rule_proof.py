@@ -32,10 +32,10 @@ from mixmesh.ir import (
     shard_sizes,
 )
 from mixmesh.rules import RULES, Call, Strategy, strategies
-from mixmesh.rules.samples import Sample, Spec
 from mixmesh.runtime.local import aten_op, local_op, to_torch
 from mixmesh.runtime.random import RandomPolicy
 from mixmesh.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from tests.support.rule_samples import Sample, Spec
 
 with contextlib.suppress(ImportError):
     import transformers.integrations.moe  # noqa: F401  registers transformers.grouped_mm_fallback
@@ -44,7 +44,6 @@ WORLD_SIZE = 3
 # uneven; the second leaves one rank, or two of a short dim, with a shard of nothing
 RATIOS = (make_ratio([0.5, 0.3, 0.2]), make_ratio([0.06, 0.8, 0.14]))
 TOLERANCE = 1e-10
-CPU = torch.device("cpu")
 
 
 class Refuted(AssertionError):
@@ -146,7 +145,9 @@ def replicated_run(op: str, args, kwargs, leaves) -> tuple[Tensor, ...]:
     call = Call(op, args, kwargs, types_of(leaves), outputs)
     strategy = Strategy("", (REPLICATE,) * len(leaves), (REPLICATE,) * len(outputs))
     program = one_instruction(call, strategy)
-    return local_op(program, program.instructions[-1], 0, CPU, RandomPolicy(exact=True))(*leaves)
+    return local_op(
+        program, program.instructions[-1], 0, torch.get_default_device(), RandomPolicy(exact=True)
+    )(*leaves)
 
 
 RANDOM = frozenset(
@@ -267,7 +268,7 @@ def prove(case: Case, strategy: Strategy, ratio, units) -> None:
     leaves, results = [], []
     for rank in range(WORLD_SIZE):
         mine = [leaf(parts[rank], spec) for parts, spec in zip(held, case.specs)]
-        out = local_op(program, step, rank, CPU, random)(*mine)
+        out = local_op(program, step, rank, torch.get_default_device(), random)(*mine)
         check(len(out) == len(case.outputs), f"{len(out)} results, not {len(case.outputs)}")
         for name, y in zip(step.results, out):
             want = program.local_shape(name, rank)

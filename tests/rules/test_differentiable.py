@@ -11,7 +11,7 @@ from rule_proof import RANDOM, make_case
 
 from mixmesh.ir import NOT_DIFFERENTIABLE
 from mixmesh.rules import RULES
-from mixmesh.rules.samples import SAMPLES
+from tests.support.rule_samples import SAMPLES
 
 yaml = pytest.importorskip("yaml")
 FORMULAS = Path(torchgen.__file__).parent / "packaged/autograd/derivatives.yaml"

@@ -11,7 +11,7 @@ from left_out import LEFT_OUT
 from rule_proof import missing
 
 from mixmesh.rules import RULES
-from mixmesh.rules.samples import SAMPLES
+from tests.support.rule_samples import SAMPLES
 
 
 @pytest.mark.parametrize("op", RULES)

@@ -5,7 +5,7 @@ from rule_proof import RATIOS, Refuted, make_case, prove, show, units_of
 
 from mixmesh.ir import PARTIAL, REPLICATE, Shard
 from mixmesh.rules import RULES, Strategy, strategies
-from mixmesh.rules.samples import SAMPLES
+from tests.support.rule_samples import SAMPLES
 
 
 def test_every_row_has_a_sample():

@@ -7,12 +7,12 @@ from rule_proof import make_case, show, units_of
 
 from mixmesh.ir.printing import print_arg
 from mixmesh.rules import RULES, strategies
-from mixmesh.rules.__main__ import table
-from mixmesh.rules.samples import SAMPLES
+from tests.support.rule_samples import SAMPLES
+from tools.rule_table import table
 
 GOLDEN = Path(__file__).parent / "golden.txt"
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "operators.md"
-MARK = "<!-- the table: python -m mixmesh.rules -->\n"
+MARK = "<!-- the table: python -m tools.rule_table -->\n"
 
 
 def test_strategies_are_as_recorded(request):

@@ -15,9 +15,9 @@ from ...ir import Cut, Program, Samples, in_flight, owned_type, support
 from ...optimizer_states import ADAM, OptimizerStates
 from ...plan_file import Schedule
 from ..calls import Kind
+from ..exchanges import cut_shares
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled
 from ..model import CostModel
-from ..placed import cut_shares
 from ..sums import Summed, order_of_sums
 from .bound import EVERYWHERE, Bound, has_bound
 from .repeats import kept_inputs

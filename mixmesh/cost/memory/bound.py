@@ -17,8 +17,8 @@ from ...ir import Cut, Instruction, Program, owned_type, regions, weight_points
 from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ..calls import Kind, kinds_of
+from ..exchanges import DUAL_COLLECTIVE, cut_shares
 from ..model import VIEWS
-from ..placed import DUAL_COLLECTIVE, cut_shares
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .walk import BROADCAST_BYTES, LOOKUPS, Sizes, whole
 

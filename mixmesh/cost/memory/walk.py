@@ -35,14 +35,9 @@ from ...optimizer_states import OptimizerStates
 from ...rules import Call
 from ...timeline import bucket_name, gradient_name, repeated_name, wgrad_name
 from ..calls import Kind, kinds_of
+from ..exchanges import DUAL_COLLECTIVE
 from ..micro_steps import unmarked
-from ..placed import (
-    DUAL_COLLECTIVE,
-    first_uses,
-    is_resharded,
-    is_stored,
-    synchronised,
-)
+from ..outline import first_uses, is_resharded, is_stored, synchronised
 from ..sums import IN_FLIGHT_BYTES, GradientSum, Summed, gradient_sums
 from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
 from .repeats import Repeat, repeats

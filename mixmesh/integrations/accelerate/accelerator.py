@@ -237,8 +237,8 @@ class Accelerator(accelerate.Accelerator):
 def _start_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The script's own arguments for how processes find each other."""
     handlers = kwargs.get("kwargs_handlers") or ()
-    found = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
-    return found[0] if found else {}
+    options = [h.to_kwargs() for h in handlers if isinstance(h, InitProcessGroupKwargs)]
+    return options[0] if options else {}
 
 
 def _with_loss(x: Any, planning: Mapping[str, Any]) -> Any:

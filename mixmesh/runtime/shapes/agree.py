@@ -9,7 +9,7 @@ which would give the loss of none, learn it in this way too.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
 SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
 ABSENT = -1
+WANTED = 1024  # added to the number of dims of an input whose gradient is wanted
 SHAPES, TOLD = "shapes", "shapes, told"  # purposes of messages
 
 
@@ -44,17 +45,19 @@ class Agreement:
         """The groups that agree, and that are told, with their purposes."""
         return ((SHAPES, self._listeners.working), (TOLD, self._listeners.told))
 
-    def shapes(self, tensors: Mapping[str, Tensor], *, evaluates: bool) -> Shapes:
+    def shapes(
+        self, tensors: Mapping[str, Tensor], *, evaluates: bool, wanted: Collection[str] = ()
+    ) -> Shapes:
         """The shapes of the whole batch, of which all ranks may leave an input out if they evaluate.
         Collective. Raises InputError for tensors that cannot be the program's inputs, and on all ranks where
-        they are no parts of one batch."""
+        they are no parts of one batch, or where not all want the gradient of one."""
         check_kinds(self.program, tensors, self.comm.rank, evaluates=evaluates)
         mine = self.given(tensors)
         if self.comm.world_size == 1:
             return mine
-        told, digests = self._told(tensors, with_digests=self._was_unclear)
+        told, digests = self._told(tensors, wanted, with_digests=self._was_unclear)
         choices = [_choices(self.program, i, told[n]) for n, i in enumerate(program_inputs(self.program))]
-        self._was_unclear = any(len(found) > 1 for found in choices)
+        self._was_unclear = any(len(shapes_of_input) > 1 for shapes_of_input in choices)
         if self._was_unclear and digests is None:
             digests = self._exchange(self._digests(tensors))
         return resolve(self.program, told, choices, are_same=self._was_unclear and _are_same(digests))
@@ -65,21 +68,23 @@ class Agreement:
         return tuple(tuple(tensors[name].shape) if name in tensors else None for name in names)
 
     def _told(
-        self, tensors: Mapping[str, Tensor], *, with_digests: bool
+        self, tensors: Mapping[str, Tensor], wanted: Collection[str], *, with_digests: bool
     ) -> tuple[Told, list[list[int]] | None]:
         """By input and rank, the shape that the rank was given; None for a rank that has no part in it. And
         by rank its digests, if they were sent along."""
         inputs, numbers = program_inputs(self.program), []
         for i in inputs:
-            given = tensors.get(i.args[0]) if self._takes_part(i) else None
+            tensor = tensors.get(i.args[0]) if self._takes_part(i) else None
             num_dims = len(i.type.value.shape)
-            numbers += [ABSENT] * (num_dims + 1) if given is None else [num_dims, *given.shape]
+            head = num_dims + WANTED * (i.args[0] in wanted)
+            numbers += [ABSENT] * (num_dims + 1) if tensor is None else [head, *tensor.shape]
         length = len(numbers)
         table = self._exchange(numbers + (self._digests(tensors) if with_digests else []))
         rows = [iter(row[:length]) for row in table]
         told = []
         for i in inputs:
             heads = [next(row) for row in rows]
+            _check_wanted(i.args[0], [head >= WANTED for head in heads if head != ABSENT])
             dims = [tuple(next(row) for _ in i.type.value.shape) for row in rows]
             told.append(tuple(None if head == ABSENT else d for head, d in zip(heads, dims)))
         return tuple(told), [row[length:] for row in table] if with_digests else None
@@ -87,8 +92,8 @@ class Agreement:
     def _digests(self, tensors: Mapping[str, Tensor]) -> list[int]:
         """A number by input that follows from its values."""
         inputs = program_inputs(self.program)
-        given = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
-        return [ABSENT if x is None else digest(x) for x in given]
+        own_tensors = [tensors.get(i.args[0]) if self._takes_part(i) else None for i in inputs]
+        return [ABSENT if x is None else digest(x) for x in own_tensors]
 
     def _takes_part(self, i: Instruction) -> bool:
         return self.comm.rank in self.program.participants(i.type)
@@ -106,6 +111,16 @@ class Agreement:
         elif comm.rank in working:
             table[comm.rank] = mine
         return self._listeners.tell(comm, done(table), "the batch's shapes", TOLD).wait().tolist()
+
+
+def _check_wanted(name: str, wants: Sequence[bool]) -> None:
+    """Raises InputError where some ranks want the gradient of an input, and others do not."""
+    if len(set(wants)) > 1:
+        raise InputError(
+            f"only some ranks want the gradient of {name}",
+            expected="requires_grad alike on all ranks",
+            got=f"{sum(wants)} of {len(wants)} ranks",
+        )
 
 
 def _are_same(digests: list[list[int]]) -> bool:
@@ -159,19 +174,19 @@ def resolve(
     may be a batch, and each rank's too, it is the latter if the ranks have the same (``are_same``). Raises
     InputError."""
     agreed: list[tuple[int, ...] | None] = []
-    for i, given, found in zip(program_inputs(program), told, choices):
-        if all(given[r] is None for r in program.participants(i.type)):
+    for i, rows, options in zip(program_inputs(program), told, choices):
+        if all(rows[r] is None for r in program.participants(i.type)):
             agreed.append(None)
             continue
-        if not found:
-            raise _no_batch(program, i, given)
-        whole = next(shape for shape in given if shape is not None)
-        if whole in found and (are_same or len(found) == 1):
+        if not options:
+            raise _no_batch(program, i, rows)
+        whole = next(shape for shape in rows if shape is not None)
+        if whole in options and (are_same or len(options) == 1):
             agreed.append(whole)
-        elif i.type.value.shape in found:
+        elif i.type.value.shape in options:
             agreed.append(i.type.value.shape)
         else:
-            agreed.append(max(found))  # the rows of all ranks together
+            agreed.append(max(options))  # the rows of all ranks together
     _check_samples(program, agreed)
     return tuple(agreed)
 
@@ -193,24 +208,24 @@ def _check_samples(program: Program, agreed: Sequence[tuple[int, ...] | None]) -
 
 def _choices(program: Program, i: Instruction, given: Given) -> set[tuple[int, ...]]:
     """The shapes of which every rank has all, or its own rows."""
-    known = {r: given[r] for r in program.participants(i.type)}
-    if None in known.values():
+    told_by = {r: given[r] for r in program.participants(i.type)}
+    if None in told_by.values():
         return set()
     placement = i.type.placement
     if not isinstance(placement, Shard):
-        return set(known.values()) if len(set(known.values())) == 1 else set()
+        return set(told_by.values()) if len(set(told_by.values())) == 1 else set()
     dim = placement.dim
-    if len({shape[:dim] + shape[dim + 1 :] for shape in known.values()}) != 1:
+    if len({shape[:dim] + shape[dim + 1 :] for shape in told_by.values()}) != 1:
         return set()
-    sizes = {r: shape[dim] for r, shape in known.items()}
-    found = set()
+    sizes = {r: shape[dim] for r, shape in told_by.items()}
+    shapes = set()
     for total in {sum(sizes.values()), *sizes.values()}:
         if total and total % placement.unit == 0:
             rows = shard_sizes(total, program.ratio_of[i.type.ratio], placement.unit)
             if all(size in (total, rows[r]) for r, size in sizes.items()):
-                shape = next(iter(known.values()))
-                found.add(shape[:dim] + (total,) + shape[dim + 1 :])
-    return found
+                shape = next(iter(told_by.values()))
+                shapes.add(shape[:dim] + (total,) + shape[dim + 1 :])
+    return shapes
 
 
 def _no_batch(program: Program, i: Instruction, given: Given) -> InputError:

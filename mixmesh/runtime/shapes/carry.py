@@ -28,20 +28,20 @@ class CannotCarry(PlanError):
 def carry(planned: Program, graph: Graph, *, training: bool) -> Program:
     """``planned`` for the shapes of ``graph``. Raises CannotCarry where the graph is not of the same
     operators, or where the placements do not fit its shapes."""
-    made = _Carrier(planned, graph, training).program()
-    if digest(_without_passed(made, graph)) != digest(graph):
+    carried = _Carrier(planned, graph, training).program()
+    if digest(_without_passed(carried, graph)) != digest(graph):
         raise CannotCarry(
             "the model computes something else for this shape",
             expected=f"the {len(planned.graph.nodes)} planned operators, for other sizes",
             got=f"{len(graph.nodes)} operators",
         )
     try:
-        check_program(made)
+        check_program(carried)
     except VerificationError as error:
         raise CannotCarry(
             error.message, expected=error.expected, got=error.got, where=error.where, hint=error.hint
         ) from None
-    return made
+    return carried
 
 
 class _Carrier:

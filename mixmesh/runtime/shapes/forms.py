@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,11 +29,13 @@ from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
 from ..first_rank import from_first_rank
+from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gradients
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
 from ..original import traceable
 from ..outputs import Returns
+from ..outside import Outside
 from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
 from .lower import lower
@@ -41,25 +43,29 @@ from .parts import resized
 from .room import check_room
 
 PLANNED = "planned"
-Key = tuple[bool, bool, Shapes] | str  # training, with gradients, shapes
+# training, with gradients, shapes; or the key of another form, and inputs with a gradient
+Key = tuple[bool, bool, Shapes] | str | tuple["Key", Wanted]
 
 
 @dataclass(frozen=True)
 class Form:
     """A program for one shape of the batch. ``steps``: its micro-steps, None for one step at once.
     ``kept_buffers`` are updated while the backward pass may read their old values; ``returns`` makes what a
-    call returns, None where that is the loss itself."""
+    call returns, None where that is the loss itself; ``outside`` does where the model computes none."""
 
     key: Key
     program: Program
     steps: MicroSteps | None
     kept_buffers: frozenset[str]
     returns: Returns | None
+    outside: Outside | None = None
 
     @classmethod
     def of(cls, key: Key, plan: Plan, comm: Comm) -> Form:
         steps, kept = MicroSteps.of(plan, comm.rank), buffers_kept_for_backward(plan.program)
-        return cls(key, plan.program, steps, kept, Returns.of(plan, comm))
+        outside = Outside.of(plan, comm)
+        returns = Returns.of(plan, comm) if outside is None else None
+        return cls(key, plan.program, steps, kept, returns, outside)
 
 
 @dataclass
@@ -90,23 +96,41 @@ class Forms:
         return cls(original, plan, calls, comm, planned, original.training, limit, agreement, modes)
 
     def form(
-        self, tensors: Mapping[str, Tensor], args: tuple, kwargs: Mapping[str, Any], *, training: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        *,
+        training: bool,
+        wanted: Wanted = (),
     ) -> Form:
-        """The program for a call. Collective; raises on all ranks alike: InputError, Infeasible, TraceError,
-        PlanError."""
+        """The program for a call, with the gradients of inputs that are ``wanted``. Collective; raises on all
+        ranks alike: InputError, Infeasible, TraceError, PlanError."""
         if dist.get_backend() == "fake":
             return self.planned  # a rehearsal: the others say nothing
-        shapes = self.agreement.shapes(tensors, evaluates=not training)
+        shapes = self.agreement.shapes(tensors, evaluates=not training, wanted=wanted)
         if self._is_planned(shapes, training):
-            return self.planned
-        learns = torch.is_grad_enabled()
-        key = training, learns, shapes
+            form = self.planned
+        else:
+            key = training, torch.is_grad_enabled(), shapes
+            form = self._kept(key, lambda: self._made(key, args, kwargs))
+        return self._kept((form.key, wanted), lambda: self._with_gradients(form, wanted)) if wanted else form
+
+    def _kept(self, key: Key, make: Callable[[], Form]) -> Form:
+        """The form that was made for ``key``, now or before."""
         if key not in self.kept:
-            self.kept[key] = self._made(key, args, kwargs)
+            self.kept[key] = make()
             if len(self.kept) > self.limit:
                 self.kept.popitem(last=False)
         self.kept.move_to_end(key)
         return self.kept[key]
+
+    def _with_gradients(self, form: Form, wanted: Wanted) -> Form:
+        if form.steps is not None:
+            raise no_gradient_in_micro_steps(wanted)
+        program = with_input_gradients(form.program, wanted)
+        self.comm.add(meetings(program))
+        return replace(form, key=(form.key, wanted), program=program)
 
     def drop_gone(self, compiled: dict[tuple, Any]) -> None:
         """Drops what was compiled, by key of its form and more, of programs that are kept no longer."""
@@ -125,10 +149,13 @@ class Forms:
     def _made(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> Form:
         make = partial(self._plan_for, key, args, kwargs)
         group = self.comm.groups.get(("data", self.comm.everyone))  # none of one rank
-        program, micro_batches, has_loss = make() if group is None else from_first_rank(make, group)
+        program, micro_batches, returned = make() if group is None else from_first_rank(make, group)
         self.comm.add(meetings(program))
-        form = Form.of(key, replace(self.plan, program=program, micro_batches=micro_batches), self.comm)
-        return form if has_loss else replace(form, returns=form.returns.without_loss())
+        plan = replace(self.plan, program=program, micro_batches=micro_batches)
+        if not self.plan.returned.has_loss:
+            return Form.of(key, replace(plan, returned=returned), self.comm)
+        form = Form.of(key, plan, self.comm)
+        return form if returned.has_loss else replace(form, returns=form.returns.without_loss())
 
     def _plan_for(self, key: Key, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
         training, learns, shapes = key
@@ -148,6 +175,7 @@ class Forms:
                 outputs=outputs,
                 autocast=self.plan.autocast,
                 needs_loss=not absent,
+                may_be_outside=not self.plan.returned.has_loss,
             )
         plan, is_planned = self._placed(traced.graph, training)
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
@@ -164,8 +192,7 @@ class Forms:
         )
         if larger or (learns and not is_planned):
             check_room(self.plan, plan, learns=learns, cuda=self.comm.device.type == "cuda")
-        has_loss = not absent or bool(traced.returned.loss)
-        return plan.program, plan.micro_batches, has_loss
+        return plan.program, plan.micro_batches, traced.returned
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

@@ -37,9 +37,9 @@ from ...rules import RULES, Strategy, call_of, shard_units, strategies
 def lower(graph: Graph, planned: Program) -> Program:
     """The program of ``graph`` on the ranks of the planned program. Raises VerificationError if the checker
     refuses it."""
-    made = _Lowering(graph, planned).program()
-    check_program(made)
-    return made
+    lowered = _Lowering(graph, planned).program()
+    check_program(lowered)
+    return lowered
 
 
 class _Lowering:
@@ -70,16 +70,16 @@ class _Lowering:
             else:
                 self.operator(node)
         loss = self.convert(self.graph.loss, PARTIAL)
-        made = replace(self.planned, instructions=tuple(self.instructions), loss=loss)
-        return with_rows_as_dealt(made)
+        lowered = replace(self.planned, instructions=tuple(self.instructions), loss=loss)
+        return with_rows_as_dealt(lowered)
 
     def leaf(self, node: Node) -> None:
         value = node.types[0]
-        known = self.inputs.get(node.args[0]) if node.op == "input" else self.params.get(str(node.args[0]))
-        if node.op == "const" or known is None:
+        leaf_of = self.inputs.get(node.args[0]) if node.op == "input" else self.params.get(str(node.args[0]))
+        if node.op == "const" or leaf_of is None:
             t, attrs = TensorType(value), ()
         else:
-            t, attrs = replace(known.type, value=value), known.attrs
+            t, attrs = replace(leaf_of.type, value=value), leaf_of.attrs
         if isinstance(t.placement, Shard) and value.shape[t.placement.dim] % t.placement.unit:
             unit = self._unit(node.result, t.placement.dim)  # only inputs: parameters keep their shapes
             t = replace(t, placements=(Shard(t.placement.dim, unit),))
@@ -177,9 +177,9 @@ class _Lowering:
 
     def _fresh(self, value: str, placement: Placement) -> str:
         stem = f"{value}.{'s' if isinstance(placement, Shard) else str(placement)[0].lower()}"
-        taken: Iterable[str] = self.types.keys() | self.graph.types.keys()
+        used_names: Iterable[str] = self.types.keys() | self.graph.types.keys()
         name, count = stem, 1
-        while name in taken:
+        while name in used_names:
             count += 1
             name = f"{stem}{count}"
         return name

@@ -25,8 +25,8 @@ def resized(plan: Plan, program: Program) -> Plan:
             _in_equal_steps(count, row.steps) if together else _as_large(count, row.micro_batch)
             for count, row in zip(samples.counts, plan.micro_batches)
         )
-        made = replace(plan, program=program, micro_batches=rows)
-        accumulation(made)
+        smaller = replace(plan, program=program, micro_batches=rows)
+        accumulation(smaller)
     except PlanError as error:
         raise CannotCarry(
             f"its micro-batches cannot be cut out of it: {error.message}",
@@ -34,7 +34,7 @@ def resized(plan: Plan, program: Program) -> Plan:
             got=error.got,
             hint=error.hint,
         ) from None
-    return made
+    return smaller
 
 
 def _as_large(count: int, micro_batch: int) -> MicroBatch:

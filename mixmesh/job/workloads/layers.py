@@ -94,9 +94,9 @@ class MoeLayer(nn.Module):
         second = F.one_hot(rest.argmax(-1), self.experts).to(gates.dtype)
         weights = gates * (first + second)
         weights = weights / weights.sum(-1, keepdim=True)
-        taken = first.sum(1, keepdim=True)
+        weight = first.sum(1, keepdim=True)
         place1 = first.cumsum(1) - first
-        place2 = second.cumsum(1) - second + taken
+        place2 = second.cumsum(1) - second + weight
         return sum(
             (weights * chosen).unsqueeze(-1) * self.slots(place, chosen)
             for chosen, place in ((first, place1), (second, place2))

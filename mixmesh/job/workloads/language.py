@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -15,7 +17,7 @@ WIKITEXT2_WORDS = 33_278
 class LanguageModel(nn.Module):
     """Token and position embeddings, layers, a projection to the vocabulary; the mean loss of all tokens."""
 
-    def __init__(self, layers: list[nn.Module], *, words: int, seq: int, width: int, tied: bool = False):
+    def __init__(self, layers: Sequence[nn.Module], *, words: int, seq: int, width: int, tied: bool = False):
         super().__init__()
         self.tokens = nn.Embedding(words, width)
         self.positions = nn.Parameter(torch.zeros(seq, width))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import JobError
+from ...errors import JobError
 from ..job import WORKLOAD, Job
 from . import convolutional, images, language
 

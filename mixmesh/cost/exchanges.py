@@ -1,0 +1,206 @@
+"""Collectives of a program: which one a change of placement is, between whom, and of how many bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from ..cluster import Cluster
+from ..ir import (
+    Cut,
+    Instruction,
+    Partial,
+    Placement,
+    Program,
+    Ratio,
+    Replicate,
+    Shard,
+    TensorType,
+    dual,
+    shard_sizes,
+    support,
+)
+from .collectives import DIRECT, LEVELLED, CollectiveFit, level_fits
+from .model import CostModel
+from .resources import Link, Sent, link_s_per_byte, sent_s_per_byte
+
+# the redistribution that a redistribution's gradient is, by name
+ROOTED = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+DUAL_COLLECTIVE = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "move": "move"}
+
+
+def held_share(program: Program, t: TensorType, rank: int) -> float:
+    """The share of a tensor that a rank holds, by integer sizes; 0 if it takes no part."""
+    ratio = program.ratio(t.ratio)
+    if ratio is not None and ratio[rank] == 0:
+        return 0.0
+    if not isinstance(t.placement, Shard):
+        return 1.0
+    return _shares(t.value.shape[t.placement.dim], ratio, t.placement.unit)[rank]
+
+
+@lru_cache(maxsize=65536)
+def _shares(size: int, ratio, unit: int) -> tuple[float, ...]:
+    if size == 0:
+        return (0.0,) * len(ratio)
+    return tuple(n / size for n in shard_sizes(size, ratio, unit))
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """A collective of a program: its name, the whole tensor's bytes, and the ranks that meet. Where the
+    ratio changes, what ranks have ``sent`` each other. Where one rank holds all of what is gathered or
+    scattered it is ``rooted``: a broadcast or a reduce. A sum may be ``levelled``: within machines first; or
+    ``direct``: each rank sends its addend to each other one."""
+
+    name: str
+    size_bytes: int
+    ranks: tuple[int, ...]
+    sent: Sent | None = None
+    rooted: bool = False
+    levelled: bool = False
+    direct: bool = False
+
+    @property
+    def performed(self) -> str:
+        """The collective that is performed."""
+        if self.levelled:
+            return LEVELLED[self.name]
+        if self.direct:
+            return DIRECT
+        return ROOTED[self.name] if self.rooted else self.name
+
+    def seconds(self, costs: CostModel) -> float:
+        if len(self.ranks) < 2 or self.sent == ():
+            return 0.0
+        name, ranks, size_bytes = self.as_measured(costs.cluster)
+        return costs.collective(name, ranks).seconds(size_bytes)
+
+    def as_measured(self, cluster: Cluster) -> tuple[str, tuple[int, ...], float]:
+        """The collective that takes as long: its name, between whom it is, and of how many bytes.
+
+        The bytes that ranks have sent each other are scaled to what the fullest link carries, as a collective
+        sends every pair as much. Where some ranks only send and the others only receive it is like one
+        sending to another: links that are full both ways at once are slower.
+        """
+        if not self.sent:
+            return self.performed, self.ranks, self.size_bytes
+        load = max(self.link_s_per_byte(cluster).values())
+        if self.is_one_way:
+            a, b, _ = max(self.sent, key=lambda pair: pair[2])
+            usual = max(sent_s_per_byte(cluster, ((a, b, 1.0),)).values())
+            return "send", (a, b), self.size_bytes * load / usual
+        usual = max(self.link_s_per_byte(cluster, usual=True).values())
+        return self.performed, self.ranks, self.size_bytes * load / usual
+
+    @property
+    def is_one_way(self) -> bool:
+        """Whether nobody both sends and receives."""
+        return bool(self.sent) and not {a for a, _, _ in self.sent} & {b for _, b, _ in self.sent}
+
+    def lag_s(self, costs: CostModel) -> float:
+        """Seconds of these in which others of its kind may go on: the stages of sums by levels overlap, and
+        the longest one is what a sum takes of the next. Where they were measured nothing is said of that: a
+        processor's time for one is not the other's."""
+        if not self.levelled or not isinstance(costs.collective(self.performed, self.ranks), CollectiveFit):
+            return 0.0
+        stages = [f.seconds(self.size_bytes) for f in level_fits(costs.cluster, self.name, self.ranks)]
+        return self.seconds(costs) * (1 - max(stages) / sum(stages))
+
+    def link_s_per_byte(self, cluster: Cluster, *, usual: bool = False) -> dict[Link, float]:
+        """Seconds for which it occupies each link, per byte of the whole tensor."""
+        if self.sent is not None and not usual:
+            return sent_s_per_byte(cluster, self.sent)
+        return link_s_per_byte(cluster, self.performed, self.ranks)
+
+
+def exchange_of(program: Program, i: Instruction, *, backward: bool = False) -> Exchange | None:
+    """The collective that a redistribution issues forward, or in the backward pass; None if it is local.
+
+    The one step of the runtime's ``route`` between the two layouts that communicates: no route has more.
+    """
+    if not i.is_redistribution:
+        return None
+    before, after = program.types[i.inputs[0]], i.type
+    held, wanted = program.participants(before), program.participants(after)
+    if backward:
+        name, ranks = _meeting(dual(after.placement), wanted, dual(before.placement), held)
+    else:
+        name, ranks = _meeting(before.placement, held, after.placement, wanted)
+    size_bytes = after.value.size_bytes
+    if len(ranks) < 2 or (size_bytes == 0 and name != "all_to_all"):
+        return None
+    if name == "all_to_all" and is_cut_alike(program, before, after):
+        return None
+    sent = None
+    if name == "all_to_all" and before.ratio != after.ratio:
+        a, b = (after, before) if backward else (before, after)
+        sent = sent_between(_pieces(program, a), _pieces(program, b), a.placement.dim == b.placement.dim)
+    owners = wanted if backward == (name == "all_gather") else held
+    rooted = name in ROOTED and len(owners) == 1
+    direct = name == "all_reduce" and program.sums_directly(size_bytes)
+    return Exchange(name, size_bytes, ranks, sent, rooted=rooted, direct=direct)
+
+
+def _pieces(program: Program, t: TensorType) -> tuple[float, ...]:
+    return _shares(t.value.shape[t.placement.dim], program.ratio(t.ratio), t.placement.unit)
+
+
+@lru_cache(maxsize=4096)
+def sent_between(src: tuple[float, ...], dst: tuple[float, ...], same_dim: bool = True) -> Sent:
+    """How much passes between two ranks where pieces of these shares become those."""
+    found = []
+    starts, ends = [(0.0, *accumulate(shares)) for shares in (src, dst)]
+    for a, held in enumerate(src):
+        for b, wanted in enumerate(dst):
+            share = held * wanted
+            if same_dim:
+                share = min(starts[a + 1], ends[b + 1]) - max(starts[a], ends[b])
+            if a != b and share > 1e-9:
+                found.append((a, b, share))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _meeting(
+    src: Placement, held: tuple[int, ...], dst: Placement, wanted: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """The collective from ``src`` on the ranks ``held`` to ``dst`` on those ``wanted``, and who meets."""
+    everyone = tuple(sorted({*held, *wanted}))
+    missing, leaving = set(wanted) - set(held), set(held) - set(wanted)
+    match src, dst:
+        case Shard(), Replicate():
+            return "all_gather", everyone
+        case Partial(), Shard():
+            return "reduce_scatter", everyone
+        case Partial(), Replicate():
+            return "all_reduce", everyone
+        case Shard(), Shard():
+            return "all_to_all", everyone
+        case ((Shard() | Partial()), Partial()):  # those that leave give their addends to one that stays
+            return "reduce", tuple(sorted({wanted[0], *leaving})) if leaving else ()
+        case Replicate(), Partial() if len(missing) < len(wanted):
+            return "", ()  # a rank that holds it keeps it, the others hold zeros
+        case Replicate(), _:
+            return "broadcast", tuple(sorted({held[0], *missing})) if missing else ()
+    raise AssertionError(f"{src} -> {dst}")
+
+
+def is_cut_alike(program: Program, a: TensorType, b: TensorType) -> bool:
+    """Whether two types of one tensor put the same pieces on the same ranks."""
+    if a.placement != b.placement or not isinstance(a.placement, Shard):
+        return False
+    size, unit = a.value.shape[a.placement.dim], a.placement.unit
+    one, two = program.ratio(a.ratio), program.ratio(b.ratio)
+    return support(one) == support(two) and shard_sizes(size, one, unit) == shard_sizes(size, two, unit)
+
+
+def cut_shares(cut: Cut, ratio: Ratio | None, world_size: int) -> tuple[float, ...]:
+    """The share of a tensor cut so that each rank holds, by integer sizes."""
+    size, unit, _ = cut
+    if ratio is None:
+        return (1.0,) * world_size
+    if not size:
+        return tuple(1.0 if share > 0 else 0.0 for share in ratio)
+    return _shares(size, ratio, unit)

@@ -1,0 +1,46 @@
+"""Seconds that no kernel undercuts by a device's own figures: its whole peak of arithmetic, its whole rate of
+memory, and nothing for issuing or starting kernels.
+
+What the cost model plans with (``model``) is a usual share of these; a lower bound may not rest on that.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ..cluster import Device
+from ..optimizer_states import OptimizerStates
+from ..rules import Call
+from .model import HALF, call_flop, moved_bytes
+
+CONVOLUTIONS = "aten.conv"
+WINOGRAD = 4.0  # times fewer multiplications of F(4x4, 3x3), which cuDNN has for fp32 and fp16
+
+
+def peak_op_s(call: Call, grads: int, device: Device) -> float:
+    """Seconds of the whole call, forward and backward, at the peaks. ``grads`` is how many of its inputs take
+    a gradient: a product is repeated for each of two at most, as a bias takes a sum. Operators bound by
+    memory count nothing: a compiler may make them part of a product that reads or writes the same tensor."""
+    flop = least_flop(call)
+    if not flop:
+        return 0.0
+    least_s = max(flop / peak_flop_per_s(call, device), moved_bytes(call) / device.memory_bytes_per_s)
+    return least_s * (1 + min(grads, 2))
+
+
+def least_flop(call: Call) -> float:
+    """Floating point operations of the whole call by the best algorithm in use: a convolution over windows by
+    Winograd's (Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2016)."""
+    has_windows = call.op.startswith(CONVOLUTIONS) and math.prod(call.inputs[1].shape[2:]) > 1
+    return call_flop(call) / (WINOGRAD if has_windows else 1)
+
+
+def peak_flop_per_s(call: Call, device: Device) -> float:
+    """The fastest arithmetic that the device has for the dtype of the call."""
+    half = any(t.dtype in HALF for t in call.outputs)
+    return max(device.half_flop_per_s, device.flop_per_s) if half else device.flop_per_s
+
+
+def peak_optimizer_s(states: OptimizerStates, size_bytes: float, device: Device) -> float:
+    """Seconds of a fused step: parameter and kept states are read and written, the gradient is read."""
+    return (3 + 2 * states.kept) * size_bytes / device.memory_bytes_per_s

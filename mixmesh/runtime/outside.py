@@ -1,0 +1,105 @@
+"""Models whose loss the script computes outside of them: outputs that are whole on every rank, and have a
+gradient.
+
+Every rank computes the same loss of the same whole outputs, so that each has the whole gradient of every
+output, and takes its own rows of it into the program. What the program sees of the loss are these gradients
+alone: any loss is right, of any number of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PlanError
+from ..ir import Program, Returned, Shard, has_gradient, outputs_of
+from ..trace.outputs import NOTHING
+from .agreement import facts_of_values
+from .comm import Comm
+from .outputs import Kept, Output, trees
+
+
+@dataclass(frozen=True)
+class Outside:
+    """The return value of a model without a loss: its outputs, in the form that the model ``returned`` them
+    in."""
+
+    returned: Returned
+    kept: tuple[Kept, ...]
+
+    @classmethod
+    def of(cls, plan: Any, comm: Comm) -> Outside | None:
+        """None for a model that computes its loss itself."""
+        if isinstance(plan, Program) or plan.returned.has_loss:
+            return None
+        outputs = outputs_of(plan.program).values()
+        flowing = frozenset(i.inputs[0] for i in outputs if has_gradient(i))
+        for i in outputs:
+            if i.inputs[0] in _could_flow(plan.program) - flowing:
+                raise _without_gradient(i.args[0])
+        return cls(plan.returned, tuple(Kept.of(plan.program, i, flowing) for i in outputs))
+
+    def pieces(self, shown: Mapping[str, list[Tensor]], comm: Comm) -> list[Tensor]:
+        """This rank's piece of every output, empty where it has none."""
+        return [k.shown(shown.get(k.name, []), comm) for k in self.kept]
+
+    def whole(self, pieces: Sequence[Tensor], comm: Comm, *, is_compared: bool) -> Any:
+        """All outputs, whole, as the model returns them. Collective. If it ``is_compared`` the gradient that
+        arrives is refused where the ranks were given different ones."""
+        values = {
+            k.name: _Whole.apply(piece, k, comm, is_compared)
+            for k, piece in zip(self.kept, pieces, strict=True)
+        }
+        if self.returned.names == ("",):
+            return values[""]
+        nothing = {name.removesuffix(NOTHING): None for name in self.returned.names if name.endswith(NOTHING)}
+        order = [name.removesuffix(NOTHING) for name in self.returned.names]
+        named = trees({name: (values | nothing)[name] for name in order})
+        if self.returned.is_tuple and all(name.isdigit() for name in named):
+            return tuple(named.values())
+        return Output(named, self.returned)
+
+
+def _could_flow(program: Program) -> frozenset[str]:
+    """The values that would have a gradient if all outputs had one."""
+    marked = (replace(i, kwargs=(("grad", True),)) if i.op == "output" else i for i in program.instructions)
+    return replace(program, instructions=tuple(marked)).requires_grad
+
+
+def _without_gradient(name: str) -> PlanError:
+    return PlanError(
+        f"the plan has no gradient for the model's output {name}".rstrip(),
+        expected="output(..., grad=true) for every output that depends on a trainable parameter",
+        got="an output that is shown alone",
+        hint="plan again: the loss was to be computed outside of the model",
+    )
+
+
+class _Whole(torch.autograd.Function):
+    """Forward: the whole of what ranks hold pieces of. Backward: this rank's piece of the gradient; of what
+    every rank holds the first one's alone, as gradients of such values are summed."""
+
+    @staticmethod
+    def forward(ctx, piece: Tensor, kept: Kept, comm: Comm, is_compared: bool):
+        ctx.kept, ctx.comm, ctx.is_compared, ctx.piece_shape = kept, comm, is_compared, piece.shape
+        whole = kept.held.whole(piece, comm)
+        return whole.clone() if whole.untyped_storage()._cdata == piece.untyped_storage()._cdata else whole
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        held, rank = ctx.kept.held.held, ctx.comm.rank
+        if ctx.is_compared:
+            name = f"the gradient of the model's output {ctx.kept.name}".rstrip()
+            with ctx.comm.call("backward of outputs"):
+                ctx.comm.compare(lambda: facts_of_values(name, gradient))
+        if isinstance(held.placement, Shard):
+            mine = gradient.narrow(held.dim, *held.piece(rank))
+        elif rank == held.ranks[0]:
+            mine = gradient
+        else:
+            mine = gradient.new_zeros(ctx.piece_shape)
+        return mine, None, None, None

@@ -1,0 +1,77 @@
+"""Process groups of a simulated step, the links that they share, and their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..cost import CostModel
+from ..cost.exchanges import Exchange
+from ..cost.resources import Link, links_of
+from .values import Call
+
+
+class Channels:
+    """The channels of a step, one per process group, by number; and the links that they cross, by number."""
+
+    def __init__(self, costs: CostModel, rests: Sequence[tuple[float, float]]) -> None:
+        """``rests``: per rank its burst credit in seconds, and its speed while that lasts."""
+        self.costs, self.rests = costs, rests
+        self.numbers: dict[tuple[str, tuple[int, ...]], int] = {}  # by purpose and ranks
+        self.rivals: list[list[tuple[int, frozenset[int]]]] = []  # per channel: others, and what they share
+        self.crossed: list[frozenset[int]] = []  # per channel: links
+        self.links: dict[Link, int] = {}
+        self._calls: dict[tuple[str, Exchange], Call] = {}
+        self._s_per_byte: dict[tuple, dict[Link, float]] = {}
+
+    def call(self, exchange: Exchange, purpose: str = "data") -> Call:
+        key = (purpose, exchange)
+        if key not in self._calls:
+            self._calls[key] = self._call(purpose, exchange)
+        return self._calls[key]
+
+    def _call(self, purpose: str, exchange: Exchange) -> Call:
+        kind = (exchange.performed, exchange.ranks, exchange.sent)
+        if kind not in self._s_per_byte:
+            self._s_per_byte[kind] = exchange.link_s_per_byte(self.costs.cluster)
+        name, ranks, size_bytes = exchange.performed, exchange.ranks, exchange.size_bytes
+        alone = max((self.costs.exchange_alone_s(r, name, ranks, size_bytes) for r in ranks), default=0.0)
+        # the part of its seconds that takes the computing threads is counted there, slower
+        lag_s = exchange.lag_s(self.costs)
+        seconds = max(exchange.seconds(self.costs) - lag_s - alone, 0.0)
+        # where a collective was measured to be faster than the cluster file allows, it holds no link longer
+        links = [(link, min(s * size_bytes, seconds)) for link, s in self._s_per_byte[kind].items()]
+        host = tuple(self.costs.exchange_host_s(r, name, ranks, size_bytes) / 2 for r in ranks)
+        # a device that computes on while gradients travel saves nothing up that this could take
+        beside = tuple(
+            self.costs.exchange_beside_s(r, name, ranks, size_bytes) / 2 if self.rests[r][0] else 0.0
+            for r in (ranks if purpose != "gradient" else ())
+        )
+        channel = self.channel(purpose, exchange.ranks)
+        return Call(
+            exchange,
+            channel,
+            seconds,
+            tuple((self.links[link], s) for link, s in links),
+            max((s for _, s in links), default=0.0),
+            purpose == "gradient",
+            host if any(host) else (),
+            beside if any(beside) else (),
+            lag_s,
+        )
+
+    def channel(self, purpose: str, ranks: tuple[int, ...], one_way: Exchange | None = None) -> int:
+        """The number of a process group. All are known before the first step is simulated. One that is only
+        used for exchanges like ``one_way`` crosses no other links than that."""
+        key = (purpose, ranks)
+        if key not in self.numbers:
+            number = self.numbers[key] = len(self.numbers)
+            cluster = self.costs.cluster
+            crossed = set(one_way.link_s_per_byte(cluster) if one_way else links_of(cluster, ranks))
+            mine = frozenset(self.links.setdefault(link, len(self.links)) for link in sorted(crossed))
+            self.rivals.append([])
+            for other, theirs in enumerate(self.crossed):
+                if mine & theirs:
+                    self.rivals[number].append((other, mine & theirs))
+                    self.rivals[other].append((number, mine & theirs))
+            self.crossed.append(mine)
+        return self.numbers[key]

@@ -1,0 +1,39 @@
+"""Ranks that are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+
+class Alike:
+    """Ranks by kind: those of one kind do the same at the same times, so that one clock serves for them.
+    ``kinds`` is what they are told apart by."""
+
+    def __init__(self, kinds: Iterable[Hashable]) -> None:
+        numbers: dict[Hashable, int] = {}
+        self.kind_of = [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+        firsts = [-1] * len(numbers)
+        for rank, kind in enumerate(self.kind_of):
+            if firsts[kind] < 0:
+                firsts[kind] = rank
+        self.firsts = tuple(firsts)  # by kind, its first rank
+        self._kinds: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """The kinds of some ranks."""
+        if ranks not in self._kinds:
+            self._kinds[ranks] = tuple(dict.fromkeys(self.kind_of[r] for r in ranks))
+        return self._kinds[ranks]
+
+    def ranks(self, kinds: Iterable[int]) -> tuple[int, ...]:
+        wanted = set(kinds)
+        return tuple(r for r, kind in enumerate(self.kind_of) if kind in wanted)
+
+
+def membership(groups: Iterable[tuple[int, ...]], world_size: int) -> list[tuple[int, ...]]:
+    """Per rank, which of some groups it is in."""
+    found: list[list[int]] = [[] for _ in range(world_size)]
+    for number, ranks in enumerate(groups):
+        for r in ranks:
+            found[r].append(number)
+    return list(map(tuple, found))

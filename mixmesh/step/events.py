@@ -1,0 +1,128 @@
+"""Events of a pass, in the order in which every rank that has a part in them issues them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..cost.exchanges import Exchange
+from ..ir import Program
+from ..lazy import lazy
+from ..timeline import gradient_name, product_name, repeated_name, wgrad_name
+
+# the parts of an instruction that a step computes, and how the event is named after the result
+FORWARD, BACKWARD, REPEATED, WEIGHT, PRODUCT = "forward", "backward", "repeated", "weight", "product"
+NAMES = {
+    FORWARD: str,
+    BACKWARD: gradient_name,
+    REPEATED: repeated_name,
+    WEIGHT: wgrad_name,
+    PRODUCT: product_name,
+}
+
+
+class Compute(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
+    """A ``part`` of the instruction with this index: its forward, the gradients of its inputs, its second
+    run, the gradient of its weight alone, or that gradient out of gathered factors."""
+
+    part: str
+    index: int
+
+
+@lru_cache(maxsize=64)
+def computes_of(part: str, count: int) -> tuple[Compute, ...]:
+    """This part of each of ``count`` instructions: the same values for all programs, as planning goes through
+    thousands of one size."""
+    return tuple(Compute(part, n) for n in range(count))
+
+
+class Start(NamedTuple):
+    """A collective begins: that of this ``number`` in the pass. ``value`` is awaited later under that name.
+    Without one it is taken in when the pass ends, and ``product`` computed of it then, if there is one."""
+
+    name: str
+    number: int
+    value: str = ""
+    product: Compute | None = None
+
+
+class Await(NamedTuple):
+    """A value has to be there."""
+
+    name: str
+
+
+class Ready(NamedTuple):
+    """Gradients are complete at this ``point``: on some ranks (``Step.ready``)."""
+
+    point: float
+
+
+class Use(NamedTuple):
+    """A parameter that its owner stepped has to be up to date: it is used from here on."""
+
+    name: str
+
+
+End = Start | Await | Ready | Use
+Event = Compute | End
+
+
+class Segment(NamedTuple):
+    """Computations that nothing interrupts, and the event behind them."""
+
+    computes: tuple[Compute, ...]
+    end: End | None
+
+
+@dataclass(frozen=True)
+class Script:
+    """Events in order, which name no ranks."""
+
+    events: tuple[Event, ...]
+
+    @lazy
+    def segments(self) -> tuple[Segment, ...]:
+        """All events: computations together as far as nothing else comes between them."""
+        out: list[Segment] = []
+        computes: list[Compute] = []
+        add = computes.append
+        for event in self.events:
+            if type(event) is Compute:
+                add(event)
+            else:
+                out.append(Segment(tuple(computes), event))
+                computes.clear()
+        if computes:
+            out.append(Segment(tuple(computes), None))
+        return tuple(out)
+
+    @property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of events by index, the second after the first: what each rank's computing thread does in
+        turn, and what is awaited after what begins it."""
+        begun = {e.value: n for n, e in enumerate(self.events) if isinstance(e, Start) and e.value}
+        waits = [(begun[e.name], n) for n, e in enumerate(self.events) if isinstance(e, Await)]
+        return (*((n, n + 1) for n in range(len(self.events) - 1)), *waits)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A forward or backward pass of ``program``: its events, and their collectives by number, each with the
+    purpose of its process group."""
+
+    program: Program
+    script: Script
+    exchanges: tuple[tuple[Exchange, str], ...]
+
+    def on(self, program: Program, ranks: tuple[int, ...]) -> Pass:
+        """The same pass on other ranks, all of which meet in every collective."""
+        moved = tuple((replace(exchange, ranks=ranks), purpose) for exchange, purpose in self.exchanges)
+        return Pass(program, self.script, moved)
+
+    def name_of(self, compute: Compute) -> tuple[str, str]:
+        """The name of a computation in a timeline, and its operator."""
+        i = self.program.instructions[compute.index]
+        result = next((r for r in i.results if r is not None), i.op)
+        return NAMES[compute.part](result), i.op

@@ -1,0 +1,243 @@
+"""The order of events in a pass: what the runtime, by way of autograd, does one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..cost.exchanges import Exchange
+from ..cost.memory.repeats import Repeat, repeats
+from ..cost.outline import (
+    Outline,
+    is_factored,
+    is_resharded,
+    is_stored,
+    purpose_of,
+)
+from ..ir import (
+    Instruction,
+    beside_points,
+    release_points,
+    returned,
+    weight_points,
+)
+from ..timeline import factors_name, gradient_name, repeated_name
+from .events import (
+    BACKWARD,
+    FORWARD,
+    PRODUCT,
+    REPEATED,
+    WEIGHT,
+    Await,
+    Compute,
+    Event,
+    Pass,
+    Ready,
+    Script,
+    Start,
+    Use,
+    computes_of,
+)
+from .keeps import keeps
+
+
+class Writer:
+    """Events so far, and the collectives among them. Equal ones of an instruction have one number."""
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self.events: list[Event] = []
+        self.exchanges: list[tuple[Exchange, str]] = []
+        self.numbers: dict[tuple[int, str], int] = {}  # by the identity of what ``exchanges`` keeps alive
+
+    def start(
+        self,
+        name: str,
+        exchange: Exchange,
+        value: str = "",
+        *,
+        purpose: str = "data",
+        product: Compute | None = None,
+    ) -> None:
+        number = self.numbers.setdefault((id(exchange), purpose), len(self.exchanges))
+        if number == len(self.exchanges):
+            self.exchanges.append((exchange, purpose))
+        self.events.append(Start(name, number, value, product))
+
+    def end(self) -> Pass:
+        return Pass(self.outline.program, Script(tuple(self.events)), tuple(self.exchanges))
+
+
+def forward_pass(outline: Outline) -> Pass:
+    """The forward pass: a redistribution starts at its place and is awaited at its first use."""
+    program, writer = outline.program, Writer(outline)
+    events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
+    arriving: dict[int, list[str]] = {}  # by the index where they are awaited
+    stepped: dict[int, list[str]] = {}  # owned parameters, by the index of their first use
+    for name in program.owned:
+        if name in outline.uses:
+            stepped.setdefault(outline.uses[name][0], []).append(name)
+    for n, i in enumerate(program.instructions):
+        if n in stepped:
+            events += map(Use, sorted(stepped[n], key=i.inputs.index))
+        if n in arriving:
+            events += [Await(name) for name in dict.fromkeys(i.inputs) if name in arriving[n]]
+        if outline.kinds[n] is not None:
+            events.append(computes[n])
+        exchange = outline.exchanges[i.result, False] if i.is_redistribution else None
+        if exchange is not None:
+            writer.start(i.result, exchange, i.result, purpose=purpose_of(program, i))
+            at = _awaited_at(outline, i, n)
+            if at == n:
+                events.append(Await(i.result))
+            else:
+                arriving.setdefault(at, []).append(i.result)
+    events += map(Await, arriving.get(len(program.instructions), ()))
+    return writer.end()
+
+
+def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
+    """Where the runtime waits for a redistribution, and makes autograd's node for it: at its first use;
+    the loss at the end; what nobody uses at once (as ``ir.returned`` has it)."""
+    end = len(outline.program.instructions) if i.result == outline.program.loss else n
+    return outline.uses.get(i.result, (end,))[0]
+
+
+def backward_pass(outline: Outline, points: Iterable[float]) -> Pass:
+    """The backward pass, which autograd runs in the reverse of the order in which nodes were made, with a
+    ``Ready`` at each of these ``points``."""
+    writer = _Backward(outline, frozenset(points))
+    writer.write()
+    return writer.end()
+
+
+class _Backward(Writer):
+    """Writes the backward pass."""
+
+    def __init__(self, outline: Outline, points: frozenset[float]) -> None:
+        super().__init__(outline)
+        self.program, self.points = outline.program, points
+        self.computes = computes_of(BACKWARD, len(self.program.instructions))
+        self.later = weight_points(self.program)
+        self.regions = repeats(self.program)
+        # products whose weight's gradient is computed apart
+        self.weights = frozenset(n for n in self.program.wgrads if not self._is_factored(n))
+        self.returning: set[str] = set()  # values that go back to a place that is still to come
+        self.gathered: set[str] = set()  # factors
+        self.coming: set[str] = set()  # values that are gathered again, and not awaited yet
+
+    def _is_factored(self, n: int) -> bool:
+        return is_factored(self.program.instructions[n])
+
+    def write(self) -> None:
+        program = self.program
+        again, moved = self._gathers_again(), returned(program)
+        overlapped: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
+        for n, at in beside_points(program).items():
+            overlapped.setdefault(at.collective, []).append(n)
+        for n in range(len(program.instructions), -1, -1):
+            i = program.instructions[n] if n < len(program.instructions) else None
+            if i is not None and i.is_leaf:
+                continue
+            for gather in again.get(n, ()):
+                self._gather_again(gather)
+            if i is not None:
+                self._compute(n, i, self.regions.get(n))
+            if n in self.points and not self._computes_weight_here(n):
+                self.events.append(Ready(n))
+            for redistribution in moved.get(n, ()):
+                self._gradient(redistribution)
+                for product in overlapped.get(redistribution.result, ()):
+                    self._weight(product, self.later[product])
+        for n in sorted(self.weights, reverse=True):
+            if program.wgrads[n] == "last":
+                self._weight(n, self.later[n])
+
+    def _gather_again(self, gather: Instruction) -> None:
+        name = repeated_name(gather.result)
+        exchange = self.outline.exchanges[gather.result, False]
+        self.start(name, exchange, name, purpose=purpose_of(self.program, gather))
+        self.coming.add(gather.result)
+
+    def _compute(self, n: int, i: Instruction, region: Repeat | None) -> None:
+        """The gradients of an instruction's inputs, once its own has come back, its region has run again, and
+        all that autograd kept is there."""
+        if i.is_redistribution and i.result in self.returning:
+            self.events.append(Await(gradient_name(i.result)))
+        if region is not None:
+            self._compute_again(region)
+        if not self.outline.flows[n] or self.outline.kinds[n] is None:
+            return
+        if self.coming and not self.coming.isdisjoint(i.inputs):
+            for name in dict.fromkeys(i.inputs):
+                if name in self.coming and keeps(self.program, i, name):
+                    self._await_again(name)
+        if is_factored(i):
+            self._factors(n, i)
+        if self._computes_weight_here(n):
+            self._weight(n, n)
+        self.events.append(self.computes[n])
+
+    def _await_again(self, name: str) -> None:
+        self.coming.remove(name)
+        self.events.append(Await(repeated_name(name)))
+
+    def _computes_weight_here(self, n: int) -> bool:
+        """Whether the gradient of an instruction's weight is computed apart, and before its input's."""
+        return n in self.weights and n not in self.later
+
+    def _weight(self, n: int, point: float) -> None:
+        """The gradient of a weight, apart, which may be the last one at ``point``."""
+        self.events.append(Compute(WEIGHT, n))
+        if point in self.points:
+            self.events.append(Ready(point))
+
+    def _compute_again(self, region: Repeat) -> None:
+        """A region's second run, which awaits what is gathered again and read there."""
+        for name in [name for name in region.inputs if name in self.coming]:
+            self._await_again(name)
+        self.events += [Compute(REPEATED, n) for n in region.members]
+
+    def _gathers_again(self) -> dict[int, list[Instruction]]:
+        """Gathers that are repeated, by the instruction before whose backward they start, last first."""
+        program = self.program
+        out: dict[int, list[Instruction]] = {}
+        gathers = [
+            i
+            for i in program.instructions
+            if i.op == "all_gather" and is_resharded(program, i) and self.outline.exchanges[i.result, False]
+        ]
+        points = release_points(program, [i.result for i in gathers])
+        for i in gathers:
+            if i.result in program.requires_grad and i.result in points:
+                last = program.instructions[points[i.result]]
+                plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
+                if plain and last.results[0] in program.requires_grad:
+                    out.setdefault(points[i.result], []).insert(0, i)
+        return out
+
+    def _gradient(self, i: Instruction) -> None:
+        """The gradient of a redistribution goes back: that of a stored parameter is awaited at the end."""
+        exchange = self.outline.exchanges[i.result, True]
+        if exchange is None:
+            return
+        name = gradient_name(i.result)
+        if is_stored(self.program, i):
+            self.start(name, exchange, purpose=purpose_of(self.program, i))
+        else:
+            self.start(name, exchange, name)
+            self.returning.add(i.result)
+
+    def _factors(self, n: int, i: Instruction) -> None:
+        """With ``sfb``: what the weight's gradient is made of is gathered before the input's is computed."""
+        program = self.program
+        if len(ranks := program.participants(i.type)) < 2:
+            return
+        product = Compute(PRODUCT, n) if i.inputs[1] in program.requires_grad else None
+        needed = [i.type]
+        if product is not None and i.inputs[0] not in self.gathered:
+            self.gathered.add(i.inputs[0])  # by the first product that needs it, for all of them
+            needed.append(program.types[i.inputs[0]])
+        for k, factor in enumerate(needed, 1):
+            exchange = Exchange("all_gather", factor.value.size_bytes, ranks)
+            made = product if k == len(needed) else None
+            self.start(factors_name(i.result), exchange, product=made)

@@ -1,0 +1,65 @@
+"""The events of one training step as a value, made once of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..cost.outline import Outline
+from ..cost.sums import Summed, gradient_sums, order_of_sums, with_other_owners
+from ..ir import Buckets, Program
+from .events import Pass
+from .order import backward_pass, forward_pass
+from .ready import Readiness, ready_points
+from .reductions import Reductions, reductions_of
+
+
+@dataclass(frozen=True)
+class Step:
+    """The events of all ranks in a step, whatever the values of the ratios and the buckets; the ranks that
+    take part must stay the same. ``summed`` are the parameters whose gradients are summed, in the order in
+    which their sums start, and ``ready`` says where each is complete."""
+
+    program: Program
+    forward: Pass
+    backward: Pass
+    ready: Readiness
+    summed: tuple[Summed, ...]
+
+    def on(self, program: Program, ranks: tuple[int, ...]) -> Step:
+        """The step of the same instructions on other ranks, all of which meet in every collective."""
+        kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
+        points = {name: tuple([(n, ranks) for n, _ in found]) for name, found in self.ready.points.items()}
+        return Step(
+            program,
+            self.forward.on(program, ranks),
+            self.backward.on(program, ranks),
+            Readiness(points, (ranks,) if self.summed else (), program.world_size),
+            tuple([s._replace(kind=kinds[s.kind]) for s in self.summed]),
+        )
+
+    def with_owners(self, outline: Outline) -> Step:
+        """The step of the same program with other owners of its parameters, whose gradients are complete
+        where they were."""
+        program = outline.program
+        summed = with_other_owners(program, self.summed)
+        return replace(self, program=program, forward=forward_pass(outline), summed=summed)
+
+    def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:
+        """The reductions of gradients under these buckets, or if ``scattered`` those of them that every
+        micro-batch of ZeRO stage 2 makes."""
+        sums = gradient_sums(program, order=self.summed, buckets=buckets)
+        return reductions_of(tuple(s for s in sums if s.stage == 2 or not scattered), self.ready)
+
+
+def step_of(outline: Outline, whole: Program | None = None) -> Step:
+    """The step of a program; ``whole`` is the whole batch's, where the program is that of a micro-batch."""
+    program, points = outline.program, ready_points(outline.program, outline)
+    summed = order_of_sums(whole or program)
+    groups = tuple(dict.fromkeys(s.kind.ranks for s in summed))
+    return Step(
+        program,
+        forward_pass(outline),
+        backward_pass(outline, (point for found in points.values() for point, _ in found)),
+        Readiness(points, groups, program.world_size),
+        summed,
+    )

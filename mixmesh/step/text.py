@@ -1,0 +1,84 @@
+"""The text of a step: a line for every event, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..cost.exchanges import Exchange
+from ..cost.outline import Outline
+from ..ir import Program
+from ..timeline import LOSS_SUM
+from .events import Await, Compute, Event, Pass, Ready, Start
+from .reductions import AT_THE_END, Reductions
+from .step import step_of
+
+
+def print_step(program: Program, whole: Program | None = None) -> str:
+    """The events of one step of a program as text: first the optimizer, then both passes, then what ranks
+    await before the next step. Collectives have the bytes of the whole tensor, the ranks that meet, and the
+    purpose of their process group. ``whole`` is the whole batch's, where ``program`` is a micro-batch's."""
+    step = step_of(Outline(program), whole)
+    sums = step.reductions(whole or program, (whole or program).buckets)
+    lines = [f"step {program.name} world={program.world_size} {{", "  optimizer"]
+    lines += [f"  start {_collective(name, exchange, 'gradient')}" for name, exchange in sums.gathers]
+    lines.append("  forward")
+    lines += [f"    {line}" for line in _lines(step.forward, sums)]
+    working = program.working_ranks
+    if len(working) > 1:
+        lines.append(f"  start {LOSS_SUM} on {_ranks(working)}")
+    lines.append("  backward")
+    lines += [f"    {line}" for line in _lines(step.backward, sums)]
+    lines.append("  end")
+    lines += [f"    {line}" for line in _at_the_end(step.backward, sums)]
+    return "\n".join([*lines, "}"])
+
+
+def _lines(order: Pass, sums: Reductions) -> Iterator[str]:
+    for event in order.script.events:
+        if isinstance(event, Ready):
+            yield from _reductions(sums, event.point)
+        elif not isinstance(event, Start):
+            line = _line(order, event, sums)
+            if line:
+                yield line
+        else:
+            yield f"start {_collective(event.name, *order.exchanges[event.number])}"
+
+
+def _line(order: Pass, event: Event, sums: Reductions) -> str:
+    if isinstance(event, Compute):
+        name, op = order.name_of(event)
+        return f"compute {name} = {op}"
+    if isinstance(event, Await):
+        return f"await {event.name}"
+    known = sums.gather_of.get(event.name)
+    return "" if known is None else f"await {sums.gathers[known][0]}, for {event.name}"
+
+
+def _reductions(sums: Reductions, point: float, *, late: bool = False) -> Iterator[str]:
+    """Reductions that begin at a point, on those ranks whose part is complete there."""
+    for number, ranks in sums.issues.get(point, ()):
+        if (number in sums.late) != late:
+            continue
+        exchange = sums.exchanges[number]
+        part = "" if ranks == exchange.ranks else f", the part of {_ranks(ranks)}"
+        yield f"start {_collective(sums.names[number], exchange, 'gradient')}{part}"
+
+
+def _at_the_end(backward: Pass, sums: Reductions) -> Iterator[str]:
+    yield from _reductions(sums, AT_THE_END)
+    for event in backward.script.events:
+        if isinstance(event, Start) and not event.value:
+            yield f"await {event.name}"
+            if event.product is not None:
+                yield f"compute {backward.name_of(event.product)[0]} = aten.mm"
+    yield from _reductions(sums, AT_THE_END, late=True)
+    yield from (f"await {name}" for name in sums.names)
+
+
+def _collective(name: str, exchange: Exchange, purpose: str) -> str:
+    return f"{name} = {exchange.performed} {exchange.size_bytes} B on {_ranks(exchange.ranks)} ({purpose})"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return " ".join(map(str, ranks))

@@ -1,0 +1,209 @@
+"""What is checked on a GPU, as functions of a device: the same run on a CPU, small, where there is no GPU.
+
+Each gives a row of figures; nothing is asserted here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from mixmesh.cluster import Cluster, Device, Machine
+from mixmesh.cost import CostModel, Profile
+from mixmesh.cost.gpu_memory import WORKSPACE_BYTES
+from mixmesh.job import Job
+from mixmesh.job.workloads.language import LanguageModel
+from mixmesh.job.workloads.layers import Layer
+from mixmesh.plan_file import Plan
+from mixmesh.planner import make_plan
+from mixmesh.profiler import profile
+from mixmesh.rules import RULES, strategies
+from mixmesh.runtime.accelerator import begin_peak, empty_cache, peak_bytes, synchronize
+from mixmesh.runtime.parallel import parallelize
+from mixmesh.trace import trace
+from tests.rules.rule_proof import RATIOS, make_case, prove, units_of
+from tests.support.rule_samples import SAMPLES
+
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """A language model of ``num_layers`` decoder blocks, and its batch."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    words: int
+    seq: int
+    batch: int
+
+    def job(self, dtype: torch.dtype = torch.float32) -> Job:
+        """The model with weights that are the same each time, and a batch of random words."""
+        torch.manual_seed(0)
+        layers = [Layer(self.width, self.num_heads, 4 * self.width) for _ in range(self.num_layers)]
+        model = LanguageModel(layers, words=self.words, seq=self.seq, width=self.width).to(dtype)
+        tokens = torch.randint(self.words, (2, self.batch, self.seq))
+        return Job(model, {"tokens": tokens[0], "targets": tokens[1]}, optimizer=adamw)
+
+
+SMALL = Size(num_layers=2, width=32, num_heads=2, words=100, seq=16, batch=4)
+LARGE = Size(num_layers=12, width=1024, num_heads=16, words=16_000, seq=512, batch=16)
+
+
+def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+
+def refuted(device: torch.device, names: Iterable[str]) -> list[str]:
+    """Operators and strategies of which an execution on ``device`` differs from the whole operator there."""
+    wrong = []
+    with device:
+        for name in names:
+            case = make_case(name, SAMPLES[name][0])
+            for strategy in strategies(RULES[name], case.call):
+                if RULES[name].own and strategy.factor == "n":
+                    continue  # each rank's own by definition
+                ratio = RATIOS[0]
+                try:
+                    prove(case, strategy, ratio, units_of(RULES[name], case.call, strategy))
+                except Exception as error:
+                    wrong.append(f"{name}, {strategy.factor}: {error}")
+    return wrong
+
+
+def cluster_of(device: torch.device) -> Cluster:
+    """One machine with this device, its speed unknown: it is measured."""
+    is_cpu = device.type == "cpu"
+    memory_bytes = 8 * 2**30 if is_cpu else torch.accelerator.memory.get_memory_info(device)[1]
+    name = "cpu" if is_cpu else torch.cuda.get_device_name(device)
+    one = Device(name, 1e13, memory_bytes, 1e12, kind="cpu" if is_cpu else "gpu", supports_bf16=True)
+    return Cluster("this device", (Machine("here", (one,), 1e10, 1e-5, 1e9),), 1e9, 1e-5)
+
+
+def planned(job: Job, cluster: Cluster, measured: Profile | None = None) -> Plan:
+    return make_plan(trace(job.model, job.batch), cluster, profile=measured)
+
+
+def stepped(job: Job, device: torch.device, plan: Plan | None, compiled: bool = False) -> Callable[[], float]:
+    """A function that makes a step and gives its loss: by ``plan``, or of the plain model."""
+    batch = {name: value.to(device) for name, value in job.batch.items()}
+    if plan is not None:
+        model, optimizer = parallelize(job.model, job.optimizer(job.model.parameters()), plan, device=device)
+    else:
+        model = job.model.to(device)
+        optimizer = job.optimizer(model.parameters())
+        model = torch.compile(model) if compiled else model
+
+    def step() -> float:
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def losses(step: Callable[[], torch.Tensor], count: int) -> list[float]:
+    return [float(step()) for _ in range(count)]
+
+
+def median_s(step: Callable[[], object], device: torch.device, count: int) -> float:
+    """The median of ``count`` steps after a few more, each awaited."""
+    times = []
+    for _ in range(WARM_UP + count):
+        synchronize(device)
+        started = time.perf_counter()
+        step()
+        synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UP:])
+
+
+def agreement(device: torch.device, size: Size, dtype: torch.dtype, steps: int = 4) -> dict:
+    """Losses of a training by a plan beside those of the plain model."""
+    plan = planned(size.job(dtype), cluster_of(device))
+    ours = losses(stepped(size.job(dtype), device, plan), steps)
+    plain = losses(stepped(size.job(dtype), device, None), steps)
+    return {"ours": ours, "plain": plain, "error": max(abs(a / b - 1) for a, b in zip(ours, plain))}
+
+
+def memory(device: torch.device, size: Size) -> dict:
+    """Bytes of tensors and workspaces at the peak of a step, predicted and as the allocator counted them."""
+    job, cluster = size.job(), cluster_of(device)
+    plan = planned(job, cluster)
+    predicted = plan.predicted_peak_memory_bytes[0] - CostModel(cluster).memory_constant_bytes(0)
+    before = torch.accelerator.memory.memory_allocated(device)
+    step = stepped(job, device, plan)
+    empty_cache(device)
+    begin_peak(device)
+    losses(step, WARM_UP)
+    measured = peak_bytes(device) - before
+    predicted += WORKSPACE_BYTES
+    return {"predicted_bytes": predicted, "measured_bytes": measured, "ratio": predicted / measured}
+
+
+def prediction(device: torch.device, size: Size, budget_s: float, steps: int) -> dict:
+    """Seconds of a step of a profiled job, predicted and measured."""
+    job, cluster = size.job(), cluster_of(device)
+    measured = profile(trace(job.model, job.batch).graph, job, cluster, budget_s=budget_s, device=device)
+    plan = planned(size.job(), cluster, measured)
+    took_s = median_s(stepped(size.job(), device, plan), device, steps)
+    return {
+        "predicted_s": plan.predicted_step_s,
+        "measured_s": took_s,
+        "ratio": plan.predicted_step_s / took_s,
+    }
+
+
+def overhead(device: torch.device, size: Size, steps: int, *, compiles: bool) -> dict:
+    """Seconds of a step by a plan, of the plain model, and of the plain model compiled."""
+    plan = planned(size.job(), cluster_of(device))
+    ours_s = median_s(stepped(size.job(), device, plan), device, steps)
+    plain_s = median_s(stepped(size.job(), device, None), device, steps)
+    row = {"ours_s": ours_s, "plain_s": plain_s, "over_plain": ours_s / plain_s}
+    if compiles:
+        compiled_s = median_s(stepped(size.job(), device, None, compiled=True), device, steps)
+        row |= {"compiled_s": compiled_s, "over_compiled": ours_s / compiled_s}
+    return row
+
+
+def doctor(world_size: int, timeout_s: float) -> dict:
+    """The report of ``mixmesh doctor`` on so many processes of this machine, which share its GPUs."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [*launcher, "-m", "mixmesh", "doctor", "--json"],
+        capture_output=True, text=True, timeout=timeout_s, env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    report = json.loads(lines[-1]) if lines else {"ok": False, "checks": [], "error": done.stderr[-2000:]}
+    wrong = [check for check in report["checks"] if check["status"] == "wrong"]
+    return {"ok": report["ok"], "wrong": wrong, "error": report.get("error", ""), "code": done.returncode}
+
+
+def write(rows: dict[str, dict], device: torch.device, path: Path) -> str:
+    """Keeps the rows as JSON, and gives them as a table in Markdown."""
+    name = "a CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    made = {"device": name, "torch": torch.__version__, "cuda": torch.version.cuda, "rows": rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(made, indent=1))
+    lines = [f"{name}, PyTorch {torch.__version__}", "", "| check | figures |", "|---|---|"]
+    for check, row in rows.items():
+        figures = ", ".join(f"{key} {text(value)}" for key, value in row.items())
+        lines.append(f"| {check} | {figures} |")
+    return "\n".join(lines)
+
+
+def text(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

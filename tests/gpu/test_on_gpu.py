@@ -1,0 +1,70 @@
+"""The checks on a GPU: ``make gpu-check``, at most eight minutes. Figures go to out/gpu/check.json.
+
+Bands: peak memory never under and at most 10 % over, a predicted step within 10 %.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from mixmesh.rules import RULES
+from tests.gpu import checks
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="no GPU here: nothing of gpu-check was run"
+)
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def rows(device):
+    found: dict[str, dict] = {}
+    yield found
+    print(f"\n{checks.write(found, device, Path('out/gpu/check.json'))}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_doctor(rows, world_size):
+    """One rank exchanges by NCCL, several on one GPU by gloo through the host."""
+    row = rows[f"doctor on {world_size} ranks"] = checks.doctor(world_size, timeout_s=150)
+    assert row["ok"], row
+
+
+def test_operators_and_rules(rows, device):
+    wrong = checks.refuted(device, RULES)
+    rows["operators"] = {"proved": len(RULES), "wrong": len(wrong)}
+    assert not wrong, "\n".join(wrong)
+
+
+def test_losses_are_those_of_the_plain_model(rows, device):
+    row = rows["losses, float32"] = checks.agreement(device, checks.LARGE, torch.float32)
+    assert row["error"] < 1e-3, row
+
+
+def test_a_language_model_in_bf16(rows, device):
+    row = rows["losses, bfloat16"] = checks.agreement(device, checks.LARGE, torch.bfloat16)
+    assert row["error"] < 2e-2, row
+
+
+def test_peak_memory(rows, device):
+    row = rows["peak memory"] = checks.memory(device, checks.LARGE)
+    assert 1.0 <= row["ratio"] <= 1.1, row
+
+
+def test_predicted_step(rows, device):
+    row = rows["predicted step"] = checks.prediction(device, checks.LARGE, budget_s=60, steps=STEPS)
+    assert 0.9 <= row["ratio"] <= 1.1, row
+
+
+def test_overhead(rows, device):
+    """Told and not asserted: a shared machine's times say little."""
+    row = rows["a step"] = checks.overhead(device, checks.LARGE, STEPS, compiles=True)
+    assert row["over_plain"] > 0 and row["over_compiled"] > 0

@@ -1,0 +1,177 @@
+"""Models that return no loss: the loop computes it of whole outputs, of several calls or models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_world import assert_passed
+from plans import close, named, output_plan
+from torch import nn
+from torch.nn.functional import cross_entropy, normalize, softplus
+
+from mixmesh.errors import InputError, PlanError
+from mixmesh.runtime.parallel import parallelize
+
+KINDS = ("data_parallel", "fsdp", "tensor_parallel", "one_rank")
+BATCH = 12
+
+
+@dataclass
+class Returned:
+    features: torch.Tensor
+    hidden: tuple[torch.Tensor, ...]
+    norms: torch.Tensor
+
+
+class Net(nn.Module):
+    """Returns a tensor, or a tuple or an object with more, one value of which is of the whole batch."""
+
+    def __init__(self, form: str = "tensor", width: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.form = form
+        self.first, self.norm = nn.Linear(width, 8).double(), nn.BatchNorm1d(8).double()
+        self.last = nn.Linear(8, 5).double()
+
+    def forward(self, x):
+        hidden = self.norm(self.first(x)).tanh()
+        features = self.last(hidden)
+        if self.form == "tensor":
+            return features
+        if self.form == "tuple":
+            return features, None, (hidden, features.argmax(-1))
+        return Returned(features, (hidden,), features.square().mean(0))
+
+
+def drawn(seed: int, rows: int = BATCH, width: int = 6) -> torch.Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def parallel(kind: str, model: nn.Module, example: tuple, optimizer=None):
+    plan = output_plan(kind, model, example, is_outside=True)
+    return parallelize(model, optimizer, plan, device="cpu", timeout_s=20, check_model=False)
+
+
+def contrast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """A loss that ties every sample to all others."""
+    return cross_entropy(normalize(a) @ normalize(b).T, torch.arange(len(a)))
+
+
+def loss_of(form: str, model: nn.Module, seed: int, rows: int) -> torch.Tensor:
+    """Of two calls of the model, and of all that it returns."""
+    one, other = model(drawn(seed, rows)), model(drawn(seed + 9, rows))
+    if form == "tensor":
+        return contrast(one, other)
+    if form == "tuple":
+        (a, nothing, (hidden, best)), (b, *_) = one, other
+        assert nothing is None
+        return contrast(a, b) + hidden.square().mean() + (hidden[:, 0] * best).mean()
+    return contrast(one.features, other.features) + one.norms.sum() * one.hidden[0].mean()
+
+
+def check_any_loss_of_several_calls(_) -> None:
+    for kind in KINDS:
+        for form in ("tensor", "tuple", "object"):
+            single, mine = Net(form), Net(form)
+            sgd = [torch.optim.SGD(m.parameters(), lr=0.5) for m in (single, mine)]
+            model, _ = parallel(kind, mine, (drawn(0),), sgd[1])
+            for step, rows in enumerate((BATCH, BATCH, 7)):
+                losses = []
+                for m, optimizer in zip((single, model), sgd):
+                    optimizer.zero_grad()
+                    losses.append(loss_of(form, m, step, rows))
+                    losses[-1].backward()
+                    optimizer.step()
+                close(losses[1], losses[0], f"{kind} {form}")
+            whole = single.state_dict()
+            for name, value in model.full_state_dict().items():
+                close(value, whole[name], f"{kind} {form} {name}")
+
+
+def check_outputs_are_those_of_one_device(_) -> None:
+    for kind in KINDS:
+        single, (model, _) = Net(), parallel(kind, Net(), (drawn(0),))
+        out = model(drawn(0))
+        close(out, single(drawn(0)), kind)
+        assert out.requires_grad and type(out) is torch.Tensor
+        for m in (single, model):
+            m.eval()
+        with torch.no_grad():
+            for rows in (BATCH, 5):
+                close(model(drawn(1, rows)), single(drawn(1, rows)), f"{kind} {rows}")
+
+
+def check_two_models_in_turn(_) -> None:
+    """As a generator and its critic: the one learns through the other."""
+    for kinds in (("fsdp", "data_parallel"), ("one_rank", "tensor_parallel")):
+        makers, critics = [Net(width=4), Net(width=4)], [nn.Linear(5, 3).double(), nn.Linear(5, 3).double()]
+        critics[1].load_state_dict(critics[0].state_dict())
+        rates = {"lr": 0.1}
+        sgd = [[torch.optim.Adam(m.parameters(), **rates) for m in pair] for pair in zip(makers, critics)]
+        makers[1], _ = parallel(kinds[0], makers[1], (drawn(0, width=4),), sgd[1][0])
+        critics[1], _ = parallel(kinds[1], critics[1], (drawn(0, width=5),), sgd[1][1])
+        for step in range(2):
+            seen = []
+            for make, judge, steppers in zip(makers, critics, sgd):
+                noise, real = drawn(step, width=4), drawn(step, width=5)
+                made = make(noise)
+                judge.zero_grad()
+                of_judge = softplus(judge(made.detach())).mean() + softplus(-judge(real)).mean()
+                of_judge.backward()
+                steppers[1].step()
+                make.zero_grad()
+                of_maker = softplus(-judge(made)).mean()
+                of_maker.backward()
+                steppers[0].step()
+                seen.append(torch.stack([of_judge, of_maker]).detach())
+            close(seen[1], seen[0], str(kinds))
+        for single, model in (makers, critics):
+            for name, value in model.full_state_dict().items():
+                close(value, single.state_dict()[name], f"{kinds} {name}")
+
+
+def check_gradients_of_own_rows(_) -> None:
+    single, (model, _) = Net(), parallel("fsdp", Net(), (drawn(0),))
+    whole = drawn(3).requires_grad_()
+    single(whole).square().sum().backward()
+    rows = slice(*((0, 6), (6, 10), (10, 12))[dist.get_rank()])
+    mine = drawn(3)[rows].requires_grad_()
+    model(mine).square().sum().backward()
+    close(mine.grad, whole.grad[rows])
+
+
+def check_losses_that_differ_between_ranks_are_refused(_) -> None:
+    model, _ = parallel("data_parallel", Net(), (drawn(0),))
+    out = model(drawn(0))
+    with pytest.raises(InputError, match="the gradient of the model's output differs"):
+        cross_entropy(out, torch.full((BATCH,), dist.get_rank())).backward()
+
+
+def check_ranks_want_the_same_gradients(_) -> None:
+    model, _ = parallel("data_parallel", Net(), (drawn(0),))
+    with pytest.raises(InputError, match="only some ranks want the gradient of 0"):
+        model(drawn(0).requires_grad_(dist.get_rank() == 1))
+
+
+def check_micro_steps_are_refused(_) -> None:
+    with pytest.raises(PlanError, match="gradient that comes when all micro-steps are over"):
+        parallel("micro_steps", nn.Linear(6, 5).double(), (drawn(0),))
+
+
+IDIOMS = named(
+    check_any_loss_of_several_calls,
+    check_outputs_are_those_of_one_device,
+    check_two_models_in_turn,
+    check_gradients_of_own_rows,
+    check_losses_that_differ_between_ranks_are_refused,
+    check_ranks_want_the_same_gradients,
+    check_micro_steps_are_refused,
+)
+
+
+@pytest.mark.parametrize("name", IDIOMS)
+def test_loss_outside(outcomes, name):
+    assert_passed(outcomes[name])

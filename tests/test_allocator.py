@@ -1,0 +1,54 @@
+"""The heap between steps: given back where that lasts, left alone where a process needs what it holds."""
+
+from __future__ import annotations
+
+import pytest
+
+from mixmesh.runtime import allocator
+from mixmesh.runtime.allocator import HeapLimit
+
+
+@pytest.fixture
+def heap(monkeypatch):
+    """A process of ``held`` bytes, of which ``free`` are given back when asked for."""
+
+    class Heap:
+        held, free, times = 0, 0, 0
+
+        def give_back(self) -> None:
+            self.times += 1
+            self.held -= self.free
+
+    made = Heap()
+    monkeypatch.setattr(allocator, "grows", lambda: True)
+    monkeypatch.setattr(allocator, "give_back", made.give_back)
+    monkeypatch.setattr(allocator, "resident_bytes", lambda: made.held)
+    return made
+
+
+def test_a_process_within_its_plan_is_left_alone(heap):
+    limit = HeapLimit(1000)
+    for heap.held in (900, 1000, 950):
+        limit.before_step()
+    assert heap.times == 0
+    HeapLimit(0).before_step()  # nothing was planned
+    assert heap.times == 0
+
+
+def test_a_heap_that_grows_is_given_back(heap):
+    limit, heap.free = HeapLimit(1000), 400
+    for held in (990, 1010, 900, 990, 1020):  # fragments grow, and after a trim the steps hold less again
+        heap.held = held
+        limit.before_step()
+    assert heap.times == 2 and limit.limit_bytes == 1000
+
+
+def test_what_a_process_needs_is_not_given_back_at_every_step(heap):
+    limit, heap.free = HeapLimit(1000), 600
+    for _ in range(50):
+        heap.held = 2000  # a data set beside the model, and activations that come with every step
+        limit.before_step()
+    assert heap.times == 1
+    heap.held = 2300  # more than a tenth above that
+    limit.before_step()
+    assert heap.times == 2

@@ -1,0 +1,124 @@
+"""What a loop makes of a rank's own rows: right, refused as an input, or warned of as a number."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, normalize, one_hot
+
+from mixmesh.baselines import data_parallel
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.errors import InputError
+from mixmesh.preparation.own_rows import WATCHED_BATCHES, OwnRows, RowWatch
+from mixmesh.trace import trace
+
+TWO = """
+name = "two"
+[[machine]]
+devices = [{ cpu_share = 0.5 }, { cpu_share = 0.25 }]
+"""
+SHARES = (0.625, 0.375)
+
+
+class Loss(torch.nn.Linear):
+    def forward(self, x, y):
+        return cross_entropy(super().forward(x), y)
+
+
+def rows() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(20.0).reshape(5, 4) % 3, torch.arange(5) % 3
+
+
+def watch(rank: int = 0, shares=SHARES) -> RowWatch:
+    batch = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
+    graph = trace(Loss(4, 3), batch).graph
+    program = data_parallel(graph, CostModel(Cluster.parse(TWO)), shares)
+    return RowWatch(SimpleNamespace(program=program), rank)
+
+
+ROW_BY_ROW = (
+    lambda x: (x - 0.5) / 2,
+    lambda x: x.to(torch.float64).mul_(2),
+    lambda x: x - x.mean(1, keepdim=True),
+    lambda x: normalize(x).softmax(-1),
+    lambda x: torch.cat([x, x.flip(-1)], 1),
+    lambda x: x[:, :2],
+    lambda x: x[x[:, 0] > 0],
+    lambda x: x.view(-1, 2).relu().view(5, 4),
+    lambda x: x.roll(1, 1).sort(dim=1).values,
+    lambda x: x.unsqueeze(0).squeeze(0).contiguous(),
+    lambda x: one_hot(x.long()).sum(2),
+)
+OF_SEVERAL_ROWS = (
+    lambda x: x - x.mean(0),
+    lambda x: x / x.max(),
+    lambda x: x.clone().sub_(x.std(dim=0)),
+    lambda x: x.softmax(0),
+    lambda x: x.cumsum(dim=0),
+    lambda x: x[:3],
+    lambda x: x[torch.tensor([4, 3, 2, 1, 0])],
+    lambda x: x.flip(0),
+    lambda x: 0.3 * x + 0.7 * x.roll(1, 0),
+    lambda x: torch.cat([x, x.flip(-1)]),
+    lambda x: x.chunk(2)[0],
+    lambda x: x.repeat(2, 1),
+)
+
+
+@pytest.mark.parametrize("change", ROW_BY_ROW)
+def test_rows_that_are_changed_each_by_itself_are_taken(change):
+    """With the values of plain tensors, as a plain tensor."""
+    x, y = watch().watched(rows())
+    (made,), named = watch().on_call((change(x),), {"y": y})
+    assert type(made) is type(named["y"]) is torch.Tensor
+    assert torch.equal(made, change(rows()[0]))
+
+
+@pytest.mark.parametrize("change", OF_SEVERAL_ROWS)
+def test_inputs_that_are_made_of_several_rows_are_refused(change):
+    x, _ = watch().watched(rows())
+    with pytest.raises(InputError, match="own rows, or of some by their place") as caught:
+        watch().on_call((change(x),), {})
+    assert "model, optimizer, _ = mixmesh.prepare" in str(caught.value) and "inputs=" in str(caught.value)
+
+
+READ = (
+    lambda x, y: (torch.zeros(5) == y).sum().item(),
+    lambda x, y: float(0 + (x.argmax(1) == y).float().sum()),
+    lambda x, y: f"{cross_entropy(torch.zeros(5, 3), y):.3f}",
+    lambda x, y: (x.argmax(1).view(-1) == y.view(-1)).double().mean().tolist(),
+)
+
+
+@pytest.mark.parametrize("read", READ)
+def test_numbers_made_of_own_rows_are_warned_of_once(read):
+    watched = watch()
+    x, y = watched.watched(rows())
+    with pytest.warns(UserWarning, match="of a rank's own 5 rows") as found:
+        assert read(x, y) == read(*rows())
+        read(x, y)
+    assert len(found) == 1
+    x, y = watch(rank=1).watched(rows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read(x, y)  # the first rank says it
+
+
+def test_what_is_not_a_number_of_several_rows_is_not_warned_of():
+    x, y = watch().watched(rows())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert y.tolist() == rows()[1].tolist() and x[0, 0].item() == 0 and "tensor" in repr(x.sum(1))
+        assert x.shape == (5, 4) and x.numpy().shape == (5, 4) and len(x) == x.size(0) == 5
+
+
+def test_only_the_first_batches_of_a_rank_with_some_of_the_rows_are_watched():
+    batches = list(watch().watching(iter([{"x": rows()[0], "name": "a", "scale": torch.ones(())}] * 5)))
+    assert [isinstance(b["x"], OwnRows) for b in batches] == [n < WATCHED_BATCHES for n in range(5)]
+    assert all(type(b["scale"]) is torch.Tensor and b["name"] == "a" for b in batches)
+    whole, nothing = watch(shares=(1.0, 0.0)), watch(rank=1, shares=(1.0, 0.0))
+    assert all(type(w.watched(rows())[0]) is torch.Tensor for w in (whole, nothing))
