@@ -17,9 +17,9 @@ from pathlib import Path
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
 
 from . import jobs
 from .accuracy_cases import CLUSTERS, PLANNERS, SETTINGS, Setting, cluster_of

@@ -23,9 +23,9 @@ from benchmarks.measure import (
     slowest,
 )
 from mixmesh.cluster import Cluster
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
-from mixmesh.testbed import enter_device
 
 ROUNDS = 4
 PLAN_S = 10.0  # about so long every plan is timed

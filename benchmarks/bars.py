@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph
-from mixmesh.optimizer_states import OptimizerStates
+from mixmesh.lang.ir import Graph
+from mixmesh.lang.optimizer_states import OptimizerStates
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.task import Task
 

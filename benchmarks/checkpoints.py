@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
+from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
 
 from . import jobs
 from .measure import DEMO_CLUSTER, call, each_case, named

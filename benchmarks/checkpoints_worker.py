@@ -15,12 +15,12 @@ from benchmarks import jobs
 from benchmarks.checkpoints import ASYNC, EVERY_STEPS, NONE, WAITED
 from benchmarks.measure import COLLECTIVE_TIMEOUT_S, measure_profile, print_from_rank_0, slowest
 from mixmesh.checkpoint import save, save_async
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.train import endless
-from mixmesh.testbed import enter_device
 
 WARMUP_STEPS = 3
 

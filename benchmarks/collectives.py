@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mixmesh.cluster import Cluster
 from mixmesh.cost import LinkMeasurement, default_algorithm
 from mixmesh.cost.links import measured_collective
-from mixmesh.profiler.links import ALGORITHMS, whole_bytes
+from mixmesh.measure.profiler.links import ALGORITHMS, whole_bytes
 
 from .measure import call, cluster_text
 from .training import Progress

@@ -9,9 +9,9 @@ import time
 from functools import partial
 
 from benchmarks.measure import COLLECTIVE_TIMEOUT_S, print_from_rank_0
-from mixmesh.profiler.links import VITAL, Case, measure
+from mixmesh.measure.profiler.links import VITAL, Case, measure
+from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import Comm, leave
-from mixmesh.testbed import enter_device
 
 say = partial(print, file=sys.stderr, flush=True)
 

@@ -15,10 +15,10 @@ import torch
 
 import mixmesh
 from mixmesh.cluster import Cluster
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.runtime.optimizers import fuse
-from mixmesh.trace import trace
 
 from .demo.job import GPT
 from .revision import revision

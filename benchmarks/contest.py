@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixmesh.algorithms import with_algorithms
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Profile
-from mixmesh.ir import Graph, Program
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph, Program
+from mixmesh.lang.plan_file import Plan
+from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.simulator import MicroBatches, simulate
-from mixmesh.trace import trace
 
 from . import jobs
 from .measure import call

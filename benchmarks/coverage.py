@@ -15,11 +15,11 @@ from pathlib import PurePath
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, MixmeshError
-from mixmesh.ir import support
+from mixmesh.frontend.trace import Traced, trace
+from mixmesh.lang.ir import support
+from mixmesh.lang.rules import RULES
+from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
-from mixmesh.rules import RULES
-from mixmesh.trace import Traced, trace
-from mixmesh.verification import verify
 
 from .architectures import ARCHITECTURES, FAMILIES, Architecture, build
 from .inputs import SAMPLES

@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Profile
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import Testbed, probe
 from mixmesh.planner import make_plan
-from mixmesh.ratios import optimal_ratio, with_ratio
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.search.ratios import optimal_ratio, with_ratio
 from mixmesh.simulator import simulate
-from mixmesh.testbed import Testbed, probe
-from mixmesh.trace import trace
 
 from . import jobs
 from .measure import TIMEOUT_S, call, cluster_text, each_case, named

@@ -11,12 +11,12 @@ from benchmarks import jobs
 from benchmarks.measure import COLLECTIVE_TIMEOUT_S, measure_profile, print_from_rank_0
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
-from mixmesh.job import optimizer_states
-from mixmesh.plan_file import Plan
-from mixmesh.rebalance import RunBalancer, Solver
+from mixmesh.frontend.job import optimizer_states
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.train import train
-from mixmesh.testbed import enter_device
+from mixmesh.training.rebalance import RunBalancer, Solver
 
 
 def train_steps(job: str, plan: str, cluster: str, profile: str, steps: str, is_rebalanced: str) -> None:

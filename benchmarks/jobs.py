@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mixmesh.job import Job
-from mixmesh.job.workloads.images import CLASSES, VGG19, Bottleneck, Classifier, Widen
-from mixmesh.job.workloads.language import LanguageModel, Llama
-from mixmesh.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads.images import CLASSES, VGG19, Bottleneck, Classifier, Widen
+from mixmesh.frontend.job.workloads.language import LanguageModel, Llama
+from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
 DATA_BATCHES = 8  # that the jobs of ``bench training`` go through, over and over
 

@@ -19,23 +19,23 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from mixmesh import testbed
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import even_ratio
-from mixmesh.job import batch_size
-from mixmesh.plan_file import Plan
-from mixmesh.profiler import likely_share, profile
-from mixmesh.profiler.steps import cut_batch
+from mixmesh.frontend.job import batch_size
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure import testbed
+from mixmesh.measure.profiler import likely_share, profile
+from mixmesh.measure.profiler.steps import cut_batch
+from mixmesh.measure.testbed import PlainBed, enter_device, leave_device
 from mixmesh.runtime.comm import default_device
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.first_rank import everyones
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.train import endless
-from mixmesh.testbed import PlainBed, enter_device, leave_device
-from mixmesh.trace import trace
+from mixmesh.search.baselines import data_parallel
 
 from . import jobs
 

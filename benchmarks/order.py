@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from mixmesh.cost import CostModel
 from mixmesh.cost.sums import order_of_sums
-from mixmesh.ir import Graph, Program
-from mixmesh.optimizer_states import ADAM
-from mixmesh.order import Orders, in_order
+from mixmesh.lang.ir import Graph, Program
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.passes.order import Orders, in_order
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.ordered import ordered

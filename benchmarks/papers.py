@@ -15,12 +15,12 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, Profile, measurement_of_fit
 from mixmesh.cost.collectives import ring_fit
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.job.workloads import make
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.hap import DDP_TUNED
 from mixmesh.planner.task import BASELINES, Task
-from mixmesh.trace import trace
 
 from .bars import least, machine_alone_s
 from .published import GPUS, HAP_COLLECTIVE_BYTES_PER_S, HAP_FIGURE_12, HAP_FIGURE_14, Published

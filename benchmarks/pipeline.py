@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph
-from mixmesh.optimizer_states import ADAM
+from mixmesh.lang.ir import Graph
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import model_parallel
 from mixmesh.planner.simple import ddp_proportional
 from mixmesh.planner.task import Proposal, Task

@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import BATCH_NORMS, Graph
-from mixmesh.job.workloads import make
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import BATCH_NORMS, Graph
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.finished import arranged
 from mixmesh.planner.hap import DDP_TUNED
 from mixmesh.planner.make import PROPOSERS
@@ -26,8 +27,7 @@ from mixmesh.planner.near import best_synced
 from mixmesh.planner.placed import judged
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Proposal, Task
-from mixmesh.policies.seeds import data_parallel
-from mixmesh.trace import trace
+from mixmesh.search.learned.seeds import data_parallel
 
 from .bars import fastest_s, least, machine_alone_s
 from .placement_calls import better_after, level_after, level_of, median, race

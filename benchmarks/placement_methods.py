@@ -11,12 +11,12 @@ from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.pipelines import pipelines
 from mixmesh.planner.placed import cuts, local_search
 from mixmesh.planner.task import HEADROOM, Proposal, Task
-from mixmesh.policies.evaluate import Evaluator
-from mixmesh.policies.features import Facts
-from mixmesh.policies.heterog import Training
-from mixmesh.policies.mcts import Tree
-from mixmesh.policies.seeds import judged_seeds
-from mixmesh.policies.tag import TagPriors, load
+from mixmesh.search.learned.evaluate import Evaluator
+from mixmesh.search.learned.features import Facts
+from mixmesh.search.learned.heterog import Training
+from mixmesh.search.learned.mcts import Tree
+from mixmesh.search.learned.seeds import judged_seeds
+from mixmesh.search.learned.tag import TagPriors, load
 
 from .placement_calls import Trace
 

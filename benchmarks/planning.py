@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.job import Job
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
 
 from .planning_models import branches, mixture, transformer
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mixmesh.job import Job
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
 WIDTH, HEADS, HIDDEN, TOKENS, WORDS, EXPERTS = 512, 8, 2048, 128, 8192, 16
 

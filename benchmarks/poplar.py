@@ -16,9 +16,9 @@ from pathlib import Path
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
 from mixmesh.errors import MixmeshError
-from mixmesh.job.workloads import make
-from mixmesh.optimizer_states import ADAM
-from mixmesh.trace import trace
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.optimizer_states import ADAM
 
 from . import jobs
 from .measure import DEMO_CLUSTER, call, each_case, named

@@ -12,10 +12,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from mixmesh.algorithms import with_algorithms
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Profile
-from mixmesh.ir import (
+from mixmesh.lang.ir import (
     Graph,
     Program,
     Ratio,
@@ -26,14 +25,15 @@ from mixmesh.ir import (
     stage_of,
     without_needless_names,
 )
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.passes.algorithms import with_algorithms
+from mixmesh.passes.zero import with_stage
+from mixmesh.passes.zero.shares import share_out
 from mixmesh.planner import whole_counts
 from mixmesh.planner.poplar import poplar
 from mixmesh.planner.task import Proposal, Task
-from mixmesh.ratios import with_ratio
-from mixmesh.zero import with_stage
-from mixmesh.zero.shares import share_out
+from mixmesh.search.ratios import with_ratio
 
 from .poplar_results import AT_ONCE, EQUAL, HALF, OURS, PROPORTIONAL, Variant
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from mixmesh.plan_file import MicroBatch
+from mixmesh.lang.plan_file import MicroBatch
 
 from .poplar_cases import AS_FAST, FIRST_STEP, FIRST_STEP_S, MEMORY_TOLERANCE, Measured, Simulated
 from .training_results import LOSS_TOLERANCE

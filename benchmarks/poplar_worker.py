@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from benchmarks import jobs
 from benchmarks.measure import measure_profile
-from mixmesh.ir import even_ratio, shard_sizes
-from mixmesh.job import batch_size
-from mixmesh.plan_file import Plan
-from mixmesh.profiler.children import in_child
+from mixmesh.frontend.job import batch_size
+from mixmesh.lang.ir import even_ratio, shard_sizes
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.profiler.children import in_child
+from mixmesh.measure.testbed import enter_device
 from mixmesh.runtime.comm import default_device, initialise, leave
 from mixmesh.runtime.train import peak_memory_bytes, train
-from mixmesh.testbed import enter_device
 
 RUN_S = 90.0  # in which a run has to end
 COLLECTIVE_TIMEOUT_S = 45.0

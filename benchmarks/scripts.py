@@ -23,7 +23,7 @@ from .measure import DEMO_CLUSTER, TIMEOUT_S, call, each_case, named
 from .revision import revision
 from .training_results import LOSS_TOLERANCE, Speedup, Timing, loss_error
 
-FOLDER = Path(__file__).parents[2] / "examples" / "scripts"
+FOLDER = Path(__file__).parents[1] / "examples" / "scripts"
 WORKER = (sys.executable, "-m", "benchmarks.scripts_worker")
 DDP, OURS = "ddp", "mixmesh"
 MOST_LINES, LEAST_SPEEDUP = 5, 1.5

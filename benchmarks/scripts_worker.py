@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 import torch.distributed as dist
 
 from benchmarks.vision import find_torchvision
-from mixmesh.testbed import enter_device
+from mixmesh.measure.testbed import enter_device
 
 LOSS = re.compile(r"loss ([^\s,]+)")
 

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel, ring_fit
-from mixmesh.factors import factorable, repeated_s, with_factors
-from mixmesh.ir import Program, make_ratio
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Program, make_ratio
+from mixmesh.passes.factors import factorable, repeated_s, with_factors
+from mixmesh.search.baselines import data_parallel
 
 from . import jobs
 from .contest import Turns, profiled, turns

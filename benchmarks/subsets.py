@@ -22,13 +22,13 @@ from torch import nn
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.ir import Graph
-from mixmesh.job import Job
-from mixmesh.job.workloads import make as workload
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads import make as workload
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph
 from mixmesh.planner import PLANNERS, make_plan
-from mixmesh.trace import trace
 
 from . import jobs
 

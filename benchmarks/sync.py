@@ -2,10 +2,10 @@
 
 Data parallelism in proportion to speed, its gradients in buckets of 1 MB: all in one way, where machines have
 several devices by ``levels`` too; in the one that the simulator chooses (``ours``); and mixed as it would
-choose per bucket (``mixmesh.sync``). The clusters differ in what decides: how many ranks there are, how thin
-the link is, and how far apart ranks are ready (``late``: even shares of the batch on unequal devices). And
-how values of a few kilobytes meet, in a network with batch norm: by the library's sum, as plans for CPUs have
-it (``ours``), or by one message between each two ranks (``direct``).
+choose per bucket (``mixmesh.passes.sync``). The clusters differ in what decides: how many ranks there are,
+how thin the link is, and how far apart ranks are ready (``late``: even shares of the batch on unequal
+devices). And how values of a few kilobytes meet, in a network with batch norm: by the library's sum, as
+plans for CPUs have it (``ours``), or by one message between each two ranks (``direct``).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 
-from mixmesh.baselines import data_parallel, proportional_ratio
-from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.cost.direct import best_direct_bytes
 from mixmesh.cost.levels import machine_sizes
 from mixmesh.cost.sums import gradient_sums
-from mixmesh.ir import Graph, Levels, Program, even_ratio
+from mixmesh.lang.ir import Graph, Levels, Program, even_ratio
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.sync import best_sync, options
+from mixmesh.passes.zero import ownable, with_owners
+from mixmesh.search.baselines import data_parallel, proportional_ratio
 from mixmesh.simulator import simulate
-from mixmesh.sync import best_sync, options
-from mixmesh.zero import ownable, with_owners
 
 from .contest import OURS, Contest
 from .measure import cluster_text

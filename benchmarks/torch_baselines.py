@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from mixmesh.ir import even_ratio, make_ratio
-from mixmesh.job import Job
+from mixmesh.frontend.job import Job
+from mixmesh.lang.ir import even_ratio, make_ratio
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.first_rank import everyones
 from mixmesh.runtime.optimizers import fuse

@@ -14,17 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mixmesh.algorithms import with_algorithms
 from mixmesh.cost import CostModel, Profile
-from mixmesh.ir import support
-from mixmesh.job import Job
-from mixmesh.placement.lower import even_over
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import PASSES, trace
+from mixmesh.lang.ir import support
+from mixmesh.lang.plan_file import Plan
+from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.planner import make_plan
-from mixmesh.ratios import with_ratio
 from mixmesh.runtime.train import endless
+from mixmesh.search.placement.lower import even_over
+from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate
-from mixmesh.trace import PASSES, trace
 
 from . import jobs
 from .measure import call, each_case, named

@@ -34,12 +34,12 @@ from benchmarks.torch_baselines import (
 )
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
-from mixmesh.ir import even_ratio
-from mixmesh.plan_file import Plan
+from mixmesh.lang.ir import even_ratio
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import enter_device, leave_device
+from mixmesh.measure.tuning import kind_text, tune
 from mixmesh.planner import whole_counts
 from mixmesh.runtime.comm import default_device, initialise, leave
-from mixmesh.testbed import enter_device, leave_device
-from mixmesh.tuning import kind_text, tune
 
 WARMUP_STEPS = 2  # connections, allocators; DDP makes its buckets anew after the first
 

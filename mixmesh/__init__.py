@@ -14,21 +14,21 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "Cluster": "cluster",
     "GradScaler": "runtime.scaler",
-    "Job": "job",
-    "Plan": "plan_file",
+    "Job": "frontend.job",
+    "Plan": "lang.plan_file",
     "Profile": "cost",
-    "Program": "ir",
-    "Timeline": "timeline",
-    "VerifyReport": "verification",
+    "Program": "lang.ir",
+    "Timeline": "base.timeline",
+    "VerifyReport": "measure.verification",
     "first_not_finite": "runtime.not_finite",
-    "load_job": "job",
+    "load_job": "frontend.job",
     "parallelize": "runtime.parallel",
-    "parse_program": "ir",
+    "parse_program": "lang.ir",
     "plan": "api",
-    "prepare": "preparation.script",
-    "save": "preparation.saving",
+    "prepare": "training.preparation.script",
+    "save": "training.preparation.saving",
     "simulate": "api",
-    "verify": "verification",
+    "verify": "measure.verification",
     "whole": "runtime.whole_model",
     "MixmeshError": "errors",
     "InputError": "errors",
@@ -46,14 +46,14 @@ _EXPORTS = {
 }
 
 # public as ``mixmesh.zero.allocate`` and ``mixmesh.checkpoint.save``, without an import of their own
-_MODULES = ("checkpoint", "zero")
+_MODULES = {"checkpoint": "checkpoint", "zero": "passes.zero"}
 
 __all__ = ["__version__", *sorted(_EXPORTS)]  # noqa: PLE0604
 
 
 def __getattr__(name: str):
     if name in _MODULES:
-        return importlib.import_module(f".{name}", __name__)
+        return importlib.import_module(f".{_MODULES[name]}", __name__)
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f".{_EXPORTS[name]}", __name__), name)

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .integrations.accelerate import Accelerator
+from .training.integrations.accelerate import Accelerator
 
 __all__ = ["Accelerator"]

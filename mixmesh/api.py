@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .base.timeline import Timeline
 from .cluster import Cluster
 from .cost import CostModel, Profile
-from .plan_file import Plan
-from .timeline import Timeline
+from .lang.plan_file import Plan
 
 if TYPE_CHECKING:
     from torch import nn, optim
@@ -48,10 +48,10 @@ def plan(
 
     Raises TraceError if the model cannot be exported, Infeasible if no plan fits in memory.
     """
-    from .job import needs_whole_parameters, optimizer_states
+    from .frontend.job import needs_whole_parameters, optimizer_states
+    from .frontend.trace import check_batch_norm, trace
+    from .frontend.trace.autocast import autocast_for
     from .planner import check_limit, check_planner
-    from .trace import check_batch_norm, trace
-    from .trace.autocast import autocast_for
 
     check_planner(planner)  # before the model is traced, not after
     check_batch_norm(batch_norm)
@@ -93,7 +93,7 @@ def simulate(
 ) -> Timeline:
     """Predicts one step of ``plan`` on ``cluster``, with ``events`` all that happens in it. Raises PlanError
     if it was made for another cluster, VerificationError if it was edited and is not valid."""
-    from .check import check_loaded, check_plan
+    from .lang.check import check_loaded, check_plan
     from .simulator import simulate as run
 
     if plan.edited:

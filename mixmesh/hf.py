@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .integrations.huggingface import Seq2SeqTrainer, Trainer
+from .training.integrations.huggingface import Seq2SeqTrainer, Trainer
 
 __all__ = ["Seq2SeqTrainer", "Trainer"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .integrations.lightning import Strategy
+from .training.integrations.lightning import Strategy
 
 __all__ = ["Strategy"]

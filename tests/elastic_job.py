@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mixmesh
-from mixmesh.detection import inventory
+from mixmesh.cluster.detection import inventory
 
 FOLDER = Path(os.environ.get("ELASTIC_FOLDER", "."))
 SAMPLES, BATCH = 48, 8

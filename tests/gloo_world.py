@@ -18,7 +18,7 @@ from fuzz.ports import free_port
 from fuzz.world import forking
 from torch import nn
 
-from mixmesh.ir import Program
+from mixmesh.lang.ir import Program
 from mixmesh.runtime.comm import leave
 from mixmesh.runtime.parallel import parallelize
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mixmesh.ir import DType, Graph, Ref
-from mixmesh.trace import TORCH_DTYPE, overload
+from mixmesh.frontend.trace import TORCH_DTYPE, overload
+from mixmesh.lang.ir import DType, Graph, Ref
 
 
 def evaluate(graph: Graph, tensors: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]):

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from mixmesh import Job
-from mixmesh.job.workloads.images import Bottleneck, Classifier
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.job.workloads.images import Bottleneck, Classifier
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
 
 
 def adamw(parameters):

@@ -19,20 +19,20 @@ import torch
 from fuzz.ports import free_port
 from pipelines import cut_into
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import Program, make_ratio, samples_of
-from mixmesh.job import load_job, optimizer_states
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.plan_file import MicroBatch, Plan
-from mixmesh.profiler.constants import process_bytes
-from mixmesh.recomputation import recomputed
+from mixmesh.frontend.job import load_job, optimizer_states
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Program, make_ratio, samples_of
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.profiler.constants import process_bytes
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.recomputation import recomputed
+from mixmesh.passes.zero import with_stage
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import MicroBatches, simulate
-from mixmesh.synthesis import Prices, Problem, emit, search
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
 
 STEPS = 3
 CLUSTER = """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mixmesh.baselines import DATA_PARALLEL
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph, Placement, Program, make_ratio
-from mixmesh.synthesis import Choices, Problem, emit, search
-from mixmesh.synthesis.choices import code_of
+from mixmesh.lang.ir import Graph, Placement, Program, make_ratio
+from mixmesh.search.baselines import DATA_PARALLEL
+from mixmesh.search.synthesis import Choices, Problem, emit, search
+from mixmesh.search.synthesis.choices import code_of
 
 UNEVEN = make_ratio([0.5, 0.3, 0.2])
 COMMON = dict(

@@ -53,13 +53,15 @@ MUTATIONS = {
     ),
     "polishing": Mutation("planner/hap.py", f"polish = {SAME}", f"{MECHANISMS} samples"),
     "recomputation": Mutation(
-        "recomputation.py", "recomputed = lambda program: program", "tests/test_recompute.py -k fits_only_so"
+        "passes/recomputation.py",
+        "recomputed = lambda program: program",
+        "tests/test_recompute.py -k fits_only_so",
     ),
     "no more recomputation than needed": Mutation(
         "planner/hap.py", f"fewest = {SAME}", "tests/test_recompute.py -k no_more_than"
     ),
     "cut queries": Mutation(
-        "rules/products.py",
+        "lang/rules/products.py",
         "attention, _cut = (lambda call: _cut(call).replace(' s ', ' s! ')), attention",
         "tests/test_cut_sequences.py",
     ),
@@ -69,7 +71,7 @@ MUTATIONS = {
         "tests/test_cut_sequences.py",
     ),
     "mixtures as operators": Mutation(
-        "trace/mixtures.py", "mixtures_as_operators = lambda graph: graph", "tests/test_mixtures.py"
+        "frontend/trace/mixtures.py", "mixtures_as_operators = lambda graph: graph", "tests/test_mixtures.py"
     ),
     # sums
     "sums by levels": Mutation("planner/task.py", "best_levels = lambda *_: None", f"{MECHANISMS} within"),
@@ -85,29 +87,31 @@ MUTATIONS = {
         "planner/ordered.py", "reordered = lambda *_: ()", f"{MECHANISMS} order"
     ),
     "zero: everything gathered again": Mutation(
-        "zero/stages.py",
+        "passes/zero/stages.py",
         "_needed_again = lambda _, names: set(names)",
         "tests/test_zero_runtime.py -k gathered_once",
     ),
     "zero: nothing gathered again": Mutation(
-        "zero/stages.py", "_needed_again = lambda *_: set()", "tests/test_zero_runtime.py -k gathered_once"
+        "passes/zero/stages.py",
+        "_needed_again = lambda *_: set()",
+        "tests/test_zero_runtime.py -k gathered_once",
     ),
     # placements
     "ps or all-reduce": Mutation(
-        "placement/strategy.py", "SYNCS = SYNCS[:1]", "tests/test_placement.py tests/test_policies.py"
+        "search/placement/strategy.py", "SYNCS = SYNCS[:1]", "tests/test_placement.py tests/test_policies.py"
     ),
     "TAG's weights": Mutation(
-        "policies/tag.py",
+        "search/learned/tag.py",
         "load = lambda *_: (torch.manual_seed(0), Policy().eval())[1]",
         "tests/test_tag_weights.py",
     ),
     "HeteroG's graph network": Mutation(
-        "policies/heterog.py",
+        "search/learned/heterog.py",
         "Policy.forward = lambda self, x, *_: self.leave(torch.tanh(self.enter(x)))",
         "tests/test_policies.py -k groups_give_each_other",
     ),
     "HeteroG's training": Mutation(
-        "policies/heterog.py", "LEARNING_RATE = 0.0", "tests/test_policies.py -k moves_probability"
+        "search/learned/heterog.py", "LEARNING_RATE = 0.0", "tests/test_policies.py -k moves_probability"
     ),
     # which devices
     "sets of devices": Mutation(

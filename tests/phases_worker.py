@@ -20,13 +20,13 @@ import mixmesh
 from mixmesh import checkpoint
 from mixmesh.checkpoint import background
 from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
-from mixmesh.ir import parse_program
-from mixmesh.plan_file import Plan
-from mixmesh.preparation import start
+from mixmesh.lang.ir import parse_program
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.train import train as run_training
 from mixmesh.runtime.watch import BEAT_S
+from mixmesh.training.preparation import start
 
 HEARTBEAT_S = 2.0
 LONG_S = 100.0

@@ -6,13 +6,13 @@ import torch
 from programs import make_plan
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph, Program, even_ratio, make_ratio, samples_of
-from mixmesh.placement import Placed, lower
-from mixmesh.plan_file import MicroBatch, Plan
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph, Program, even_ratio, make_ratio, samples_of
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.placement import Placed, lower
 
 WORLD, BATCH, TIME, VOCABULARY, WIDTH = 4, 12, 5, 11, 8
 CLUSTER = """\

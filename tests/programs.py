@@ -7,7 +7,7 @@ import math
 from hypothesis import strategies as st
 
 from mixmesh.cluster import Cluster
-from mixmesh.ir import (
+from mixmesh.lang.ir import (
     PARTIAL,
     REPLICATE,
     DType,
@@ -19,8 +19,8 @@ from mixmesh.ir import (
     ValueType,
     make_ratio,
 )
-from mixmesh.ir.types import DTYPE_BYTES
-from mixmesh.plan_file import Candidate, Plan
+from mixmesh.lang.ir.types import DTYPE_BYTES
+from mixmesh.lang.plan_file import Candidate, Plan
 
 MLP = """\
 program mlp world=3 {

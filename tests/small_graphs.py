@@ -7,7 +7,7 @@ import re
 from hypothesis import strategies as st
 
 from mixmesh.cluster import Cluster
-from mixmesh.ir import Graph, parse_program
+from mixmesh.lang.ir import Graph, parse_program
 
 TWO = """\
 name = "two"

@@ -28,18 +28,18 @@ from benchmarks.placement_calls import (
     race,
 )
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph
-from mixmesh.job.workloads import make, parameter_count
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.job.workloads import make, parameter_count
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.policies.evaluate import Evaluator, estimated
-from mixmesh.policies.features import Facts
-from mixmesh.policies.mcts import Tree
-from mixmesh.policies.seeds import judged_seeds
-from mixmesh.policies.tag import TagPriors, load
-from mixmesh.trace import trace
+from mixmesh.search.learned.evaluate import Evaluator, estimated
+from mixmesh.search.learned.features import Facts
+from mixmesh.search.learned.mcts import Tree
+from mixmesh.search.learned.seeds import judged_seeds
+from mixmesh.search.learned.tag import TagPriors, load
 from tools.tag.problems import random_cluster, random_model
 
 CALLS = 1000

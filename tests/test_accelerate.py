@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import mixmesh
 from mixmesh.accelerate import Accelerator
-from mixmesh.integrations.accelerate.refusals import check_arguments, check_model, check_prepared
+from mixmesh.training.integrations.accelerate.refusals import check_arguments, check_model, check_prepared
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
@@ -152,7 +152,7 @@ def test_other_precisions_are_refused(fresh):
 def test_another_device_than_the_plan_s_is_refused(fresh):
     fresh.setenv("RANK", "0")
     fresh.setattr(
-        "mixmesh.integrations.accelerate.one_process.default_device", lambda: torch.device("cuda:0")
+        "mixmesh.training.integrations.accelerate.one_process.default_device", lambda: torch.device("cuda:0")
     )
     with pytest.raises(mixmesh.InputError, match="different devices"):
         Accelerator(cpu=True)

@@ -15,10 +15,10 @@ import pytest
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible
-from mixmesh.ir import Graph
+from mixmesh.lang.ir import Graph
 from mixmesh.planner import BASELINES, make_plan
 from mixmesh.planner.task import HEADROOM
-from mixmesh.ratios import usable_bytes
+from mixmesh.search.ratios import usable_bytes
 from mixmesh.simulator import simulate
 
 torch = pytest.importorskip("torch")
@@ -54,15 +54,15 @@ def random_cluster(seed: int) -> Cluster:
 
 
 def gpt():
-    from mixmesh.job.workloads.language import LanguageModel
-    from mixmesh.job.workloads.layers import Layer
+    from mixmesh.frontend.job.workloads.language import LanguageModel
+    from mixmesh.frontend.job.workloads.layers import Layer
 
     return LanguageModel([Layer(128, 4, 512) for _ in range(2)], words=1000, seq=32, width=128), words()
 
 
 def moe():
-    from mixmesh.job.workloads.language import LanguageModel
-    from mixmesh.job.workloads.layers import MoeLayer
+    from mixmesh.frontend.job.workloads.language import LanguageModel
+    from mixmesh.frontend.job.workloads.layers import MoeLayer
 
     return LanguageModel([MoeLayer(128, 4, 512, experts=4, seq=32)], words=1000, seq=32, width=128), words()
 
@@ -93,7 +93,7 @@ MODELS = {"gpt": gpt, "mlp": mlp, "cnn": cnn, "moe": moe}
 
 @cache
 def graph_of(name: str) -> Graph:
-    from mixmesh.trace import trace
+    from mixmesh.frontend.trace import trace
 
     with torch.device("meta"):
         return trace(*MODELS[name]()).graph

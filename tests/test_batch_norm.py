@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.cost import CostModel, op_key
 from mixmesh.cost.memory import Memory
 from mixmesh.errors import PlanError, VerificationError
-from mixmesh.ir import make_ratio, parse_program, samples_of
-from mixmesh.operators import PIECE_BYTES, moments, normalise, running_statistics
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.profiler.meter import Meter
-from mixmesh.profiler.operators import measure_ops
-from mixmesh.recomputation import recomputed
-from mixmesh.rules import call_of
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import make_ratio, parse_program, samples_of
+from mixmesh.lang.operators import PIECE_BYTES, moments, normalise, running_statistics
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.rules import call_of
+from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.operators import measure_ops
+from mixmesh.measure.verification import verify
+from mixmesh.passes.recomputation import recomputed
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 EPS = 1e-5
 SHAPES = {"rows": (7, 5), "series": (6, 5, 8), "images": (6, 5, 4, 3), "volumes": (4, 5, 2, 3, 2)}

@@ -13,13 +13,13 @@ from programs import make_plan
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
-from mixmesh.ir import make_ratio, samples_of
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio, samples_of
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel
 
 COSTS = CostModel(cluster(THREE))
 RATIOS = {"unequal": (0.5, 0.3, 0.2), "none on one": (0.6, 0.0, 0.4), "few on one": (0.02, 0.9, 0.08)}

@@ -11,7 +11,7 @@ from benchmarks.training_results import Timing
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, ring_fit
 from mixmesh.cost.sums import gradient_sums
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
 
 CONTESTS = {"order": order, "sync": sync}
 

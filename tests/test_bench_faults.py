@@ -31,7 +31,7 @@ from benchmarks.faults.scene import TOKEN_VARIABLE, Setting, end_marked
 from benchmarks.faults.worker import BENCH_VARIABLE
 from mixmesh import checkpoint
 from mixmesh.errors import InputError, TestbedUnavailable
-from mixmesh.testbed.system import start_time
+from mixmesh.measure.testbed.system import start_time
 
 TRAINING = Training(samples=8, batch_size=4, epochs=2)
 LOSSES = {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}

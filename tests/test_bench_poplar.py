@@ -27,14 +27,14 @@ from benchmarks.poplar_results import (
     Variant,
     report,
 )
-from mixmesh import testbed
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError
-from mixmesh.ir import even_ratio, make_ratio
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio, make_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure import testbed
 from mixmesh.planner.task import Task
-from mixmesh.trace import trace
 
 BATCH = 512  # of the graph at its size 64
 CLUSTER = Cluster.parse(NETWORK + machine("fast", 2, "0.4", "1") + machine("slow", 2, "0.1", "0.5"))

@@ -30,12 +30,12 @@ from benchmarks.training_results import (
     loss_error,
     report,
 )
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import make_ratio
-from mixmesh.plan_file import Plan
+from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.comm import initialise
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
 
 WORLD_SIZE = 3

@@ -12,25 +12,25 @@ from programs import make_plan
 from torch import nn
 from torch.nn import functional as F
 
-from mixmesh.baselines import data_parallel, tensor_parallel
-from mixmesh.buckets import with_buckets
-from mixmesh.check import check_plan, check_program
+from mixmesh.base.timeline import gradient_name, wgrad_name
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import PeakMemory, peak_memory_bytes
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.explain import explain_plan
-from mixmesh.ir import beside_points, make_ratio, parse_program, separable, wgrad_of, with_wgrads
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_plan, check_program
+from mixmesh.lang.ir import beside_points, make_ratio, parse_program, separable, wgrad_of, with_wgrads
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import verify
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner import make_plan as plan_of
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder
+from mixmesh.search.baselines import data_parallel, tensor_parallel
 from mixmesh.simulator import simulate
-from mixmesh.timeline import gradient_name, wgrad_name
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import with_stage
 
 WORLD, BATCH, LENGTH, WIDTH = 3, 12, 4, 8
 CLUSTER = """\

@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.cost.outline import synchronised
-from mixmesh.ir import even_ratio, parse_program
+from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.search.baselines import data_parallel, fully_sharded
 
 COSTS = CostModel(cluster(THREE))
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
 
-from mixmesh.check import check_placements, check_plan, check_program
 from mixmesh.cluster import Cluster
 from mixmesh.errors import PlanError, VerificationError
-from mixmesh.ir import Graph, Instruction, Node, Program, Ref, TensorType, ValueType, parse_program
+from mixmesh.lang.check import check_placements, check_plan, check_program
+from mixmesh.lang.ir import Graph, Instruction, Node, Program, Ref, TensorType, ValueType, parse_program
 
 
 def test_a_valid_program():

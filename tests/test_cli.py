@@ -16,7 +16,7 @@ from programs import TWO_DEVICES
 
 from mixmesh.__main__ import execute
 from mixmesh.errors import InputError
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_file import Plan
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,7 +114,7 @@ def test_verify(run):
 
 
 def test_a_difference_is_exit_status_1(folder, capsys, monkeypatch):
-    import mixmesh.verification as verification
+    import mixmesh.measure.verification as verification
 
     monkeypatch.setattr(verification, "TOLERANCE_F64", -1.0)
     assert execute(["verify", str(folder / "job.py"), "--plan", str(folder / "ddp-even.plan"), "--json"]) == 1

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixmesh.catalogue import CATALOGUE
 from mixmesh.cluster import Cluster, Device, Machine
+from mixmesh.cluster.catalogue import CATALOGUE
 from mixmesh.errors import ClusterError
 
 TWO_BOXES = """

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.buckets import with_buckets
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, DeviceProfile, Profile, device_key
 from mixmesh.cost.gaps import gaps
-from mixmesh.ir import Program, make_ratio, parse_program
-from mixmesh.optimizer_states import ADAM
-from mixmesh.order import Orders, coalesced, in_order, in_runs, levels_of_sums, separated
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Program, make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure.verification import verify
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.order import Orders, coalesced, in_order, in_runs, levels_of_sums, separated
+from mixmesh.passes.recomputation import recomputed
 from mixmesh.planner.make import make_plan
 from mixmesh.planner.task import Task
-from mixmesh.recomputation import recomputed
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.simulator import Simulation
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 COSTS = CostModel(cluster(THREE))
 UNEVEN = make_ratio([0.5, 0.3, 0.2])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from gloo_world import assert_passed, run_world
 
-from mixmesh.ir import PARTIAL, REPLICATE, Shard, make_ratio, parse_program, shard_sizes, support
+from mixmesh.lang.ir import PARTIAL, REPLICATE, Shard, make_ratio, parse_program, shard_sizes, support
 from mixmesh.runtime import collectives as c
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.layout import Layout, meetings, route

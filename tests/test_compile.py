@@ -12,14 +12,14 @@ from torch import nn
 from torch.nn import functional as F
 
 import mixmesh.runtime.executor
-from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.ir import with_regions
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import with_regions
+from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.runtime import segments
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
 
 CLUSTER = """\
 [network]

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, cluster, graph
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import OVERLAPPED_ISSUE, CostModel, Curve, affine_curve, ring_fit
 from mixmesh.cost.calls import is_computation, work_type
@@ -15,9 +14,10 @@ from mixmesh.cost.curve import issued_curve
 from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.model import GPU_KERNEL_S, GPU_LAUNCH_S, GPU_VIEW_S
 from mixmesh.cost.placed import Sheet, op_time
-from mixmesh.ir import ValueType, make_ratio
-from mixmesh.ratios import with_ratio
-from mixmesh.rules import Call
+from mixmesh.lang.ir import ValueType, make_ratio
+from mixmesh.lang.rules import Call
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.ratios import with_ratio
 
 points = st.lists(
     st.tuples(st.floats(0.01, 1), st.floats(1e-6, 1)), min_size=1, max_size=6, unique_by=lambda p: p[0]

@@ -14,7 +14,7 @@ from benchmarks.coverage import CLUSTER, HEADER, chosen, cover, markdown
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
 
 
 def row_of(name: str):

@@ -12,28 +12,28 @@ from gloo_world import assert_passed, assert_trains_alike, run_world
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
 from mixmesh.errors import VerificationError
-from mixmesh.ir import Partial, Shard, make_ratio, parse_program, samples_of
-from mixmesh.operators import (
+from mixmesh.frontend.trace import losses, trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Partial, Shard, make_ratio, parse_program, samples_of
+from mixmesh.lang.operators import (
     PIECE_BYTES,
     cross_entropy,
     cross_entropy_of_part,
     sum_exp,
     sum_exp_of_part,
 )
-from mixmesh.optimizer_states import ADAM
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure.verification import verify
+from mixmesh.passes.recomputation import recomputed
 from mixmesh.planner.hap import Synthesis, synthesised
 from mixmesh.planner.task import Task
-from mixmesh.recomputation import recomputed
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.synthesis import Choices, Problem, emit, search
+from mixmesh.search.synthesis.choices import P
 from mixmesh.simulator import simulate
-from mixmesh.synthesis import Choices, Problem, emit, search
-from mixmesh.synthesis.choices import P
-from mixmesh.trace import losses, trace
-from mixmesh.verification import verify
 
 NONE, SUM = 0, 2
 IGNORED = -100

@@ -8,12 +8,12 @@ from mixture_models import cut_program
 
 from benchmarks.coverage import CLUSTER
 from mixmesh.cluster import Cluster
-from mixmesh.ir import Shard
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Shard
+from mixmesh.measure.verification import verify
 from mixmesh.runtime import kernels
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 ATTENTION = "aten.scaled_dot_product_attention"
 LENGTH, WIDTH = 350, 48  # large enough for the search to cut; no share of the devices divides it

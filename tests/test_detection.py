@@ -17,15 +17,15 @@ import torch.distributed as dist
 from gloo_world import assert_passed, run_world
 from launches import cluster_file
 
-from mixmesh.catalogue import catalogue_row
+from mixmesh.base.units import GIB
 from mixmesh.cluster import Cluster
-from mixmesh.detection import links as measured
-from mixmesh.detection.assemble import assemble
-from mixmesh.detection.cache import Cache
-from mixmesh.detection.inventory import NO_LIMIT_BYTES, FoundDevice, Inventory, memory_limit
-from mixmesh.detection.links import Link, Links, machine_pairs
-from mixmesh.detection.speed import Speed
-from mixmesh.units import GIB
+from mixmesh.cluster.catalogue import catalogue_row
+from mixmesh.cluster.detection import links as measured
+from mixmesh.cluster.detection.assemble import assemble
+from mixmesh.cluster.detection.cache import Cache
+from mixmesh.cluster.detection.inventory import NO_LIMIT_BYTES, FoundDevice, Inventory, memory_limit
+from mixmesh.cluster.detection.links import Link, Links, machine_pairs
+from mixmesh.cluster.detection.speed import Speed
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,8 +12,8 @@ from gloo_world import assert_passed, run_world
 from mixmesh.api import plan
 from mixmesh.cluster import Cluster
 from mixmesh.errors import PlanError
-from mixmesh.plan_devices import planned_devices
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_devices import planned_devices
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.devices import FoundDevice, device_mismatch, find_device
 from mixmesh.runtime.start import Planned, compare_start

@@ -8,18 +8,18 @@ from small_graphs import THREE, cluster
 from test_coalesced import Branches, pictures
 
 from benchmarks.measure import cluster_text
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import DIRECT, ONE_SHOT_SUMS, CostModel, LinkMeasurement, Profile
 from mixmesh.cost.direct import SIZES_BYTES, best_direct_bytes
 from mixmesh.cost.exchanges import Exchange, exchange_of
 from mixmesh.errors import InputError, ParseError
 from mixmesh.explain import explain_plan
-from mixmesh.ir import Program, make_ratio, parse_program
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Program, make_ratio, parse_program
+from mixmesh.measure.profiler.links import link_cases
 from mixmesh.planner import make_plan
-from mixmesh.profiler.links import link_cases
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
 
 UNEVEN = make_ratio([0.5, 0.3, 0.2])
 COSTS = CostModel(cluster(THREE))

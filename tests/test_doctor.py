@@ -18,13 +18,13 @@ from fuzz.ports import free_port
 from gloo_world import assert_passed, run_world
 from torch import nn
 
-from mixmesh.doctor import Asked, Check, Ground, checks, examine, ground
-from mixmesh.doctor.meeting import Meeting, open_store
-from mixmesh.doctor.reach import Address, Listener, call
 from mixmesh.errors import InputError, PlanError
-from mixmesh.job import Job
-from mixmesh.preparation import prepare_job
+from mixmesh.frontend.job import Job
+from mixmesh.measure.doctor import Asked, Check, Ground, checks, examine, ground
+from mixmesh.measure.doctor.meeting import Meeting, open_store
+from mixmesh.measure.doctor.reach import Address, Listener, call
 from mixmesh.runtime.versions import source_digest
+from mixmesh.training.preparation import prepare_job
 
 ROOT = Path(__file__).parents[1]
 JOB = """

@@ -17,16 +17,26 @@ from gloo_world import assert_passed, run_world
 from launches import TORCHRUN
 
 from mixmesh.cluster import Cluster
-from mixmesh.detection.inventory import FoundDevice, Inventory
-from mixmesh.detection.links import Link, Links
-from mixmesh.doctor import Asked, Ground, card_checks, cards, checks, examine, ladder, link_checks, uneven
-from mixmesh.doctor.file_checks import misfits
-from mixmesh.doctor.meeting import Meeting, open_store
-from mixmesh.doctor.report import Check, Report, tried
+from mixmesh.cluster.detection.inventory import FoundDevice, Inventory
+from mixmesh.cluster.detection.links import Link, Links
 from mixmesh.errors import InputError
-from mixmesh.plan_devices import planned_devices
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_devices import planned_devices
+from mixmesh.measure.doctor import (
+    Asked,
+    Ground,
+    card_checks,
+    cards,
+    checks,
+    examine,
+    ladder,
+    link_checks,
+    uneven,
+)
+from mixmesh.measure.doctor.file_checks import misfits
+from mixmesh.measure.doctor.meeting import Meeting, open_store
+from mixmesh.measure.doctor.report import Check, Report, tried
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
 
 ROOT = Path(__file__).parents[1]
 WORLD = 4

@@ -10,20 +10,20 @@ import torch
 from gloo_world import assert_passed, run_world
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import ParseError, VerificationError
-from mixmesh.ir import make_ratio, parse_program
-from mixmesh.ir.dtypes import half_dtypes, on_rank
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import make_ratio, parse_program
+from mixmesh.lang.ir.dtypes import half_dtypes, on_rank
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import verify
+from mixmesh.passes.recomputation import recomputed
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner import make_plan
-from mixmesh.recomputation import recomputed
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel
 
 BATCH, WIDTH = 12, 16
 CLUSTER = Cluster.parse("""\

@@ -13,10 +13,10 @@ from programs import MLP, THREE_DEVICES, TWO_DEVICES, make_plan
 from mixmesh.__main__ import execute
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, JobError, MixmeshError
-from mixmesh.ir import REPLICATE, parse_program
-from mixmesh.job import batch_size, load_job, needs_whole_parameters, optimizer_states
-from mixmesh.optimizer_states import ADAM, OptimizerStates
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job import batch_size, load_job, needs_whole_parameters, optimizer_states
+from mixmesh.lang.ir import REPLICATE, parse_program
+from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
+from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import check_planner
 
 

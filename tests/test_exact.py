@@ -12,9 +12,9 @@ from test_search import CASES, deep, problem_of
 
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import make_ratio
+from mixmesh.lang.ir import make_ratio
 from mixmesh.planner import make_plan
-from mixmesh.synthesis import Prices, Problem, prove, search
+from mixmesh.search.synthesis import Prices, Problem, prove, search
 
 EXACT = 1e-5
 
@@ -57,7 +57,7 @@ def block():
     """A transformer layer under a language model's head."""
     pytest.importorskip("torch")
     from benchmarks.planning_models import transformer
-    from mixmesh.trace import trace
+    from mixmesh.frontend.trace import trace
 
     job = transformer(1, 24)
     return trace(job.model, job.batch).graph

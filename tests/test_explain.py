@@ -20,13 +20,13 @@ from mixmesh.errors import InputError
 from mixmesh.explain import explain_tensor
 from mixmesh.explain.changes import collectives, collectives_between, differing
 from mixmesh.explain.names import find_tensor, in_all_layers
-from mixmesh.ir import make_ratio
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
+from mixmesh.search.synthesis import Choices, Problem, search
+from mixmesh.search.synthesis.choices import code_of
 from mixmesh.simulator import simulate
-from mixmesh.synthesis import Choices, Problem, search
-from mixmesh.synthesis.choices import code_of
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 
 class Attention(nn.Module):

@@ -12,20 +12,20 @@ from test_two_level import CLUSTER
 
 from mixmesh.__main__ import execute
 from mixmesh.api import plan_traced
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.calls import is_computation
 from mixmesh.explain import explain_plan, explain_tensor
-from mixmesh.ir import Shard, parse_program, regions, support
-from mixmesh.placement.join import join
-from mixmesh.placement.lift import lifted, placed_of, ratios_of
-from mixmesh.placement.lower import lower
-from mixmesh.placement.split import split
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Shard, parse_program, regions, support
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import TOLERANCE_F64, verify
+from mixmesh.search.placement.join import join
+from mixmesh.search.placement.lift import lifted, placed_of, ratios_of
+from mixmesh.search.placement.lower import lower
+from mixmesh.search.placement.split import split
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import TOLERANCE_F64, verify
 
 SAMPLES = 20
 PLANNERS = {

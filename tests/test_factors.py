@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from small_graphs import TWO, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
-from mixmesh.factors import Product, cheapest_cut, cut_factors, factorable, saved_s, with_factors
-from mixmesh.ir import make_ratio
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.measure.verification import verify
+from mixmesh.passes.factors import Product, cheapest_cut, cut_factors, factorable, saved_s, with_factors
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel
 
 
 class Wide(nn.Module):

@@ -10,15 +10,15 @@ import torch
 from fuzz import checkpoints, files, seeds
 from torch import nn
 
-from mixmesh.check import check_loaded, check_placements, check_program
 from mixmesh.cost import Profile
 from mixmesh.errors import InputError, MixmeshError, ParseError, PlanError, TraceError, UnsupportedOp
-from mixmesh.ir import parse_program
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import overload, trace
+from mixmesh.lang.check import check_loaded, check_placements, check_program
+from mixmesh.lang.ir import parse_program
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import journal
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.testbed import journal
-from mixmesh.trace import overload, trace
-from mixmesh.verification import verify
 
 
 @pytest.fixture(scope="module", autouse=True)

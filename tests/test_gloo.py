@@ -15,7 +15,7 @@ from gloo_world import assert_passed, run_world
 from torch import nn
 
 from mixmesh.errors import CollectiveError, InputError, MixmeshError, PlanError
-from mixmesh.ir import parse_program
+from mixmesh.lang.ir import parse_program
 from mixmesh.runtime import collectives
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.comm import Comm

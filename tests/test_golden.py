@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from programs import THREE_DEVICES
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import even_ratio, make_ratio, parse_program
-from mixmesh.rules import RULES, shard_units
-from mixmesh.synthesis import Problem, emit, search
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
+from mixmesh.lang.rules import RULES, shard_units
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.search.synthesis import Problem, emit, search
 
 torch = pytest.importorskip("torch")
 
@@ -49,7 +49,7 @@ class Attention(torch.nn.Module):
 
 
 def graph(name: str):
-    from mixmesh.trace import trace
+    from mixmesh.frontend.trace import trace
 
     if name == "mlp":
         return trace(MLP(), {"x": torch.zeros(8, 8), "y": torch.zeros(8, dtype=torch.long)}).graph

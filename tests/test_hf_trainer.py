@@ -23,8 +23,8 @@ from transformers import Trainer as PlainTrainer
 
 import mixmesh
 from mixmesh.hf import Trainer
-from mixmesh.integrations.huggingface.loss import with_trainer_loss
-from mixmesh.integrations.huggingface.refusals import check_args, check_dataset
+from mixmesh.training.integrations.huggingface.loss import with_trainer_loss
+from mixmesh.training.integrations.huggingface.refusals import check_args, check_dataset
 
 SCRIPT = Path(__file__).parent / "hf_trainer_script.py"
 RANKS = 2

@@ -22,17 +22,17 @@ from mixmesh.cost import CostModel, Profile
 from mixmesh.cost.curve import Curve, affine_curve
 from mixmesh.cost.peaks import peak_op_s
 from mixmesh.cost.profile import DeviceProfile, OpMeasurement, cut_inputs, device_key, op_key
-from mixmesh.ir import Graph, Shard, ValueType
-from mixmesh.job.workloads import make
-from mixmesh.optimizer_states import ADAM
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph, Shard, ValueType
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import Plan
+from mixmesh.lang.rules import Call, call_of
 from mixmesh.planner import make_plan
 from mixmesh.planner.ideal import bound_s, ideal_s, seconds_by_class
 from mixmesh.planner.make import LEARNED, PROPOSERS
 from mixmesh.planner.task import Task
-from mixmesh.rules import Call, call_of
-from mixmesh.synthesis import Choices
-from mixmesh.trace import trace
+from mixmesh.search.synthesis import Choices
 
 SAME = 1 - 1e-9
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from programs import MLP, programs
 
 from mixmesh.errors import ParseError
-from mixmesh.ir import (
+from mixmesh.lang.ir import (
     PARTIAL,
     REPLICATE,
     Shard,

@@ -10,10 +10,10 @@ from gloo_world import assert_passed, run_world
 from torch import nn
 
 import mixmesh
+from mixmesh.cluster.detection import Cache
 from mixmesh.cost import device_key
-from mixmesh.detection import Cache
-from mixmesh.preparation import Options, prepare_job
-from mixmesh.preparation.kinds import names_of_speed
+from mixmesh.training.preparation import Options, prepare_job
+from mixmesh.training.preparation.kinds import names_of_speed
 
 SPEEDS = {"fast": 0.04, "slow": 0.02}
 CLUSTER = """

@@ -18,51 +18,87 @@ import mixmesh
 
 ROOT = Path(mixmesh.__file__).parent
 
-# layer -> its groups, from the bottom up; a group is a set of top-level names
+# layer -> its groups, from the bottom up; a group is a set of modules, each with all that it holds
 LAYERS: tuple[tuple[set[str], ...], ...] = (
-    ({"errors"}, {"lazy"}, {"files"}, {"units"}, {"operators"}, {"optimizer_states"}, {"solver"}),
-    ({"ir"}, {"timeline"}, {"run_log"}, {"cluster", "cluster_file", "catalogue"}),
-    ({"rules"},),
-    ({"plan_file", "plan_header", "plan_devices"}, {"trace"}, {"job"}),
-    ({"cost"},),
-    ({"check"}, {"step"}),
     (
-        {"buckets"},
-        {"order"},
-        {"algorithms"},
-        {"factors"},
-        {"ratios"},
-        {"recomputation"},
-        {"synthesis"},
-        {"zero"},
+        {"errors"},
+        {"base.lazy"},
+        {"base.files"},
+        {"base.units"},
+        {"base.solver"},
+        {"lang.operators"},
+        {"lang.optimizer_states"},
+    ),
+    ({"lang.ir"}, {"base.timeline"}, {"base.run_log"}, {"cluster"}),
+    ({"lang.rules"},),
+    ({"lang.plan_file", "lang.plan_header", "lang.plan_devices"}, {"frontend.trace"}, {"frontend.job"}),
+    ({"cost"},),
+    ({"lang.check"}, {"step"}),
+    (
+        {"passes.buckets"},
+        {"passes.order"},
+        {"passes.algorithms"},
+        {"passes.factors"},
+        {"passes.recomputation"},
+        {"passes.zero"},
+        {"search.ratios"},
+        {"search.synthesis"},
         {"runtime"},
-        {"testbed"},
+        {"measure.testbed"},
     ),
     ({"simulator"},),
-    ({"baselines"}, {"sync"}, {"profiler"}, {"verification"}, {"placement"}),
-    ({"policies"}, {"detection"}),
+    (
+        {"search.baselines"},
+        {"passes.sync"},
+        {"measure.profiler"},
+        {"measure.verification"},
+        {"search.placement"},
+    ),
+    ({"search.learned"}, {"cluster.detection"}),
     ({"planner", "explain"},),
-    ({"api"}, {"tuning"}),
-    ({"rebalance"},),
-    ({"preparation"}, {"whatif"}),
+    ({"api"}, {"measure.tuning"}),
+    ({"training.rebalance"},),
+    ({"training.preparation"}, {"explain.whatif"}),
     ({"checkpoint"},),
-    ({"integrations", "hf", "accelerate", "lightning"}, {"doctor"}, {"report"}),
+    (
+        {"training.integrations", "hf", "accelerate", "lightning"},
+        {"measure.doctor"},
+        {"explain.report"},
+    ),
     ({"cli", "__main__"},),
 )
+# packages that hold others and say no more than what these are
+FOLDERS = {"base", "frontend", "lang", "measure", "passes", "search", "training"}
 # the only ones that may import torch when they are imported
 TORCH = {
-    "operators", "trace", "runtime", "verification", "profiler", "policies",
-    "tuning", "detection", "preparation", "checkpoint", "rebalance", "doctor", "integrations", "hf",
-    "accelerate", "lightning",
+    "lang.operators", "frontend.trace", "runtime", "measure.verification", "measure.profiler",
+    "search.learned", "measure.tuning", "cluster.detection", "training", "checkpoint",
+    "measure.doctor", "hf", "accelerate", "lightning",
 }  # fmt: skip
-TORCH_FILES = {"check/types.py", *(f"job/workloads/{p.name}" for p in (ROOT / "job/workloads").glob("*.py"))}
+TORCH_FILES = {
+    "lang/check/types.py",
+    *(f"frontend/job/workloads/{p.name}" for p in (ROOT / "frontend/job/workloads").glob("*.py")),
+}
 
 PLACE = {name: (n, m) for n, layer in enumerate(LAYERS) for m, group in enumerate(layer) for name in group}
 FILES = sorted(p for p in ROOT.rglob("*.py") if p != ROOT / "__init__.py")
 
 
-def top(path: Path) -> str:
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def module_of(path: Path) -> str:
+    """The name of a file's module within the package."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def place_of(module: str) -> str | None:
+    """The row of ``LAYERS`` with a module of this name within the package, or with what holds it."""
+    parts = module.split(".")
+    names = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((name for name in names if name in PLACE), None)
+
+
+def is_within(module: str, holders: set[str]) -> bool:
+    return any(f"{module}.".startswith(f"{holder}.") for holder in holders)
 
 
 def imports(path: Path, *, inside_functions: bool) -> list[tuple[str, int]]:
@@ -85,28 +121,36 @@ def imports(path: Path, *, inside_functions: bool) -> list[tuple[str, int]]:
             base = package[: len(package) + 1 - node.level] if node.level else []
             name = ".".join([*base, *(node.module.split(".") if node.module else [])])
             for a in node.names:
-                # `from . import x`, `from .. import x` and `from mixmesh import x` may name modules
-                module = node.module is None or (name == "mixmesh" and a.name in PLACE)
+                # `from . import x`, `from ..lang import x` and `from mixmesh import x` may name modules
+                module = node.module is None or name.removeprefix("mixmesh.") in FOLDERS
+                module = module or (name == "mixmesh" and a.name in PLACE)
                 out.append((f"{name}.{a.name}" if module else name, node.lineno))
     return out
 
 
 def test_every_module_has_a_layer():
-    unknown = {top(p) for p in FILES} - set(PLACE)
+    unknown = {module_of(p) for p in FILES if place_of(module_of(p)) is None} - FOLDERS
     assert not unknown, f"give {unknown} a place in LAYERS"
+
+
+@pytest.mark.parametrize("name", sorted(FOLDERS))
+def test_a_folder_imports_nothing(name):
+    assert not [
+        n for n, _ in imports(ROOT / name / "__init__.py", inside_functions=True) if n != "__future__"
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_down(path):
-    layer, group = PLACE[top(path)]
+    own = place_of(module_of(path))
     for name, line in imports(path, inside_functions=True):
         if name != "mixmesh" and not name.startswith("mixmesh."):
             continue
-        parts = name.split(".")
-        assert len(parts) > 1, f"{path}:{line} imports the root package"
-        other = PLACE[parts[1]]
-        same_group = other == (layer, group)
-        assert same_group or other[0] < layer, f"{path}:{line}: {top(path)} imports {parts[1]}"
+        _, _, module = name.partition(".")
+        assert module, f"{path}:{line} imports the root package"
+        other = place_of(module)
+        is_below = PLACE[other] == PLACE[own] or PLACE[other][0] < PLACE[own][0]
+        assert is_below, f"{path}:{line}: {own} imports {other}"
 
 
 def test_nothing_beside_the_package_is_imported():
@@ -118,18 +162,19 @@ def test_nothing_beside_the_package_is_imported():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_torch_only_where_it_is_needed(path):
-    if top(path) in TORCH or str(path.relative_to(ROOT)) in TORCH_FILES:
+    if is_within(module_of(path), TORCH) or str(path.relative_to(ROOT)) in TORCH_FILES:
         return
     for name, line in imports(path, inside_functions=False):
         assert name.split(".")[0] != "torch", f"{path}:{line} imports torch"
         if name.startswith("mixmesh."):
-            heavy = name.split(".")[1] in TORCH or name.startswith("mixmesh.job.workloads")
+            module = name.removeprefix("mixmesh.")
+            heavy = is_within(module, TORCH | {"frontend.job.workloads"}) and module not in FOLDERS
             assert not heavy, f"{path}:{line} imports {name}, which imports torch"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_private_framework_names_are_confined(path):
-    if top(path) in ("trace", "runtime", "verification", "job", "check"):
+    if is_within(module_of(path), {"frontend", "runtime", "measure.verification", "lang.check"}):
         return
     for name, line in imports(path, inside_functions=True):
         private = name.startswith("torch.") and any(part.startswith("_") for part in name.split("."))
@@ -167,7 +212,9 @@ def test_no_module_imports_itself_by_way_of_others():
 def test_no_cycle_at_start():
     import subprocess
 
-    names = [f"mixmesh.{n}" for n in ("errors", "ir", "cluster", "rules", "cost", "planner", "__main__")]
+    names = [
+        f"mixmesh.{n}" for n in ("errors", "lang.ir", "cluster", "lang.rules", "cost", "planner", "__main__")
+    ]
     for name in names:
         done = subprocess.run(
             [sys.executable, "-c", f"import {name}, sys; sys.exit('torch' in sys.modules)"],

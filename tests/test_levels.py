@@ -17,7 +17,7 @@ from mixmesh.cost.exchanges import Exchange
 from mixmesh.cost.levels import best_levels
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import ParseError
-from mixmesh.ir import Levels, parse_program
+from mixmesh.lang.ir import Levels, parse_program
 from mixmesh.planner import make_plan
 from mixmesh.runtime import collectives
 from mixmesh.runtime.comm import Comm

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import mixmesh
-from mixmesh.integrations.lightning.refusals import check_device, check_precision, check_training
-from mixmesh.integrations.lightning.step import Form
 from mixmesh.lightning import Strategy
+from mixmesh.training.integrations.lightning.refusals import check_device, check_precision, check_training
+from mixmesh.training.integrations.lightning.step import Form
 
 SCRIPT = Path(__file__).parent / "lightning_script.py"
 RANKS = 2

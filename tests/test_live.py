@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from mixmesh.base.run_log import parse_log, read_log
 from mixmesh.cli.live import Live, check_targets, lag_text, left_text
 from mixmesh.errors import InputError
-from mixmesh.ir import Program
-from mixmesh.plan_file import Plan
-from mixmesh.run_log import parse_log, read_log
+from mixmesh.lang.ir import Program
+from mixmesh.lang.plan_file import Plan
 
 ROOT = Path(__file__).parents[1]
 PLAN = Plan(Program("p", 1, (), (), ""), "hap", 0.1, (), "", bound_s=0.1)

@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 
 import mixmesh as mm
 from mixmesh.__main__ import app
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, PlanError, VerificationError
-from mixmesh.ir import batch_norm_of, make_ratio, parse_program, samples_of
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import batch_norm_of, make_ratio, parse_program, samples_of
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.task import BASELINES
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel
 
 COSTS = CostModel(cluster(THREE))
 UNEVEN = make_ratio([0.5, 0.3, 0.2])
@@ -98,7 +98,7 @@ def test_statistics_of_other_samples_are_found_out(monkeypatch):
     names = [i.results[0] for i in program.instructions if i.op == "mixmesh.local_batch_norm"]
     for wrong in ((8, 8, 4), (20,)):
         monkeypatch.setattr(
-            "mixmesh.verification.own_statistics.own_samples",
+            "mixmesh.measure.verification.own_statistics.own_samples",
             lambda _, wrong=wrong: dict.fromkeys(names, wrong),
         )
         assert not verify(net(), images(), program).ok

@@ -17,16 +17,16 @@ from mutations import MUTATIONS
 from small_graphs import graph
 
 import mixmesh
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
-from mixmesh.ir import Graph, Program, owned_type
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import MoeLayer
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import MoeLayer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Graph, Program, owned_type
+from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets
 from mixmesh.planner.make import ON_MACHINE_SETS, QUICK
-from mixmesh.trace import trace
 
 # --- models and clusters -------------------------------------------------------------------------------
 

@@ -11,8 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import cut_shares
 from mixmesh.cost.memory import (
@@ -26,10 +24,12 @@ from mixmesh.cost.memory import (
 )
 from mixmesh.cost.memory.views import contiguous, reshaped
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.ir import even_ratio, make_ratio, parse_program
-from mixmesh.optimizer_states import ADAM, OptimizerStates
+from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
+from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import HEADROOM
+from mixmesh.search.baselines import data_parallel, fully_sharded
 
 ONE = "program one world=1 {{\n  ratio r0 = [1.0]\n{}\n}}\n"
 FLOAT = 4

@@ -20,21 +20,21 @@ from torch import nn
 
 import mixmesh
 from mixmesh import checkpoint
-from mixmesh.baselines import data_parallel, tensor_parallel
 from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
 from mixmesh.cli.on_nan import CHOICES, on_nan_of
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, JobError
-from mixmesh.ir import make_ratio
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.finite import MOST_IN_A_ROW, OnNan, may_be_spoilt
 from mixmesh.runtime.not_finite import first_not_finite
 from mixmesh.runtime.parallel import ParallelModel, parallelize
 from mixmesh.runtime.train import RunReport, train
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel, tensor_parallel
 
 WORLD, BATCH, WIDTH = 4, 12, 6
 DEVICES = [DEVICE.format(6e-6), DEVICE.format(3e-6)]

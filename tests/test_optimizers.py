@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mixmesh.job import optimizer_states
+from mixmesh.frontend.job import optimizer_states
 from mixmesh.runtime.optimizers import fuse
 
 KINDS = {

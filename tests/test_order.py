@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from small_graphs import THREE, bodies, cluster, graph
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.buckets import merged, with_buckets
 from mixmesh.cost import CostModel
-from mixmesh.ir import even_ratio, parse_program
-from mixmesh.order import Orders, in_order, reordered
+from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.measure.verification import verify
+from mixmesh.passes.buckets import merged, with_buckets
+from mixmesh.passes.order import Orders, in_order, reordered
 from mixmesh.runtime.comm import Channel, Comm
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import Simulation
-from mixmesh.verification import verify
 
 # a product that travels, and beside it one as long that does not
 BESIDE = """

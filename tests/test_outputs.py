@@ -12,17 +12,17 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from mixmesh.api import plan, plan_traced
-from mixmesh.baselines import data_parallel, tensor_parallel
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import PeakMemory
 from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
-from mixmesh.ir import Returned, has_gradient, outputs_of, parse_program
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Returned, has_gradient, outputs_of, parse_program
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.outside import Outside
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel, tensor_parallel
 
 CLUSTER = Cluster.parse("""
 name = "two machines"

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import mixmesh
 from mixmesh import InputError
 from mixmesh.errors import Infeasible
-from mixmesh.preparation.loading import from_first_batch, own_loader
+from mixmesh.training.preparation.loading import from_first_batch, own_loader
 
 MANY = 70  # batches, more than one message has
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, normalize, one_hot
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.preparation.own_rows import WATCHED_BATCHES, OwnRows, RowWatch
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
+from mixmesh.search.baselines import data_parallel
+from mixmesh.training.preparation.own_rows import WATCHED_BATCHES, OwnRows, RowWatch
 
 TWO = """
 name = "two"

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 
 from mixmesh.cluster import Cluster
-from mixmesh.job.workloads import make
+from mixmesh.frontend.job.workloads import make
+from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
 from mixmesh.planner.passes import ORDER, PASSES, Pass
 from mixmesh.planner.task import Proposal
-from mixmesh.trace import trace
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,11 @@ from pipelines import (
 )
 from torch import nn
 
-from mixmesh.check import check_plan
 from mixmesh.errors import CollectiveError, MixmeshError, PlanError
-from mixmesh.ir import (
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_plan
+from mixmesh.lang.ir import (
     in_flight,
     micro_step_program,
     once_program,
@@ -39,8 +41,8 @@ from mixmesh.ir import (
     separable,
     with_wgrads,
 )
-from mixmesh.job import Job
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
@@ -48,8 +50,6 @@ from mixmesh.runtime.passes import code_of
 from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.train import train
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 PAIR = ((0.0, 1.0, 1.0, 0.0), (1.0, 0.0, 0.0, 0.0))  # rank 3 has nothing to do
 PLANS = {

@@ -12,19 +12,20 @@ import torch
 from pipelines import BATCH, COSTS, FOUR_STAGES, THREE_STAGES, batch, chain, cut_into, model_of, pipelined
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.buckets import with_buckets
-from mixmesh.check import check_plan, check_program
+from mixmesh.base.timeline import ACCUMULATION, BUCKET
 from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
 from mixmesh.cost.memory import Held, Memory, Walked, flight_of
 from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
-from mixmesh.ir import even_ratio, samples_of, support
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Space, make_grouping
-from mixmesh.plan_file import MicroBatch, Plan, schedule
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_plan, check_program
+from mixmesh.lang.ir import even_ratio, samples_of, support
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import MicroBatch, Plan, schedule
+from mixmesh.measure.verification import verify
+from mixmesh.passes.buckets import with_buckets
 from mixmesh.planner.make import make_plan
 from mixmesh.planner.pipelines import (
     GROUPS,
@@ -37,11 +38,10 @@ from mixmesh.planner.pipelines import (
 )
 from mixmesh.planner.placed import model_parallel
 from mixmesh.planner.task import Task
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.placement import Space, make_grouping
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
-from mixmesh.timeline import ACCUMULATION, BUCKET
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 BIG = "tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100"
 SLOW_NETWORK = """\

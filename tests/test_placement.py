@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import nn
 
-from mixmesh.baselines import data_parallel, fully_sharded, tensor_parallel
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import exchange_of
 from mixmesh.errors import InputError
-from mixmesh.ir import even_ratio, parse_program, shard_sizes, support
-from mixmesh.placement import METHODS, Estimator, Placed, Space, make_grouping
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import even_ratio, parse_program, shard_sizes, support
+from mixmesh.measure.verification import verify
+from mixmesh.search.baselines import data_parallel, fully_sharded, tensor_parallel
+from mixmesh.search.placement import METHODS, Estimator, Placed, Space, make_grouping
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 CLUSTER = Cluster.parse("""
 name = "five in three"

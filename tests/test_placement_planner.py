@@ -15,17 +15,17 @@ from torch import nn
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import support
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Space, make_grouping
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import support
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure.verification import verify
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.placed import LocalSearch, cuts, local_search, uniform
 from mixmesh.planner.segments import balanced, segments
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import Task
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import with_stage
+from mixmesh.search.placement import Space, make_grouping
 
 # one computes fast, the other reads memory fast
 UNLIKE = """

@@ -10,12 +10,12 @@ import torch
 from gloo_world import assert_passed, assert_trains_alike, run_world
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import even_ratio
-from mixmesh.placement import Placed, Space, make_grouping
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.placement import Placed, Space, make_grouping
 
 WORLD, BATCH = 3, 8
 CLUSTER = """\

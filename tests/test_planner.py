@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, ODD, THREE, bodies, cluster, graph
 
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.ir import parse_program, support
-from mixmesh.plan_file import Plan
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import parse_program, support
+from mixmesh.lang.plan_file import Plan
 from mixmesh.planner import BASELINES, PLANNERS, make_plan, segments, whole_counts
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.make import SEARCHING
-from mixmesh.ratios import usable_bytes
+from mixmesh.search.ratios import usable_bytes
 from mixmesh.simulator import simulate
 
 SMALL = graph(GRAPHS["mlp"], 64)
@@ -233,7 +233,7 @@ def test_operators_without_a_row_are_named():
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda s: sum(s) > 0.1), st.integers(8, 500))
 def test_whole_counts(shares, total):
-    from mixmesh.ir import make_ratio
+    from mixmesh.lang.ir import make_ratio
 
     ratio = make_ratio(shares)
     counts = whole_counts(ratio, total)

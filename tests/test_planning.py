@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
 from benchmarks.planning import CASES, Case, mixed_cluster, report, run
-from mixmesh.baselines import data_parallel, device_seconds
-from mixmesh.buckets import bucketings, numbered
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.ir import make_ratio
-from mixmesh.plan_file import Plan
+from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.plan_file import Plan
+from mixmesh.passes.buckets import bucketings, numbered
 from mixmesh.planner import make_plan
 from mixmesh.planner.task import LARGER_BYTES, SMALLER_BYTES, USUAL_BYTES
-from mixmesh.ratios import equal_ranks, optimal_ratio
+from mixmesh.search.baselines import data_parallel, device_seconds
+from mixmesh.search.ratios import equal_ranks, optimal_ratio
+from mixmesh.search.synthesis import Choices
 from mixmesh.simulator import Simulation
-from mixmesh.synthesis import Choices
 
 
 def test_clusters_have_four_types_in_equal_parts():

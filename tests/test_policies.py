@@ -16,28 +16,28 @@ from torch_geometric.data import Batch
 
 from benchmarks.placement import Row, cases, summary
 from benchmarks.placement_calls import Race, better_after, level_after, level_of, median, race
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import even_ratio
-from mixmesh.job import Job
-from mixmesh.job.workloads.images import Classifier
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import SYNCS, Estimator, Group, Grouping, Space, make_grouping
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads.images import Classifier
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
-from mixmesh.policies.choices import Tables
-from mixmesh.policies.evaluate import Evaluator, Outcome, estimated, placed_of, simulated
-from mixmesh.policies.features import Facts
-from mixmesh.policies.heterog import Training
-from mixmesh.policies.improve import Improvement, of_one_ratio
-from mixmesh.policies.mcts import OUT_OF_MEMORY, Tree, order_of_groups, reward
-from mixmesh.policies.moves import Moves
-from mixmesh.policies.seeds import best_alike, everywhere, judged_seeds
-from mixmesh.policies.seeds import data_parallel as all_devices
-from mixmesh.policies.tag import WEIGHTS, Policy, TagPriors, load
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.learned.choices import Tables
+from mixmesh.search.learned.evaluate import Evaluator, Outcome, estimated, placed_of, simulated
+from mixmesh.search.learned.features import Facts
+from mixmesh.search.learned.heterog import Training
+from mixmesh.search.learned.improve import Improvement, of_one_ratio
+from mixmesh.search.learned.mcts import OUT_OF_MEMORY, Tree, order_of_groups, reward
+from mixmesh.search.learned.moves import Moves
+from mixmesh.search.learned.seeds import best_alike, everywhere, judged_seeds
+from mixmesh.search.learned.seeds import data_parallel as all_devices
+from mixmesh.search.learned.tag import WEIGHTS, Policy, TagPriors, load
+from mixmesh.search.placement import SYNCS, Estimator, Group, Grouping, Space, make_grouping
 from tools.tag.teacher import CLOSE, lessons
 from tools.tag.train import Taught, labelled, learn, losses, states, visited
 
@@ -198,7 +198,8 @@ def scaled(s: Space, time: float, size: float) -> Space:
 def test_features_have_no_units(time, size, monkeypatch):
     monkeypatch.setattr(CostModel, "memory_constant_bytes", lambda *_, **__: 0)
     monkeypatch.setattr(
-        "mixmesh.policies.features.usable_bytes", lambda costs, r, _: costs.cluster.devices[r].memory_bytes
+        "mixmesh.search.learned.features.usable_bytes",
+        lambda costs, r, _: costs.cluster.devices[r].memory_bytes,
     )
     s = space()
     first = order_of_groups(s)[0]
@@ -295,7 +296,7 @@ def test_weights_that_are_none_are_refused(tmp_path):
 
 
 def test_the_network_is_asked_so_often_and_no_more(monkeypatch):
-    monkeypatch.setattr("mixmesh.policies.tag.MOST_ASKED", 2)
+    monkeypatch.setattr("mixmesh.search.learned.tag.MOST_ASKED", 2)
     evaluate, base_s = searched(s := space())
     priors = TagPriors(Policy().eval(), Facts(s, ADAM, HEADROOM))
     Tree(evaluate, base_s, priors).run(60)

@@ -13,18 +13,18 @@ from torch import nn
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import Infeasible
-from mixmesh.ir import make_ratio, support
-from mixmesh.optimizer_states import ADAM
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio, support
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.verification import verify
+from mixmesh.passes.zero import zero_stage
 from mixmesh.planner import make_plan
 from mixmesh.planner.poplar import Staged
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.ratios import with_ratio
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.search.ratios import with_ratio
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import zero_stage
 from tests.support.small_devices import memory_gib
 
 BATCH, TIME, WIDTH = 12, 128, 256

@@ -23,11 +23,11 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler, TensorDataset
 
 import mixmesh
-from mixmesh.preparation.loading import depends_on_others, example_batch, same_random_numbers
-from mixmesh.preparation.outside_loss import with_loss
-from mixmesh.preparation.refusals import check_gives_all, check_last_batch
-from mixmesh.preparation.script import made_inputs, maker_like, taken_by
-from mixmesh.preparation.untouched import untouched
+from mixmesh.training.preparation.loading import depends_on_others, example_batch, same_random_numbers
+from mixmesh.training.preparation.outside_loss import with_loss
+from mixmesh.training.preparation.refusals import check_gives_all, check_last_batch
+from mixmesh.training.preparation.script import made_inputs, maker_like, taken_by
+from mixmesh.training.preparation.untouched import untouched
 
 TRAINING_LOOP = Path(__file__).parents[1] / "docs" / "guide" / "training-loop.md"
 

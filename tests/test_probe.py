@@ -13,16 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from mixmesh import testbed
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError
-from mixmesh.ir import even_ratio
-from mixmesh.job import Job
-from mixmesh.optimizer_states import ADAM
-from mixmesh.profiler.children import Outcome, in_child
-from mixmesh.profiler.micro_batches import (
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure import testbed
+from mixmesh.measure.profiler.children import Outcome, in_child
+from mixmesh.measure.profiler.micro_batches import (
     MAX_PASSES,
     Plans,
     Search,
@@ -32,7 +32,7 @@ from mixmesh.profiler.micro_batches import (
 )
 from mixmesh.runtime.allocator import resident_bytes
 from mixmesh.runtime.train import peak_memory_bytes
-from mixmesh.trace import trace
+from mixmesh.search.baselines import data_parallel
 
 CPU = torch.device("cpu")
 WORLD, BATCH, TOKENS, WIDTH = 3, 32, 2048, 64
@@ -192,7 +192,7 @@ def test_largest_micro_batches_of_a_small_device():
 
 LIMITED = """\
 import json, torch
-from mixmesh.profiler.children import in_child
+from mixmesh.measure.profiler.children import in_child
 outcomes = [in_child(lambda n=n: torch.ones(n * 2**20 // 4).numel(), 60) for n in (16, 2048, 16)]
 print(json.dumps([(o.value, o.out_of_memory) for o in outcomes]))
 """

@@ -9,21 +9,28 @@ import torch
 from gloo_world import assert_passed, run_world
 from small_graphs import GRAPHS, graph
 
-from mixmesh.algorithms import with_algorithms
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CollectiveFit, CostModel, DeviceProfile, LinkMeasurement, Profile, device_key
 from mixmesh.cost.exchanges import Exchange, sent_between
 from mixmesh.cost.gaps import gaps
 from mixmesh.errors import InputError
-from mixmesh.ir import even_ratio, parse_program
-from mixmesh.profiler.links import BUCKET_BYTES, SURE_BYTES, link_cases, link_groups, link_sets, measure_links
-from mixmesh.profiler.meter import Meter
-from mixmesh.profiler.overlap import measure_overlap
-from mixmesh.profiler.rest import WATCHED_S, measure_rest, rested
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import even_ratio, parse_program
+from mixmesh.measure.profiler.links import (
+    BUCKET_BYTES,
+    SURE_BYTES,
+    link_cases,
+    link_groups,
+    link_sets,
+    measure_links,
+)
+from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.overlap import measure_overlap
+from mixmesh.measure.profiler.rest import WATCHED_S, measure_rest, rested
+from mixmesh.passes.algorithms import with_algorithms
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.redistribute import bind
+from mixmesh.search.baselines import data_parallel, fully_sharded
 
 CLUSTER = """\
 name = "{name}"

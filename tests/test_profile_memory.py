@@ -12,13 +12,13 @@ from small_graphs import THREE, cluster, graph
 
 from benchmarks import jobs
 from mixmesh.cost import CostModel, moved_bytes
-from mixmesh.job import Job
-from mixmesh.profiler.meter import Meter
-from mixmesh.profiler.operators import measure_ops, sharded, share_bytes
-from mixmesh.profiler.steps import measure_steps
-from mixmesh.rules import call_of
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.rules import call_of
+from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
+from mixmesh.measure.profiler.steps import measure_steps
 from mixmesh.runtime.comm import initialise
-from mixmesh.trace import trace
 
 BODY = """\
 %x = input("x") : f32[64, 32]

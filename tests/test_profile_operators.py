@@ -9,7 +9,6 @@ import pytest
 import torch
 from small_graphs import THREE, cluster, graph
 
-from mixmesh.baselines import data_parallel, tensor_parallel
 from mixmesh.cost import (
     CostModel,
     Curve,
@@ -24,10 +23,11 @@ from mixmesh.cost import (
 )
 from mixmesh.cost.model import is_product
 from mixmesh.cost.placed import Sheet
-from mixmesh.ir import Shard, make_ratio
-from mixmesh.profiler.meter import Meter
-from mixmesh.profiler.operators import by_weight, measure_ops
-from mixmesh.rules import call_of
+from mixmesh.lang.ir import Shard, make_ratio
+from mixmesh.lang.rules import call_of
+from mixmesh.measure.profiler.meter import Meter
+from mixmesh.measure.profiler.operators import by_weight, measure_ops
+from mixmesh.search.baselines import data_parallel, tensor_parallel
 
 BODY = """\
 %x = input("x") : f32[{n}, 64]

@@ -8,15 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.calls import is_computation
 from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.errors import Infeasible
-from mixmesh.ir import even_ratio, make_ratio
-from mixmesh.optimizer_states import ADAM
-from mixmesh.ratios import (
+from mixmesh.lang.ir import even_ratio, make_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.rules import call_of
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.search.ratios import (
     LinearProgram,
     optimal_ratio,
     ratio_program,
@@ -25,8 +26,7 @@ from mixmesh.ratios import (
     usable_bytes,
     with_ratio,
 )
-from mixmesh.rules import call_of
-from mixmesh.synthesis import Prices, Problem, emit, search
+from mixmesh.search.synthesis import Prices, Problem, emit, search
 
 
 def assert_certificate(lp: LinearProgram) -> None:

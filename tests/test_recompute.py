@@ -14,14 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
 from mixmesh.cost.memory.repeats import repeats
 from mixmesh.errors import Infeasible, VerificationError
-from mixmesh.ir import (
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import (
     Program,
     make_ratio,
     parse_program,
@@ -30,18 +30,18 @@ from mixmesh.ir import (
     with_regions,
     with_wgrads,
 )
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.verification import verify
+from mixmesh.passes.recomputation import divided, recomputed
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner import hap, make_plan, poplar
-from mixmesh.recomputation import divided, recomputed
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.random import RandomPolicy
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import simulate
-from mixmesh.synthesis import Prices, Problem, emit, search
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import with_stage
 from tests.support.small_devices import memory_gib
 
 WORLD, BATCH, TIME, WORDS, WIDTH, LAYERS = 3, 12, 8, 11, 8, 3
@@ -419,7 +419,7 @@ def sgd(params):
 
 
 def in_float64(program: Program) -> Program:
-    from mixmesh.verification import in_float64 as widened
+    from mixmesh.measure.verification import in_float64 as widened
 
     return widened(program)
 

@@ -8,8 +8,8 @@ from small_graphs import MLP, THREE, cluster, graph
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.model import call_flop
 from mixmesh.cost.resized import Measured, resized
+from mixmesh.lang.rules import call_of
 from mixmesh.planner import make_plan
-from mixmesh.rules import call_of
 
 LINEAR = "aten.linear(f32[{n}, 8], f32[16, 8]; )"
 VIEW = "aten.view(f32[{n}, 4, 8]; [{m}, 8])"

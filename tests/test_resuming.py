@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 import mixmesh
 from mixmesh import InputError, prepare
-from mixmesh.preparation.loading import own_loader
 from mixmesh.runtime.first_rank import everyones
+from mixmesh.training.preparation.loading import own_loader
 
 ROWS, BATCH, SEEN = 50, 6, 4  # the last batch is smaller
 FOLDER = "MIXMESH_TEST_FOLDER"
@@ -209,7 +209,7 @@ def go_on(name: str, plan) -> None:
 
 def refusing(kept: dict):
     """A loader without data that has loaded the state."""
-    from mixmesh.preparation.own_loader import OwnLoader
+    from mixmesh.training.preparation.own_loader import OwnLoader
 
     loader = OwnLoader([], [], None, is_whole=True)
     loader.load_state_dict(kept["middle"])

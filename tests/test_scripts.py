@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from benchmarks.scripts import changed_lines
 from benchmarks.vision import has_torchvision
-from mixmesh.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE
+from mixmesh.measure.testbed.device import COMPUTE_VARIABLE, FREE_VARIABLE
 
 SCRIPTS = Path(__file__).parent.parent / "examples" / "scripts"
 GUIDE = Path(__file__).parent.parent / "docs" / "guide" / "scripts.md"

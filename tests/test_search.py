@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, ODD, THREE, TWO, bodies, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded, only
-from mixmesh.check import check_program
 from mixmesh.cost import CostModel
-from mixmesh.ir import even_ratio, make_ratio, parse_program
-from mixmesh.synthesis import Choices, NoProgram, Prices, Problem, emit, search
-from mixmesh.synthesis.bound import Bound
-from mixmesh.synthesis.search import State, _bound, cost_s, followed, successors
-from mixmesh.synthesis.steps import Steps
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
+from mixmesh.search.baselines import data_parallel, fully_sharded, only
+from mixmesh.search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
+from mixmesh.search.synthesis.bound import Bound
+from mixmesh.search.synthesis.search import State, _bound, cost_s, followed, successors
+from mixmesh.search.synthesis.steps import Steps
 
 INF = float("inf")
 
@@ -392,7 +392,7 @@ def hold_against_one_device(body: str, text: str, scale: int = 1) -> None:
 
 def renamed(small, program):
     """The nodes of a graph, parameters named as a program that stores them sharded names them."""
-    from mixmesh.ir import Node, Ref, map_refs
+    from mixmesh.lang.ir import Node, Ref, map_refs
 
     stored = {
         i.inputs[0].removesuffix(".shard"): i.inputs[0]

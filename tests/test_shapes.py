@@ -10,15 +10,15 @@ from torch import nn
 
 from mixmesh.api import plan_traced
 from mixmesh.errors import MixmeshError
-from mixmesh.plan_file import MicroBatch
+from mixmesh.frontend.trace import PASSES, trace
+from mixmesh.frontend.trace.shapes import passes_for
+from mixmesh.lang.plan_file import MicroBatch
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.shapes.agree import _choices, resolve
 from mixmesh.runtime.shapes.carry import CannotCarry, carry
 from mixmesh.runtime.shapes.lower import lower
 from mixmesh.runtime.shapes.parts import resized
 from mixmesh.runtime.shapes.room import live_bytes
-from mixmesh.trace import PASSES, trace
-from mixmesh.trace.shapes import passes_for
-from mixmesh.verification import verify
 
 WORDS = 13
 

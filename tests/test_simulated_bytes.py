@@ -20,23 +20,23 @@ from test_coalesced import pictures as for_branches
 from test_gloo import BATCH, PROGRAMS, TAIL, UNEVEN, Mlp, batch, stored
 from torch import nn
 
-from mixmesh.baselines import data_parallel, fully_sharded
-from mixmesh.buckets import with_buckets
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.factors import factorable, with_factors
-from mixmesh.ir import make_ratio, parse_program
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Space, make_grouping
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.factors import factorable, with_factors
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime import collectives, gradients, loss, owned, sfb
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.search.placement import Space, make_grouping
+from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import simulate
-from mixmesh.synthesis import Prices, Problem, emit, search
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
 
 COSTS = CostModel(cluster(THREE))
 WORLD = 3

@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded, only
-from mixmesh.buckets import with_buckets
+from mixmesh.base.timeline import LOSS_SUM, bucket_name
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.calls import is_computation, work_type
@@ -22,12 +21,13 @@ from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.cost.placed import op_time
 from mixmesh.cost.resources import link_s_per_byte
 from mixmesh.cost.sums import gradient_sums
-from mixmesh.ir import even_ratio, make_ratio, parse_program
-from mixmesh.optimizer_states import ADAM
-from mixmesh.ratios import with_ratio
+from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.search.baselines import data_parallel, fully_sharded, only
+from mixmesh.search.ratios import with_ratio
+from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import Simulation, simulate
-from mixmesh.synthesis import Prices, Problem, emit, search
-from mixmesh.timeline import LOSS_SUM, bucket_name
 
 MLP2 = """
 program mlp world=2 {{

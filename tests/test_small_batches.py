@@ -12,10 +12,10 @@ from torch import nn
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.ir import support
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import support
+from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 THREE = Cluster.parse("""
 name = "three unequal devices"

@@ -14,7 +14,7 @@ from small_graphs import GRAPHS, graph
 from benchmarks.subsets import TOLERANCE, draw_pairs, graph_of, parts, report, run
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.optimizer_states import ADAM
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.device_sets import device_sets, least_parallel_s, machine_sets
 from mixmesh.planner.task import Task

@@ -8,23 +8,23 @@ from gloo_world import assert_passed, run_world
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.buckets import with_buckets
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import Exchange
 from mixmesh.cost.sums import gradient_sums
-from mixmesh.ir import make_ratio, parse_program
-from mixmesh.optimizer_states import ADAM
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.measure.verification import verify
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.sync import best_sync, options
+from mixmesh.passes.zero import ownable, with_owners, zero_stage
 from mixmesh.planner import simple
 from mixmesh.planner.synced import synced
 from mixmesh.planner.task import Task
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
-from mixmesh.sync import best_sync, options
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import ownable, with_owners, zero_stage
 
 RATIO = make_ratio([0.5, 0.3, 0.2])
 OWNERS = {  # by the layer's name: sharded evenly, by other shares of some ranks, by a server, by nobody

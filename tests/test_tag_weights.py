@@ -11,15 +11,15 @@ import torch
 from tag_runs import OFFSET
 
 from mixmesh.cost import CostModel
-from mixmesh.optimizer_states import ADAM
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import cuts
 from mixmesh.planner.spaces import space_of
 from mixmesh.planner.task import HEADROOM, Task
-from mixmesh.policies.evaluate import Evaluator, estimated
-from mixmesh.policies.features import Facts
-from mixmesh.policies.mcts import Tree
-from mixmesh.policies.seeds import judged_seeds
-from mixmesh.policies.tag import Policy, TagPriors, load
+from mixmesh.search.learned.evaluate import Evaluator, estimated
+from mixmesh.search.learned.features import Facts
+from mixmesh.search.learned.mcts import Tree
+from mixmesh.search.learned.seeds import judged_seeds
+from mixmesh.search.learned.tag import Policy, TagPriors, load
 from tools.tag.problems import random_cluster, random_model
 
 pytest.importorskip("torch_geometric")

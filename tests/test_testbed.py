@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from mixmesh import testbed
 from mixmesh.cluster import Cluster
 from mixmesh.errors import DeviceLost, InputError, TestbedUnavailable
-from mixmesh.testbed import cgroups, emulated, journal, network
+from mixmesh.measure import testbed
+from mixmesh.measure.testbed import cgroups, emulated, journal, network
 
 CAPABILITY = testbed.probe()
 emulation = pytest.mark.skipif(not CAPABILITY.possible, reason=str(CAPABILITY))

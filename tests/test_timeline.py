@@ -15,15 +15,7 @@ from jobs import GOOD, write_job
 from programs import TWO_DEVICES
 
 from mixmesh.__main__ import execute
-from mixmesh.cluster import Cluster
-from mixmesh.cost import CostModel
-from mixmesh.errors import InputError
-from mixmesh.plan_file import Plan
-from mixmesh.runtime.collectives import reduce_scatter
-from mixmesh.runtime.comm import Comm
-from mixmesh.runtime.recording import Recorder, recorded
-from mixmesh.simulator import simulate
-from mixmesh.timeline import (
+from mixmesh.base.timeline import (
     LOSS_SUM,
     Event,
     Timeline,
@@ -33,6 +25,14 @@ from mixmesh.timeline import (
     save_trace,
     to_chrome_trace,
 )
+from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
+from mixmesh.errors import InputError
+from mixmesh.lang.plan_file import Plan
+from mixmesh.runtime.collectives import reduce_scatter
+from mixmesh.runtime.comm import Comm
+from mixmesh.runtime.recording import Recorder, recorded
+from mixmesh.simulator import simulate
 
 PLANS = ("ddp-even", "fsdp-even")
 

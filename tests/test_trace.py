@@ -13,10 +13,8 @@ from graph_eval import evaluate
 from torch import nn
 
 from mixmesh.errors import TraceError
-from mixmesh.ir import Graph, Node, Ref, ValueType
-from mixmesh.ir.printing import print_arg
-from mixmesh.trace import trace
-from mixmesh.trace.simplify import (
+from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.simplify import (
     drop_dead,
     drop_identities,
     drop_useless_detach,
@@ -25,6 +23,8 @@ from mixmesh.trace.simplify import (
     one_factory,
     static_shapes,
 )
+from mixmesh.lang.ir import Graph, Node, Ref, ValueType
+from mixmesh.lang.ir.printing import print_arg
 
 transformers = pytest.importorskip("transformers")
 VOCAB = 64
@@ -819,7 +819,7 @@ def test_an_updated_buffer_keeps_its_dtype_and_shape(update):
 
 def test_updates_of_buffers_are_part_of_their_layers():
     """Each stands behind what makes its value, so that layers with batch norm are alike and planned once."""
-    from mixmesh.synthesis.fold import fold
+    from mixmesh.search.synthesis.fold import fold
 
     class Squared(nn.Sequential):
         def forward(self, x):

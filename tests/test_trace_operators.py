@@ -12,13 +12,13 @@ from benchmarks import coverage
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.errors import TraceError
-from mixmesh.ir import Graph, Node, Ref, ValueType
-from mixmesh.ir.samples import draws_numbers
+from mixmesh.frontend.trace import rewrite, trace
+from mixmesh.frontend.trace.draws import DRAW_RULES
+from mixmesh.lang.ir import Graph, Node, Ref, ValueType
+from mixmesh.lang.ir.samples import draws_numbers
+from mixmesh.measure.verification import single_device, unsupported_ops, verify
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.random import RandomPolicy
-from mixmesh.trace import rewrite, trace
-from mixmesh.trace.draws import DRAW_RULES
-from mixmesh.verification import single_device, unsupported_ops, verify
 
 SAMPLES = 10
 X = torch.randn(SAMPLES, 6, 8, generator=torch.Generator().manual_seed(0))

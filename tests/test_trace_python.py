@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from mixmesh.errors import TraceError
-from mixmesh.trace import overload, trace
-from mixmesh.trace.simplify import ALIASES
+from mixmesh.frontend.trace import overload, trace
+from mixmesh.frontend.trace.simplify import ALIASES
 
 
 class Head(nn.Module):

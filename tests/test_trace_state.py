@@ -9,8 +9,8 @@ from torch import nn
 
 from mixmesh.api import plan_traced
 from mixmesh.errors import TraceError
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.frontend.trace import trace
+from mixmesh.measure.verification import verify
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0))}
 

@@ -17,17 +17,14 @@ from small_graphs import MLP, THREE, cluster, graph
 from torch import nn
 
 from mixmesh.__main__ import execute
+from mixmesh.base.timeline import Timeline
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, DeviceProfile, Profile, device_key
 from mixmesh.errors import CollectiveError, InputError
-from mixmesh.job import Job
-from mixmesh.plan_file import Plan
-from mixmesh.planner import make_plan, make_plans
-from mixmesh.profiler import profile
-from mixmesh.runtime.comm import Comm, initialise
-from mixmesh.runtime.gradients import GradientReducer
-from mixmesh.timeline import Timeline
-from mixmesh.tuning import (
+from mixmesh.frontend.job import Job
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.profiler import profile
+from mixmesh.measure.tuning import (
     Trial,
     corrected,
     device_factors,
@@ -38,7 +35,10 @@ from mixmesh.tuning import (
     trials,
     tune,
 )
-from mixmesh.tuning.trials import hopeful
+from mixmesh.measure.tuning.trials import hopeful
+from mixmesh.planner import make_plan, make_plans
+from mixmesh.runtime.comm import Comm, initialise
+from mixmesh.runtime.gradients import GradientReducer
 
 WORLD_SIZE = 2
 
@@ -123,7 +123,7 @@ def job(optimizer=torch.optim.SGD) -> Job:
 
 
 def small() -> tuple[Cluster, tuple[Plan, ...]]:
-    from mixmesh.trace import trace
+    from mixmesh.frontend.trace import trace
 
     where = Cluster.parse(TWO_DEVICES)
     made = job()
@@ -183,7 +183,7 @@ def turns_leave_nothing_behind(_) -> None:
 
 def what_a_device_took_changes_its_share(_) -> None:
     """As if the first of two devices had taken three times as long as it was predicted to."""
-    from mixmesh.trace import trace
+    from mixmesh.frontend.trace import trace
 
     where, made = Cluster.parse(TWO_DEVICES), job()
     measured = profile(trace(made.model, made.batch).graph, made, where, budget_s=1)

@@ -17,25 +17,25 @@ from test_verify_models import CLUSTERS, MODELS, traced
 from torch import nn
 
 from mixmesh.api import plan_traced
-from mixmesh.baselines import TENSOR_PARALLEL, data_parallel
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import Memory
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
-from mixmesh.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement.join import join
-from mixmesh.placement.split import split
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Program, cells, even_ratio, make_ratio, parse_program, piece, regions
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import TOLERANCE_F64, verify
 from mixmesh.planner import two_level
 from mixmesh.planner.task import Task
 from mixmesh.planner.two_level import TwoLevel
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import TOLERANCE_F64, verify
+from mixmesh.search.baselines import TENSOR_PARALLEL, data_parallel
+from mixmesh.search.placement.join import join
+from mixmesh.search.placement.split import split
 from tests.support.small_devices import memory_gib
 
 DEVICE = '{{ name = "at {0}", tflop_per_s = {0}, memory_gib = 2, memory_gbyte_per_s = 0.1 }}'

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from small_graphs import THREE, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
-from mixmesh.ir import make_ratio, parse_program
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio, parse_program
+from mixmesh.measure.verification import TOLERANCE_F64, verify
 from mixmesh.runtime import optimizers
-from mixmesh.trace import trace
-from mixmesh.verification import TOLERANCE_F64, verify
+from mixmesh.search.baselines import data_parallel
 
 COSTS = CostModel(cluster(THREE))
 RATIO = make_ratio((0.5, 0.3, 0.2))

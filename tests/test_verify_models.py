@@ -14,8 +14,8 @@ from torch import nn
 
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
-from mixmesh.trace import trace
-from mixmesh.verification import TOLERANCE, TOLERANCE_F64, single_device, unsupported_ops, verify
+from mixmesh.frontend.trace import trace
+from mixmesh.measure.verification import TOLERANCE, TOLERANCE_F64, single_device, unsupported_ops, verify
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,9 +11,7 @@ from gloo_world import assert_passed, run_world
 from programs import make_plan
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.buckets import with_buckets
-from mixmesh.check import check_program
+from mixmesh.base.timeline import gradient_name, wgrad_name
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.memory import peak_memory_bytes
@@ -21,18 +19,20 @@ from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import VerificationError
 from mixmesh.explain import explain_plan
 from mixmesh.explain.judge import with_wgrads_of
-from mixmesh.ir import parse_program, separable, wgrad_of, with_wgrads
-from mixmesh.ir.wgrad import PRODUCTS
-from mixmesh.optimizer_states import OptimizerStates
-from mixmesh.plan_file import MicroBatch
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import parse_program, separable, wgrad_of, with_wgrads
+from mixmesh.lang.ir.wgrad import PRODUCTS
+from mixmesh.lang.optimizer_states import OptimizerStates
+from mixmesh.lang.plan_file import MicroBatch
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.passes.zero import with_stage
 from mixmesh.planner import make_plan as plan_of
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder
+from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
-from mixmesh.timeline import gradient_name, wgrad_name
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
 
 WORLD, BATCH, LENGTH, VOCABULARY, WIDTH = 3, 12, 10, 13, 8
 CLUSTER = """\

@@ -13,10 +13,10 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
 from mixmesh.cost.links import LinkMeasurement
 from mixmesh.errors import Infeasible, InputError
-from mixmesh.ir import Program
-from mixmesh.plan_file import Plan
-from mixmesh.whatif import Change, answers, changes
-from mixmesh.whatif.answers import Answer, advice, price_of, ranked
+from mixmesh.explain.whatif import Change, answers, changes
+from mixmesh.explain.whatif.answers import Answer, advice, price_of, ranked
+from mixmesh.lang.ir import Program
+from mixmesh.lang.plan_file import Plan
 
 CLUSTER = """
 name = "two boxes"

@@ -14,12 +14,12 @@ from mixmesh.__main__ import execute
 from mixmesh.cluster import presets
 from mixmesh.cost import CostModel
 from mixmesh.errors import ClusterError, InputError, JobError
-from mixmesh.job import Job, load_job
-from mixmesh.job.workloads import WORKLOADS, make, parameter_count
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer, MoeLayer
-from mixmesh.rules import RULES
-from mixmesh.trace import trace
+from mixmesh.frontend.job import Job, load_job
+from mixmesh.frontend.job.workloads import WORKLOADS, make, parameter_count
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer, MoeLayer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.rules import RULES
 
 
 def expected_parameters(name: str, batch: int) -> float:

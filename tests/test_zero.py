@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mixmesh.cost import Curve
 from mixmesh.errors import InputError
-from mixmesh.zero import Allocation, allocate, step_seconds
+from mixmesh.passes.zero import Allocation, allocate, step_seconds
 
 # Seconds of forward and backward, shaped after published throughput of the cards; not measured here.
 # A causal model of 0.5 billion parameters, sequences of 2048: near its peak from a few sequences on.

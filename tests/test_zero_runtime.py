@@ -12,14 +12,15 @@ from gloo_world import assert_passed, run_world
 from programs import make_plan
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_plan, check_program
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, MixmeshError, PlanError, VerificationError
-from mixmesh.ir import parse_program, samples_of
-from mixmesh.job import Job
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_plan, check_program
+from mixmesh.lang.ir import parse_program, samples_of
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import (
     full_optimizer_state_dict,
@@ -30,8 +31,7 @@ from mixmesh.runtime.random import RandomPolicy
 from mixmesh.runtime.scaler import GradScaler
 from mixmesh.runtime.shard_tensor import plain
 from mixmesh.runtime.train import train
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel
 
 WORLD, BATCH, TIME, VOCABULARY, WIDTH = 3, 12, 5, 11, 8
 CLUSTER = """\

@@ -20,14 +20,14 @@ from torch import nn
 
 import mixmesh
 from mixmesh.errors import MixmeshError
-from mixmesh.ir import parse_program
-from mixmesh.plan_file import Plan
-from mixmesh.preparation.loading import own_loader
+from mixmesh.lang.ir import parse_program
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime import agreement
 from mixmesh.runtime.agreement import COMPARED_STEPS
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.peers import Peers
 from mixmesh.runtime.train import train as run_training
+from mixmesh.training.preparation.loading import own_loader
 
 WORLD = 2
 LIMIT_S = 150.0  # of all worlds together, on a busy machine

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from mixmesh.ir import Ref, ValueType
-from mixmesh.rules.aten import RULES
-from mixmesh.rules.pattern import PatternMismatch
-from mixmesh.rules.rule import Call, Rule
+from mixmesh.lang.ir import Ref, ValueType
+from mixmesh.lang.rules.aten import RULES
+from mixmesh.lang.rules.pattern import PatternMismatch
+from mixmesh.lang.rules.rule import Call, Rule
 from tests.support.rule_samples import SAMPLES, Sample, Spec
 
 
@@ -31,8 +31,6 @@ def example(op: str, sample: Sample) -> Call:
 
 def results(op: str, sample: Sample) -> tuple[ValueType, ...]:
     import torch  # a command for developers: the rules themselves do without
-
-    from mixmesh import operators  # noqa: F401  registers our own
 
     dtypes = {"f64": torch.float64, "f32": torch.float32, "c128": torch.complex128}
     dtypes |= {"i64": torch.int64, "i32": torch.int32, "bool": torch.bool}

@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mixmesh.base.units import size_text
 from mixmesh.cli.output import Json, print_json, seconds, table
-from mixmesh.units import size_text
 
 from .common import Out, app, command_line, progress_bar, write_rows
 from .order import Quick

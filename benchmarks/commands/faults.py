@@ -38,7 +38,7 @@ def faults(
     as_json: Json = False,
 ) -> None:
     """Faults at random moments of real trainings under torchrun, each beside one that is left alone."""
-    from mixmesh.testbed import probe
+    from mixmesh.measure.testbed import probe
 
     from ..faults import job
     from ..faults.bench import Chaos, choose_kinds, report

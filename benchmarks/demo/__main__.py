@@ -22,15 +22,15 @@ from rich.table import Table
 from benchmarks.demo.cases import EVENLY, GPT, PLAN, PLANNERS, PROPORTIONAL, WORDS, Case
 from benchmarks.torch_baselines import batch_size
 from benchmarks.training import single_device_losses
-from mixmesh import testbed
 from mixmesh.cluster import Cluster
 from mixmesh.cost import Profile
 from mixmesh.errors import MixmeshError
-from mixmesh.plan_file import Plan
+from mixmesh.explain.report import Facts, facts_of, plan_page, save_page
+from mixmesh.explain.report.measured import read_trace
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure import testbed
 from mixmesh.planner import make_plan
-from mixmesh.report import Facts, facts_of, plan_page, save_page
-from mixmesh.report.measured import read_trace
-from mixmesh.trace import trace
 
 SHOWN_LINES = 40
 TABLE_WIDTH = 110

@@ -11,7 +11,7 @@ from functools import partial
 from benchmarks import jobs
 from benchmarks.demo import job as gpt
 from benchmarks.training_cases import CLUSTERS
-from mixmesh.job import Job
+from mixmesh.frontend.job import Job
 
 CLUSTER = """\
 name = "two boxes"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mixmesh.base.timeline import bucket_name, gradient_name
 from mixmesh.runtime.recording import Recorder
-from mixmesh.timeline import bucket_name, gradient_name
 
 
 class RecordedDDP:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mixmesh.job import Job
+from mixmesh.frontend.job import Job
 
 BATCH, TIME = 48, 64
 TEXT_BYTES = 4_000_000

@@ -23,21 +23,21 @@ from torch import nn
 from benchmarks.demo.cases import CASES, EVENLY, PLAN, SHARDED, SINGLE, Case
 from benchmarks.demo.ddp import RecordedDDP
 from benchmarks.torch_baselines import batch_size, fsdp, parallel_step, single_step
+from mixmesh.base.timeline import save_trace, to_chrome_trace
 from mixmesh.cluster import Cluster
-from mixmesh.ir import even_ratio, shard_sizes
-from mixmesh.job import Job
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import even_ratio, shard_sizes
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.profiler import profile
+from mixmesh.measure.testbed import enter_device
 from mixmesh.planner import whole_counts
-from mixmesh.profiler import profile
 from mixmesh.runtime.comm import Comm, default_device, initialise, leave
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.optimizers import fuse
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder, gather_steps, typical
 from mixmesh.runtime.train import endless
-from mixmesh.testbed import enter_device
-from mixmesh.timeline import save_trace, to_chrome_trace
-from mixmesh.trace import trace
 
 DDP_BUCKET_MB = 4
 RECORDED_STEPS = 2  # with clocks; a step more tells where they begin

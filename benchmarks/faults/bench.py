@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, TestbedUnavailable
-from mixmesh.testbed import Bed, PlainBed, Testbed, probe
+from mixmesh.measure.testbed import Bed, PlainBed, Testbed, probe
 
 from ..revision import revision
 from .disturb import STEPS_BESIDE, disturb

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.faults.journal import drawn
-from mixmesh.job import Job
+from mixmesh.frontend.job import Job
 
 SAMPLES, BATCH_SIZE, WIDTH = 320, 16, 64
 STEPS_PER_EPOCH = SAMPLES // BATCH_SIZE

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mixmesh.testbed.cgroups import MIN_QUOTA_US, PERIOD_US
+from mixmesh.measure.testbed.cgroups import MIN_QUOTA_US, PERIOD_US
 
 from .scene import Scene
 

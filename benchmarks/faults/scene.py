@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Self
 
 from mixmesh.checkpoint.manifest import checkpoints_in
-from mixmesh.testbed import Bed
-from mixmesh.testbed.system import start_time
+from mixmesh.measure.testbed import Bed
+from mixmesh.measure.testbed.system import start_time
 
 from . import job
 from .journal import FOLDER_VARIABLE, MACHINE_VARIABLE, Line, Reader

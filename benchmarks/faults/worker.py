@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from mixmesh.measure.testbed import join_device
+from mixmesh.measure.testbed.system import start_time
 from mixmesh.runtime import train
-from mixmesh.testbed import join_device
-from mixmesh.testbed.system import start_time
 
 from .journal import Writer
 

@@ -12,7 +12,7 @@ pickle, are not used (docs/decisions/0004-checkpoints-without-pickles.md).
 
 from __future__ import annotations
 
-from ..preparation.loading import resumable
+from ..training.preparation.loading import resumable
 from .background import Saving
 from .exporting import Exported, export
 from .loading import Loaded, latest, load

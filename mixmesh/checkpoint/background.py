@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CollectiveError
+from ..measure.testbed import leave_device
 from ..runtime.shard_tensor import ShardTensor, plain, shard
-from ..testbed import leave_device
 from .ranks import Ranks
 
 

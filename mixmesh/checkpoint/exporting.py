@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.units import plural
 from ..errors import InputError
-from ..trace.dtypes import TORCH_DTYPE
-from ..units import plural
+from ..frontend.trace.dtypes import TORCH_DTYPE
 from .loading import newest_good
 from .manifest import MANIFEST, Damaged, Manifest, TensorEntry, check_files
 from .pretrained import CONFIG, PRETRAINED

@@ -11,7 +11,7 @@ from torch import nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from ..errors import InputError, PlanError
-from ..trace.compiled import uncompiled
+from ..frontend.trace.compiled import uncompiled
 from .background import finish
 from .manifest import Damaged, Manifest, check_files, checkpoints_in
 from .random_state import restore_random_state

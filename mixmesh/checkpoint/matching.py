@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, PlanError
+from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from ..runtime.whole_model import own_module
-from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .pretrained import is_pretrained
 from .weight_files import Held
 

@@ -6,7 +6,7 @@ from types import TracebackType
 
 from torch import nn
 
-from ..trace.compiled import uncompiled
+from ..frontend.trace.compiled import uncompiled
 from .ranks import Ranks
 from .signals import OF_SIGNAL, Signals
 from .vote import Vote

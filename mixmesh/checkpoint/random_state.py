@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..preparation.resuming import numbers_of_process, set_numbers_of_process
+from ..training.preparation.resuming import numbers_of_process, set_numbers_of_process
 from .manifest import Manifest
 from .values import decode, encode
 

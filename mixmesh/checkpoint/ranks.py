@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..errors import InputError, MixmeshError
-from ..preparation.saving import parallel_models
 from ..runtime.comm import Comm
 from ..runtime.first_rank import everyones, from_first_rank
 from ..runtime.lost import Waiting
+from ..training.preparation.saving import parallel_models
 from .signals import Signals
 
 # where a rank is alone that is as it should be; a thread cannot say so for itself

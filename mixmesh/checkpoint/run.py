@@ -15,16 +15,16 @@ from typing import Any
 
 import torch
 
+from ..base.units import plural
 from ..errors import InputError
-from ..plan_file import Plan
-from ..preparation.alike import HINTS, check_digests
-from ..preparation.loading import own_loader
-from ..preparation.own_loader import OwnIterator, OwnLoader
+from ..lang.plan_file import Plan
 from ..runtime.agreement import COMPARED_STEPS
 from ..runtime.data import Feed
 from ..runtime.parallel import ParallelModel
 from ..runtime.train import own_batches, owned
-from ..units import plural
+from ..training.preparation.alike import HINTS, check_digests
+from ..training.preparation.loading import own_loader
+from ..training.preparation.own_loader import OwnIterator, OwnLoader
 from .background import Saving
 from .loading import load
 from .manifest import checkpoints_in, number_of

@@ -17,9 +17,9 @@ from torch import Tensor, nn, optim
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from ..errors import InputError
-from ..preparation.saving import check_has_state
+from ..frontend.trace.compiled import uncompiled
 from ..runtime.versions import versions_text
-from ..trace.compiled import uncompiled
+from ..training.preparation.saving import check_has_state
 from . import background
 from .manifest import REMOVED, Manifest, checkpoints_in, number_of
 from .pretrained import PRETRAINED, pretrained_files

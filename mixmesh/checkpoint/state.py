@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..errors import InputError, PlanError
+from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from ..runtime.optimizers import NUMBERS, params_of
 from ..runtime.shard_tensor import ShardTensor, plain, shard
 from ..runtime.shards import Stored
 from ..runtime.states import check_optimizer_state
-from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import Manifest, TensorEntry
 from .tensor_files import check_dtype
 from .values import decode, encode

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from ..errors import InputError
-from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import (
     BLOCK_BYTES,
     MANIFEST,

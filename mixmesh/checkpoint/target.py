@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import Tensor
 
 from ..errors import InputError
+from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..runtime.saving import SAFETENSORS, SUFFIXES
-from ..trace.dtypes import TORCH_DTYPE
 from .manifest import BLOCK_BYTES, UNFINISHED, sync
 from .ranks import text_of
 from .tensor_files import Part, bytes_of, head_of

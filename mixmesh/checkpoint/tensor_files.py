@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from .manifest import BLOCK_BYTES
 
 # the names that safetensors has for dtypes of program text

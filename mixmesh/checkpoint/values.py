@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from ..frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 
 KINDS = "None, bool, int, float, str, bytes, small tensors, and lists, tuples and dicts of these"
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..base.files import read_text
 from ..errors import InputError
-from ..files import read_text
 from ..runtime.saving import SAFETENSORS as SUFFIX
 from .manifest import checkpoints_in
 from .ranks import text_of

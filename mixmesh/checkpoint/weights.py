@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, MixmeshError, PlanError
+from ..frontend.trace.compiled import uncompiled
+from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..runtime.shard_tensor import ShardTensor
-from ..trace.compiled import uncompiled
-from ..trace.dtypes import TORCH_DTYPE
 from .background import finish
 from .manifest import digest_of
 from .matching import Match, match

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import Infeasible, InputError
-from ..plan_file import Plan
+from ..lang.plan_file import Plan
 from .launch import meet
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ def detect(
     if out is not None and not out.parent.is_dir():
         raise InputError("the cluster file cannot be written", where=str(out), got=f"no folder {out.parent}")
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    from ..detection import detect as find
+    from ..cluster.detection import detect as find
+    from ..measure.testbed import enter_device, leave_device
     from ..runtime.comm import default_device, initialise, leave
-    from ..testbed import enter_device, leave_device
 
     device = default_device()
     initialise(world_size, device, timeout_s=300.0)

@@ -19,7 +19,7 @@ from .prepare import CacheFolder
 from .profile import telling
 
 if TYPE_CHECKING:
-    from ..doctor import Report
+    from ..measure.doctor import Report
 
 
 def doctor(
@@ -50,8 +50,8 @@ def doctor(
     """Say whether ranks can train together: started as the training will be, or alone for this machine."""
     if job is not None and job_option is not None:
         raise InputError("the job is named twice", expected="one of them", got=f"{job}, --job {job_option}")
-    from ..detection.cache import default_folder
-    from ..doctor import Asked, Ground, examine
+    from ..cluster.detection.cache import default_folder
+    from ..measure.doctor import Asked, Ground, examine
 
     asked = Asked(job or job_option, cluster, plan, quick)
     with telling(int(os.environ.get("RANK", "0")), "doctor") as say:

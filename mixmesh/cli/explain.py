@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..check import check_loaded
 from ..cluster import Cluster, presets
 from ..errors import InputError
-from ..ir import Instruction, print_instruction
-from ..plan_file import Plan
+from ..lang.check import check_loaded
+from ..lang.ir import Instruction, print_instruction
+from ..lang.plan_file import Plan
 from .output import Json, print_json, seconds, size, table, working
 from .plan import ProfileFile
 from .show import PlanFile

@@ -111,7 +111,7 @@ def config_files(text: str) -> dict[str, str]:
             raise InputError("the config cannot be read", got=str(error), where=text) from None
     else:
         from ..checkpoint.pretrained import pretrained_files
-        from ..job import load_job
+        from ..frontend.job import load_job
 
         texts = pretrained_files(load_job(text).model)
     if CONFIG_FILES[0] not in texts:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from ..errors import InputError, MixmeshError
-from ..plan_file import Plan
+from ..lang.plan_file import Plan
 
 
 def launched_plan(job: str, path: Path, batch_norm: str | None, timeout_s: float) -> tuple[Plan, int]:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
+from ..base.run_log import CHECKPOINT, OWN, SHARES, START, mark_line, step_line
 from ..errors import InputError
-from ..run_log import CHECKPOINT, OWN, SHARES, START, mark_line, step_line
 from .launch import meet
 from .output import seconds
 
 if TYPE_CHECKING:
-    from ..plan_file import Plan
+    from ..lang.plan_file import Plan
 
 MOST_LAGS = 8  # ranks whose lags stand in a line
 LAST_STEPS = 20  # their median says how fast a training is now

@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
+from ..base.units import seconds_text, size_text
 from ..errors import MixmeshError
-from ..units import seconds_text, size_text
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 

@@ -11,9 +11,9 @@ import typer
 from ..cluster import Cluster
 from ..cost import check_unmeasured
 from ..cost.calls import is_computation
-from ..ir import Program, print_program, regions, stages_of
-from ..plan_file import Plan
-from ..zero import zero_stage
+from ..lang.ir import Program, print_program, regions, stages_of
+from ..lang.plan_file import Plan
+from ..passes.zero import zero_stage
 from .output import Json, print_json, seconds, size, table, working
 
 JobName = Annotated[
@@ -132,8 +132,8 @@ def plan_job(
     check_unmeasured(unmeasured)
     costs = load_profile(profile)
     with working("loading the job") as say:
-        from ..job import load_job, needs_whole_parameters, optimizer_states
-        from ..trace import check_batch_norm, trace
+        from ..frontend.job import load_job, needs_whole_parameters, optimizer_states
+        from ..frontend.trace import check_batch_norm, trace
 
         check_batch_norm(batch_norm)
         loaded = load_job(job, weights=weights)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..job import Job
+from ..frontend.job import Job
 from .output import seconds
 from .profile import telling
 
 if TYPE_CHECKING:
-    from ..preparation import Prepared
+    from ..training.preparation import Prepared
 
 ProfileSeconds = Annotated[
     float,
@@ -52,10 +52,10 @@ def prepared_plan(
     from ..planner import check_planner
 
     check_planner(planner)
-    from ..detection import Cache
-    from ..detection.cache import default_folder
-    from ..job import load_job
-    from ..preparation import Options, prepare_job, same_random_numbers
+    from ..cluster.detection import Cache
+    from ..cluster.detection.cache import default_folder
+    from ..frontend.job import load_job
+    from ..training.preparation import Options, prepare_job, same_random_numbers
 
     with telling(rank, "preparing") as say:
         say("loading the job")

@@ -36,14 +36,14 @@ def profile(
 ) -> None:
     """Measure a job's operators on every device, and the links: under torchrun or inside the testbed."""
     described, rank = on_every_device("profile", job, cluster, out, writes="profile")
-    from ..baselines import data_parallel
     from ..cost import CostModel
-    from ..ir import even_ratio
-    from ..job import load_job
-    from ..profiler import profile as measure
+    from ..frontend.job import load_job
+    from ..frontend.trace import trace
+    from ..lang.ir import even_ratio
+    from ..measure.profiler import profile as measure
+    from ..measure.testbed import enter_device
     from ..runtime.comm import leave
-    from ..testbed import enter_device
-    from ..trace import trace
+    from ..search.baselines import data_parallel
 
     loaded = load_job(job)
     graph = trace(loaded.model, loaded.batch, batch_norm=batch_norm, outputs=loaded.outputs).graph

@@ -11,13 +11,13 @@ import typer
 
 from ..cluster import Cluster
 from ..cost import Profile
-from ..plan_file import Plan
+from ..lang.plan_file import Plan
 from .live import Live
 
 if TYPE_CHECKING:
-    from ..preparation import Prepared
-    from ..rebalance import RunBalancer
-    from ..rebalance.replan import PlanFor
+    from ..training.preparation import Prepared
+    from ..training.rebalance import RunBalancer
+    from ..training.rebalance.replan import PlanFor
 
 Rebalance = Annotated[
     bool,
@@ -46,10 +46,10 @@ def balancer_of(
     plans again on the first rank, in about so many seconds, where a plan of another form may follow."""
     if not is_wanted or plan.program.world_size == 1:
         return None
-    from ..job import optimizer_states
-    from ..rebalance import Replanner, RunBalancer, Solver
+    from ..frontend.job import optimizer_states
     from ..runtime.comm import default_device
     from ..runtime.first_rank import from_first_rank
+    from ..training.rebalance import Replanner, RunBalancer, Solver
 
     if default_device().type != "cpu":
         return None
@@ -87,8 +87,8 @@ def planning_again(
     that this took at the start, as far as it was not kept."""
 
     def plan_for(cluster: Cluster, profile: Profile | None) -> Plan:
-        from ..job import load_job
-        from ..preparation import Options, plan_again, same_random_numbers
+        from ..frontend.job import load_job
+        from ..training.preparation import Options, plan_again, same_random_numbers
 
         with same_random_numbers():
             options = Options(profile_s, planner, batch_norm=batch_norm)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..check import check_loaded
 from ..cost import Profile
 from ..errors import InputError
-from ..plan_file import Plan
+from ..lang.check import check_loaded
+from ..lang.plan_file import Plan
 from .explain import cluster_of
 from .output import Json, print_json
 from .plan import ProfileFile
 
 if TYPE_CHECKING:
-    from ..report import Page
+    from ..explain.report import Page
 
 KINDS = {"Plan": "a plan", "Run": "a training", "Bench": "the results of a bench"}
 
@@ -55,8 +55,8 @@ def report(
     training losses, throughput and what happened; of a bench its figures. One file, which asks no other host
     for anything."""
     from ..api import load_profile
-    from ..report import bench_page, run_page, save_page
-    from ..report.recognise import EXPECTED, recognise
+    from ..explain.report import bench_page, run_page, save_page
+    from ..explain.report.recognise import EXPECTED, recognise
 
     if len(given) > 2:
         raise InputError("a page shows one or two", expected=EXPECTED, got=f"{len(given)} of them")
@@ -110,9 +110,9 @@ def page_of_plans(
     asks_what_if: bool,
 ) -> Page:
     """The page of a plan, or of two side by side."""
-    from ..report import facts_of, plan_page
-    from ..report.measured import read_trace
-    from ..report.pair import differences, side_by_side
+    from ..explain.report import facts_of, plan_page
+    from ..explain.report.measured import read_trace
+    from ..explain.report.pair import differences, side_by_side
 
     if len(clusters) > len(plans):
         raise InputError("more clusters than plans", expected="--cluster once for each plan")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..check import check_plan
+from ..base.run_log import RUN_LOG
 from ..cluster import Cluster
 from ..cost import Profile
 from ..errors import InputError, JobError
-from ..run_log import RUN_LOG
+from ..lang.check import check_plan
 from .checkpoint import (
     CheckpointEvery,
     CheckpointFolder,
@@ -38,9 +38,9 @@ from .weights import InitialWeights, initial_weights
 
 if TYPE_CHECKING:
     from ..checkpoint.run import RunCheckpoints
-    from ..rebalance import OtherPlan, RunBalancer
     from ..runtime.parallel import ParallelModel
     from ..runtime.train import RunReport
+    from ..training.rebalance import OtherPlan, RunBalancer
 
 DEFAULT_STEPS = 10
 
@@ -146,11 +146,11 @@ def run(
             from ..api import simulate as simulate_plan
 
             predicted = simulate_plan(loaded_plan, described, profile=profile, events=True)
-    from ..check import check_program
-    from ..job import batch_size, load_job
+    from ..frontend.job import batch_size, load_job
+    from ..lang.check import check_program
+    from ..measure.testbed import leave_device
     from ..runtime.comm import leave
     from ..runtime.train import train
-    from ..testbed import leave_device
 
     check_program(loaded_plan.program, str(plan or "the plan made at the start"))
     if plan is not None and CLUSTER_VARIABLE in os.environ:
@@ -250,7 +250,7 @@ def found_costs(other: OtherPlan) -> Callable[[], tuple[Cluster | None, Profile 
 
 def starter(live: Live, keeper: RunCheckpoints | None) -> Callable[[], None]:
     """A function that is called before the first step: the log has its start, and the process its device."""
-    from ..testbed import enter_device
+    from ..measure.testbed import enter_device
 
     def start() -> None:
         live.started(0 if keeper is None else keeper.first_step)

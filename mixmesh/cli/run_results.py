@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..base.timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
 from ..cluster import Cluster
 from ..errors import JobError
-from ..plan_file import Plan
-from ..timeline import Comparison, Timeline, compare, save_trace, to_chrome_trace
+from ..lang.plan_file import Plan
 from .output import seconds, size, table
 
 if TYPE_CHECKING:
     from ..checkpoint.run import RunCheckpoints
-    from ..rebalance import RunBalancer
     from ..runtime.train import RunReport
+    from ..training.rebalance import RunBalancer
 
 
 @dataclass(frozen=True)

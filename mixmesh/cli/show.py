@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..check import check_loaded
 from ..cost.micro_steps import costed_micro_step
-from ..ir import print_program, samples_of
-from ..plan_file import Plan, accumulates
+from ..lang.check import check_loaded
+from ..lang.ir import print_program, samples_of
+from ..lang.plan_file import Plan, accumulates
 from ..step import print_step
 from .output import seconds, size
 from .plan import summary

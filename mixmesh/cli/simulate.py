@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from ..api import simulate as simulate_plan
-from ..check import check_loaded
+from ..base.timeline import save_trace, to_chrome_trace
 from ..cluster import Cluster
-from ..plan_file import Plan
-from ..timeline import save_trace, to_chrome_trace
+from ..lang.check import check_loaded
+from ..lang.plan_file import Plan
 from .output import Json, print_json, seconds, size, table
 from .plan import ClusterFile, ProfileFile
 from .show import PlanFile

@@ -23,7 +23,7 @@ def testbed(
     ] = None,
 ) -> None:
     """Make a mixed cluster out of this machine, and run a command on every device of it."""
-    from ..testbed import run
+    from ..measure.testbed import run
 
     described = Cluster.load(cluster)
     environment = {CLUSTER_VARIABLE: str(cluster.resolve())}

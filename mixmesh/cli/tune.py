@@ -14,7 +14,7 @@ from .plan import JobName, PlannerName, ProfileFile, summary
 from .profile import on_every_device, telling
 
 if TYPE_CHECKING:
-    from ..tuning import Trial, Tuned
+    from ..measure.tuning import Trial, Tuned
 
 
 def tune(
@@ -34,10 +34,10 @@ def tune(
     """Try the best plans on the cluster, and keep the fastest: under torchrun or inside the testbed."""
     described_cluster, rank = on_every_device("tune", job, cluster, out, writes="plan")
     from ..api import load_profile
-    from ..job import load_job
+    from ..frontend.job import load_job
+    from ..measure.tuning import tune as run
     from ..planner import check_planner
     from ..runtime.comm import leave
-    from ..tuning import tune as run
 
     check_planner(planner)
     costs = load_profile(profile)
@@ -61,7 +61,7 @@ def tune(
 
 
 def tuned_object(found: Tuned) -> dict[str, Any]:
-    from ..tuning import kind_text, same
+    from ..measure.tuning import kind_text, same
 
     return {
         "planner": found.plan.planner,
@@ -83,7 +83,7 @@ def tuned_object(found: Tuned) -> dict[str, Any]:
 
 
 def trials_table(found: Tuned) -> str:
-    from ..tuning import kind_text, same
+    from ..measure.tuning import kind_text, same
 
     def row(t: Trial) -> tuple[str, ...]:
         spread = f"{seconds(min(t.turns_s))} - {seconds(max(t.turns_s))}" if t.turns_s else "-"

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from ..check import check_plan
 from ..cluster import Cluster
 from ..errors import InputError
-from ..plan_file import Plan
+from ..lang.check import check_plan
+from ..lang.plan_file import Plan
 from .output import Json, print_json, working
 from .plan import BatchNorm, JobName, PlannerName, ProfileFile, plan_job
 
@@ -42,11 +42,11 @@ def verify(
         verified_plan, traced = Plan.load(plan), None
         if cluster is not None:
             check_plan(verified_plan, Cluster.load(cluster), where=str(plan))
-        from ..job import load_job
+        from ..frontend.job import load_job
 
         loaded = load_job(job)
     with working("verifying") as say:
-        from ..verification import verify as run
+        from ..measure.verification import verify as run
 
         report = run(
             loaded.model,

@@ -14,8 +14,8 @@ from .output import Json, print_json, seconds, table, working
 from .plan import ClusterFile, JobName, PlannerName, ProfileFile
 
 if TYPE_CHECKING:
-    from ..job import Job
-    from ..whatif.answers import Answer
+    from ..explain.whatif.answers import Answer
+    from ..frontend.job import Job
 
 MILLION = 1_000_000
 
@@ -42,10 +42,10 @@ def what_if(
 ) -> None:
     """Rank what would change the step most: a device or a machine left out, faster links, another device,
     more memory, twice the batch."""
+    from ..explain.whatif import Change, answers, changes
+    from ..explain.whatif.answers import advice, ranked
+    from ..explain.whatif.changes import KINDS
     from ..planner import check_planner
-    from ..whatif import Change, answers, changes
-    from ..whatif.answers import advice, ranked
-    from ..whatif.changes import KINDS
 
     described = Cluster.load(cluster)
     check_planner(planner)
@@ -71,8 +71,8 @@ def prepared(job: str, planner: str, profile: Path | None) -> tuple[Any, int, An
     """The sources of answers: the traced model for a multiple of the batch, the samples of a batch, the
     planner with the job's optimizer, and the profile."""
     from ..api import load_profile, plan_traced
-    from ..job import batch_size, load_job, needs_whole_parameters, optimizer_states
-    from ..trace import trace
+    from ..frontend.job import batch_size, load_job, needs_whole_parameters, optimizer_states
+    from ..frontend.trace import trace
 
     loaded = load_job(job, weights=False)
     states, whole = optimizer_states(loaded.optimizer), needs_whole_parameters(loaded.optimizer)
@@ -120,7 +120,7 @@ def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
 
 
 def what_if_object(found: list[Answer]) -> dict[str, Any]:
-    from ..whatif.answers import advice
+    from ..explain.whatif.answers import advice
 
     now = found[0]
     rows = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..ir import Instruction, Program, Shard, TensorType
-from ..rules import Call, call_of
+from ..lang.ir import Instruction, Program, Shard, TensorType
+from ..lang.rules import Call, call_of
 
 
 @dataclass(frozen=True, slots=True)

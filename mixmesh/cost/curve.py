@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from ..lazy import lazy
+from ..base.lazy import lazy
 
 AROUND = (0.75, 1.25)
 SMALLEST = 1e-4  # a share that few clusters have devices enough for

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from ..cluster import Cluster
-from ..ir import (
+from ..lang.ir import (
     Cut,
     Instruction,
     Partial,

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir import Program
-from ..ir.packed import packed_sums
-from ..rules import call_of
+from ..lang.ir import Program
+from ..lang.ir.packed import packed_sums
+from ..lang.rules import call_of
 from .calls import is_computation, work_type
 from .exchanges import Exchange, exchange_of, held_share
 from .links import MeasuredCollective

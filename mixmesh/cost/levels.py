@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..cluster import Cluster
-from ..ir import Levels
+from ..lang.ir import Levels
 from .exchanges import Exchange
 from .model import CostModel
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..base.lazy import lazy
 from ..cluster import Cluster
-from ..lazy import lazy
 from .collectives import CollectiveFit, ring_fit
 from .curve import Curve
 

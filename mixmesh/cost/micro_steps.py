@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir import Program, Samples, Shard, micro_step_program
-from ..plan_file import Schedule
+from ..lang.ir import Program, Samples, Shard, micro_step_program
+from ..lang.plan_file import Schedule
 
 Part = Sequence[float | None] | None  # per rank, of its samples; None for a rank, or all, without micro-steps
 MARK = " of a micro-step"  # behind the name of a ratio; no program text has such names

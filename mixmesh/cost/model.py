@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
+from ..base.lazy import lazy
 from ..cluster import Cluster, Device
-from ..ir import Placement
-from ..lazy import lazy
-from ..rules import RULES, Call, PatternMismatch, multiply_adds
+from ..lang.ir import Placement
+from ..lang.rules import RULES, Call, PatternMismatch, multiply_adds
 from . import gpu_memory
 from .collectives import LEVELLED, USUAL, CollectiveFit, ring_fit
 from .curve import ZERO, Curve, affine_curve, issued_curve

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..ir import Instruction, Program, Shard, TensorType
-from ..lazy import lazy
+from ..base.lazy import lazy
+from ..lang.ir import Instruction, Program, Shard, TensorType
 from .calls import Kind, kinds_of
 from .exchanges import Exchange, exchange_of
 

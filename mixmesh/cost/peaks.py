@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 
 from ..cluster import Device
-from ..optimizer_states import OptimizerStates
-from ..rules import Call
+from ..lang.optimizer_states import OptimizerStates
+from ..lang.rules import Call
 from .model import HALF, call_flop, moved_bytes
 
 CONVOLUTIONS = "aten.conv"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 
-from ..ir import (
+from ..base.lazy import lazy
+from ..lang.ir import (
     Cut,
     Instruction,
     Program,
@@ -17,8 +18,7 @@ from ..ir import (
     support,
     wgrad_of,
 )
-from ..lazy import lazy
-from ..rules import call_of
+from ..lang.rules import call_of
 from .curve import ZERO
 from .exchanges import cut_shares, exchange_of
 from .micro_steps import Part, scaled

@@ -15,12 +15,12 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from ..base.files import read_text
 from ..cluster import Cluster, Device
 from ..errors import InputError
-from ..files import read_text
-from ..ir import Placement, Shard, refs
-from ..ir.bounds import MAX_RANKS
-from ..rules import Call
+from ..lang.ir import Placement, Shard, refs
+from ..lang.ir.bounds import MAX_RANKS
+from ..lang.rules import Call
 from .collectives import COLLECTIVES, CollectiveFit
 from .curve import Curve
 from .links import LinkMeasurement, measurement_of_fit

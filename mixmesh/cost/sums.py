@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ir import (
+from ..lang.ir import (
     NEVER,
     Buckets,
     Cell,

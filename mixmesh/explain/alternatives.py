@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..check import check_plan
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
-from ..factors import best_factors
-from ..ir import Instruction, Program
-from ..optimizer_states import ADAM, OptimizerStates
-from ..plan_file import Plan
+from ..lang.check import check_plan
+from ..lang.ir import Instruction, Program
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..lang.plan_file import Plan
+from ..passes.factors import best_factors
 from .changes import collectives_between, differing
 from .explanation import SAME, Alternative, Explanation
 from .judge import Judge, Judged

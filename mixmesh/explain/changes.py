@@ -10,7 +10,7 @@ from ..cost import CostModel
 from ..cost.exchanges import Exchange, exchange_of
 from ..cost.outline import is_factored, is_resharded
 from ..cost.sums import gradient_bytes, gradient_sums
-from ..ir import Instruction, Program, Ref, map_refs
+from ..lang.ir import Instruction, Program, Ref, map_refs
 
 HOW = ("bucket", "algorithm", "gradient_algorithm")  # attributes that follow from the rest
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..ir import Instruction, Program, print_instruction
+from ..lang.ir import Instruction, Program, print_instruction
 from .changes import Collective
 
 SAME = 1e-6  # share of a step: less is rounding

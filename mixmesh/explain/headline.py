@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from ..base.units import plural, seconds_text
 from ..cluster import Cluster
-from ..ir import Shard
-from ..plan_file import Plan
-from ..units import plural, seconds_text
+from ..lang.ir import Shard
+from ..lang.plan_file import Plan
 
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from ..cost import CostModel
 from ..errors import PlanError
-from ..ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads, with_whole_rows
-from ..optimizer_states import OptimizerStates
-from ..placement.split import is_joined
-from ..plan_file import MicroBatch, Plan, accumulates, accumulation
+from ..lang.ir import Program, Replicate, Samples, separable, support, wgrad_of, with_wgrads, with_whole_rows
+from ..lang.optimizer_states import OptimizerStates
+from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
+from ..passes.recomputation import recomputed
 from ..planner.ordered import ordered
 from ..planner.recomputed import fewest
 from ..planner.synced import flat
 from ..planner.task import Proposal, Task
 from ..planner.two_level import recomputed_within
-from ..recomputation import recomputed
+from ..search.placement.split import is_joined
 
 
 @dataclass(frozen=True)

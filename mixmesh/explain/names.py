@@ -6,7 +6,7 @@ import difflib
 import re
 
 from ..errors import InputError
-from ..ir import Graph, Node, Program, nameless
+from ..lang.ir import Graph, Node, Program, nameless
 
 SHOWN = 4
 

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ..check import check_plan
+from ..base.units import seconds_text, size_text
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.calls import is_computation
-from ..ir import (
+from ..lang.check import check_plan
+from ..lang.ir import (
     Instruction,
     Program,
     beside_points,
@@ -21,12 +22,11 @@ from ..ir import (
     support,
     wgrad_of,
 )
-from ..optimizer_states import ADAM, OptimizerStates
-from ..placement.lift import operator_name, ratios_of
-from ..placement.split import is_joined, split
-from ..plan_file import Plan
-from ..units import seconds_text, size_text
-from ..zero import zero_stage
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..lang.plan_file import Plan
+from ..passes.zero import zero_stage
+from ..search.placement.lift import operator_name, ratios_of
+from ..search.placement.split import is_joined, split
 from .changes import collectives
 from .judge import Judge
 from .summary import kinds

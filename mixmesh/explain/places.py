@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable, Iterator
 
-from ..baselines import DATA_PARALLEL, fully_sharded
 from ..cost import CostModel
-from ..ir import Graph, Program, Ratio, support
-from ..optimizer_states import OptimizerStates
+from ..lang.ir import Graph, Program, Ratio, support
+from ..lang.optimizer_states import OptimizerStates
 from ..planner.hap import GRADIENT_PRICES, WEIGHT, most_states
-from ..ratios import with_ratio
-from ..synthesis import Choices, NoProgram, Prices, Problem, emit, search
-from ..synthesis.choices import P, R, code_of
+from ..search.baselines import DATA_PARALLEL, fully_sharded
+from ..search.ratios import with_ratio
+from ..search.synthesis import Choices, NoProgram, Prices, Problem, emit, search
+from ..search.synthesis.choices import P, R, code_of
 from .reasons import why_not
 
 PRICES = (None, *GRADIENT_PRICES)  # for a second of gradient sums; None is data parallelism

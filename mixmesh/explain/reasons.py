@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..errors import MixmeshError
-from ..ir import PARTIAL, Node, Placement, Shard
-from ..rules import PatternMismatch, call_of, strategies
-from ..synthesis import Problem
-from ..synthesis.choices import P, R, code_of
+from ..lang.ir import PARTIAL, Node, Placement, Shard
+from ..lang.rules import PatternMismatch, call_of, strategies
+from ..search.synthesis import Problem
+from ..search.synthesis.choices import P, R, code_of
 
 
 def why_not(problem: Problem, name: str, code: int) -> str:

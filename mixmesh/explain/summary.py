@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..units import seconds_text, size_text
+from ..base.units import seconds_text, size_text
 from .changes import Collective
 from .explanation import SAME, Alternative
 

@@ -15,19 +15,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ..baselines import fully_sharded
+from ..base.lazy import lazy
 from ..cost import CostModel
 from ..errors import InputError
-from ..ir import Program, Ratio, even_ratio, support
-from ..lazy import lazy
-from ..optimizer_states import OptimizerStates
-from ..placement.join import join
-from ..placement.lift import lifted, operator_name, placed_of, ratios_of
-from ..placement.lower import Placed, lower
-from ..placement.split import is_joined, split
+from ..lang.ir import Program, Ratio, even_ratio, support
+from ..lang.optimizer_states import OptimizerStates
+from ..passes.zero import stored_by_owners
 from ..planner.two_level import PRICES
-from ..synthesis.choices import R
-from ..zero import stored_by_owners
+from ..search.baselines import fully_sharded
+from ..search.placement.join import join
+from ..search.placement.lift import lifted, operator_name, placed_of, ratios_of
+from ..search.placement.lower import Placed, lower
+from ..search.placement.split import is_joined, split
+from ..search.synthesis.choices import R
 from .names import find_tensor, in_all_layers
 from .places import Place, held_as
 from .reasons import placement_text

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..base.units import size_text
 from ..cost.calls import is_computation
 from ..cost.exchanges import exchange_of
 from ..cost.placed import Sheet
 from ..errors import Infeasible
-from ..ir import Graph, Program, local_bytes, local_shape
-from ..job import ELEMENTWISE
-from ..rules import RULES
-from ..units import size_text
+from ..frontend.job import ELEMENTWISE
+from ..lang.ir import Graph, Program, local_bytes, local_shape
+from ..lang.rules import RULES
 from .task import Proposal, Task
 
 

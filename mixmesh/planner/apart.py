@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from ..ir import Program, beside_points, separable, with_wgrads
-from ..zero import with_owners, zero_stage
+from ..lang.ir import Program, beside_points, separable, with_wgrads
+from ..passes.zero import with_owners, zero_stage
 from .synced import owned_runs
 from .task import SMALL_INSTRUCTIONS, Proposal, Task
 

@@ -4,9 +4,9 @@ A program that fits in memory only with regions of its own keeps those."""
 
 from __future__ import annotations
 
-from ..ir import Program, regions, with_regions
-from ..ir.recompute import updated_buffers
-from ..recomputation import can_run_again
+from ..lang.ir import Program, regions, with_regions
+from ..lang.ir.recompute import updated_buffers
+from ..passes.recomputation import can_run_again
 from .task import Proposal, Task
 
 

@@ -6,7 +6,7 @@ of the same kind says little, and one of the best of another kind may show what 
 
 from __future__ import annotations
 
-from ..buckets import bucketings, numbered
+from ..passes.buckets import bucketings, numbered
 from .task import BASELINES, Proposal, Task
 
 WITHIN = 1.3  # times the chosen one's predicted step; slower ones are left out, but the best baseline

@@ -7,16 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..baselines import fully_sharded
+from ..base.lazy import lazy
 from ..cost.placed import supports
-from ..factors import best_factors, most_saved_s
-from ..ir import PARTIAL, Program, Ratio, Shard, regions, support
-from ..lazy import lazy
-from ..ratios import with_ratio
-from ..recomputation import recomputed
+from ..lang.ir import PARTIAL, Program, Ratio, Shard, regions, support
+from ..passes.factors import best_factors, most_saved_s
+from ..passes.recomputation import recomputed
+from ..search.baselines import fully_sharded
+from ..search.ratios import with_ratio
+from ..search.synthesis import Found, NoProgram, Prices, Problem, search
+from ..search.synthesis.choices import code_of
 from ..simulator import Simulation
-from ..synthesis import Found, NoProgram, Prices, Problem, search
-from ..synthesis.choices import code_of
 from .device_sets import device_sets, least_parallel_s, sets_in_need
 from .polish import polish
 from .recomputed import fewest

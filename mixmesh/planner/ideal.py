@@ -29,13 +29,13 @@ from collections.abc import Sequence
 import highspy
 import numpy as np
 
+from ..base.solver import quiet_solver
 from ..cost import CostModel
 from ..cost.peaks import peak_op_s, peak_optimizer_s
-from ..ir import Node
-from ..optimizer_states import ADAM, OptimizerStates
-from ..rules import Call, call_of
-from ..solver import quiet_solver
-from ..synthesis import Choices
+from ..lang.ir import Node
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..lang.rules import Call, call_of
+from ..search.synthesis import Choices
 
 DIGITS = 4  # to which the devices' relative seconds agree of operators that are one for the prices
 

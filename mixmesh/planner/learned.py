@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from ..errors import InputError
-from ..ratios import with_ratio
+from ..search.ratios import with_ratio
 from .placed import JUDGED, cuts, judged
 from .polish import polish
 from .spaces import space_of
@@ -23,11 +23,11 @@ def tag(task: Task) -> Iterator[Proposal]:
     need_torch_geometric("tag")
     if task.world_size == 1:
         return  # there is one way to place anything
-    from ..policies.features import Facts
-    from ..policies.mcts import Tree
-    from ..policies.seeds import judged_seeds
-    from ..policies.settings import own_settings
-    from ..policies.tag import TagPriors, load
+    from ..search.learned.features import Facts
+    from ..search.learned.mcts import Tree
+    from ..search.learned.seeds import judged_seeds
+    from ..search.learned.settings import own_settings
+    from ..search.learned.tag import TagPriors, load
 
     evaluate = evaluator(task, "partition")
     with task.timed("placement"), own_settings():
@@ -42,9 +42,9 @@ def heterog(task: Task) -> Iterator[Proposal]:
     need_torch_geometric("heterog")
     if task.world_size == 1:
         return
-    from ..policies.features import Facts
-    from ..policies.heterog import Training
-    from ..policies.settings import own_settings
+    from ..search.learned.features import Facts
+    from ..search.learned.heterog import Training
+    from ..search.learned.settings import own_settings
 
     evaluate = evaluator(task, "centres")
     with task.timed("placement"), own_settings():
@@ -54,7 +54,7 @@ def heterog(task: Task) -> Iterator[Proposal]:
 
 
 def evaluator(task: Task, method: str):
-    from ..policies.evaluate import Evaluator, estimated
+    from ..search.learned.evaluate import Evaluator, estimated
 
     space = space_of(task, method)
     judge = estimated(space, task.optimizer_states, HEADROOM)
@@ -64,8 +64,8 @@ def evaluator(task: Task, method: str):
 def best_of(task: Task, planner: str, evaluate, count: int = JUDGED) -> Iterator[Proposal]:
     """The best strategies of a search, and data parallelism whatever the estimate says of it; the best of
     those in which all groups run alike with the shares of the LP too."""
-    from ..policies.evaluate import placed_of
-    from ..policies.seeds import data_parallel
+    from ..search.learned.evaluate import placed_of
+    from ..search.learned.seeds import data_parallel
 
     everyone = [placed_of(strategy) for strategy in data_parallel(evaluate.space)]
     plain = [strategy for strategy in everyone if all(p.sync == "allreduce" for p in strategy)]

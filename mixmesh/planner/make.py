@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
-from ..algorithms import with_algorithms
 from ..cluster import Cluster
 from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
-from ..ir import Graph, Returned, regions, without_needless_names
-from ..optimizer_states import ADAM, OptimizerStates
-from ..plan_devices import planned_devices
-from ..plan_file import Candidate, Plan
+from ..lang.ir import Graph, Returned, regions, without_needless_names
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..lang.plan_devices import planned_devices
+from ..lang.plan_file import Candidate, Plan
+from ..passes.algorithms import with_algorithms
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
 from .checkpointed import checkpointed
@@ -80,7 +80,7 @@ COLLECTED_AFTER = 1_000_000  # new objects; planning makes many, all of them nee
 
 
 class Traced(Protocol):
-    """A traced model: what ``mixmesh.trace.trace`` returns."""
+    """A traced model: what ``mixmesh.frontend.trace.trace`` returns."""
 
     @property
     def graph(self) -> Graph: ...

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..check import check_program
 from ..errors import PlanError, VerificationError
-from ..plan_file import Plan, accumulation
+from ..lang.check import check_program
+from ..lang.plan_file import Plan, accumulation
 from .task import Proposal
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..buckets import merged
-from ..ir import Program, regions
-from ..order import (
+from ..lang.ir import Program, regions
+from ..passes.buckets import merged
+from ..passes.order import (
     GAIN,
     coalesced,
     in_runs,

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..plan_file import PassResult
+from ..lang.plan_file import PassResult
 from .apart import apart
 from .ordered import ordered
 from .synced import flat, synced, without_needless_directness

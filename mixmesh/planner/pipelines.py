@@ -18,12 +18,12 @@ from itertools import accumulate, islice, permutations
 
 import numpy as np
 
+from ..base.lazy import lazy
 from ..cost.exchanges import Exchange, sent_between
 from ..errors import PlanError
-from ..ir import make_ratio, samples_of, shard_sizes, with_whole_rows
-from ..lazy import lazy
-from ..placement import Placed, Space
-from ..plan_file import MicroBatch
+from ..lang.ir import make_ratio, samples_of, shard_sizes, with_whole_rows
+from ..lang.plan_file import MicroBatch
+from ..search.placement import Placed, Space
 from .spaces import space_of
 from .task import Proposal, Task
 

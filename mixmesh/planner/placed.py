@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ..ir import make_ratio, support
-from ..placement import Action, Estimate, Estimator, Placed, Space
+from ..lang.ir import make_ratio, support
+from ..search.placement import Action, Estimate, Estimator, Placed, Space
 from ..simulator import Timeline, simulate
 from .pipelines import pipelines
 from .polish import whole_counts

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..ir import Program, Ratio, make_ratio, shard_sizes, support
-from ..ratios import with_ratio
+from ..lang.ir import Program, Ratio, make_ratio, shard_sizes, support
+from ..search.ratios import with_ratio
 from .task import Proposal, Task
 
 MAX_POLISH = 64

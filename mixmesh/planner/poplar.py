@@ -23,13 +23,13 @@ from itertools import product
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
-from ..ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
-from ..placement.lower import even_over
-from ..plan_file import MicroBatch
-from ..ratios import with_ratio
-from ..recomputation import recomputed
+from ..lang.ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
+from ..lang.plan_file import MicroBatch
+from ..passes.recomputation import recomputed
+from ..passes.zero import Allocation, allocate, with_stage
+from ..search.placement.lower import even_over
+from ..search.ratios import with_ratio
 from ..simulator import Simulation
-from ..zero import Allocation, allocate, with_stage
 from .device_sets import device_sets, sets_in_need
 from .recomputed import fewest
 from .room import Room

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..errors import InputError
-from ..order import separated
-from ..ratios import with_ratio
-from ..synthesis import prove
+from ..passes.order import separated
+from ..search.ratios import with_ratio
+from ..search.synthesis import prove
 from .hap import shape_of
 from .polish import polish
 from .task import Proposal, Task

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..ir import regions, with_regions
+from ..lang.ir import regions, with_regions
 from .task import Proposal, Task
 
 

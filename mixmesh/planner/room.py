@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import is_marked
-from ..ir import Program, Ratio, make_ratio
+from ..lang.ir import Program, Ratio, make_ratio
 from .task import Task
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..cost.exchanges import Exchange, sent_between
-from ..ir import Ratio, make_ratio
-from ..placement import Placed, Space
-from ..zero import with_owners
+from ..lang.ir import Ratio, make_ratio
+from ..passes.zero import with_owners
+from ..search.placement import Placed, Space
 from .hap import synthesised
 from .placed import judged
 from .polish import whole_counts

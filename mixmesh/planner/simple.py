@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..baselines import device_seconds, fully_sharded, only, tensor_parallel
-from ..ir import even_ratio
+from ..lang.ir import even_ratio
+from ..search.baselines import device_seconds, fully_sharded, only, tensor_parallel
 from .task import Proposal, Task
 
 

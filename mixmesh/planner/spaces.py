@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..placement import Space, make_grouping
-from ..placement.groups import NUM_GROUPS
+from ..search.placement import Space, make_grouping
+from ..search.placement.groups import NUM_GROUPS
 from .task import Task
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..buckets import with_buckets
 from ..cost.sums import gradient_sums
-from ..ir import Program
-from ..sync import best_run, best_sync
-from ..zero import zero_stage
+from ..lang.ir import Program
+from ..passes.buckets import with_buckets
+from ..passes.sync import best_run, best_sync
+from ..passes.zero import zero_stage
 from .task import SMALL_INSTRUCTIONS, Proposal, Task
 
 # share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..baselines import data_parallel, device_seconds, ratio_of_speeds
-from ..buckets import bucketings, numbered
+from ..base.lazy import lazy
 from ..cost import CostModel
 from ..cost.direct import best_direct_bytes
 from ..cost.levels import best_levels
 from ..cost.placed import supports
 from ..errors import Infeasible
-from ..ir import (
+from ..lang.ir import (
     Buckets,
     Graph,
     Levels,
@@ -33,16 +32,17 @@ from ..ir import (
     support,
     wgrad_of,
 )
-from ..ir.dtypes import dtype_conflicts, half_dtypes
-from ..ir.local_norms import LOCAL
-from ..lazy import lazy
-from ..optimizer_states import OptimizerStates
-from ..order import coalesced, levels_of_sums, most_saved_s
-from ..ratios import optimal_ratio, usable_bytes, with_ratio
-from ..rules import RULES, Units
+from ..lang.ir.dtypes import dtype_conflicts, half_dtypes
+from ..lang.ir.local_norms import LOCAL
+from ..lang.optimizer_states import OptimizerStates
+from ..lang.rules import RULES, Units
+from ..passes.buckets import bucketings, numbered
+from ..passes.order import coalesced, levels_of_sums, most_saved_s
+from ..passes.zero import zero_stage
+from ..search.baselines import data_parallel, device_seconds, ratio_of_speeds
+from ..search.ratios import optimal_ratio, usable_bytes, with_ratio
+from ..search.synthesis import Choices, Found, Problem, emit
 from ..simulator import MicroBatches, Simulation, Timeline
-from ..synthesis import Choices, Found, Problem, emit
-from ..zero import zero_stage
 from .ideal import ideal_s, seconds_by_class
 from .tried import Tried
 

@@ -15,15 +15,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import log
 
-from ..baselines import TENSOR_PARALLEL, fully_sharded, only
-from ..buckets import with_buckets
 from ..cost.exchanges import Exchange
-from ..ir import Program, make_ratio, regions, support
-from ..placement.join import Set, join
-from ..placement.part import NotDivisible, Part, part_of
-from ..placement.split import split
-from ..ratios import usable_bytes, with_ratio
-from ..recomputation import recomputed
+from ..lang.ir import Program, make_ratio, regions, support
+from ..passes.buckets import with_buckets
+from ..passes.recomputation import recomputed
+from ..search.baselines import TENSOR_PARALLEL, fully_sharded, only
+from ..search.placement.join import Set, join
+from ..search.placement.part import NotDivisible, Part, part_of
+from ..search.placement.split import split
+from ..search.ratios import usable_bytes, with_ratio
 from ..simulator import Timeline
 from .device_sets import busiest_link_s
 from .hap import LOST, SPARE, Synthesis

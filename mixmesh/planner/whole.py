@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..ir import Graph, Node, Program, Replicate, Shard, TensorType
-from ..rules import RULES, Call, Strategy, call_of, strategies
+from ..lang.ir import Graph, Node, Program, Replicate, Shard, TensorType
+from ..lang.rules import RULES, Call, Strategy, call_of, strategies
 
 SampleDims = dict[str, int]  # value -> the dim that counts samples
 

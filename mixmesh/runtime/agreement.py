@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import CollectiveError, InputError, PlanError
-from ..ir import Program, Shard, print_program
+from ..lang.ir import Program, Shard, print_program
 from .versions import versions_text
 
 Facts = dict[str, str]  # by what it is of, a value short enough to be shown

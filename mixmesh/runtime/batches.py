@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ir import Instruction, Program, Shard
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import Instruction, Program, Shard
 from .executor import local_piece
 from .layout import layout
 

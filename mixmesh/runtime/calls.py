@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import InputError
-from ..ir import Program
-from ..trace.capture import TENSOR, describe_argument, key_text
-from ..trace.words import WORDS, is_words
+from ..frontend.trace.capture import TENSOR, describe_argument, key_text
+from ..frontend.trace.words import WORDS, is_words
+from ..lang.ir import Program
 from .batches import program_inputs
 
 Parameter = inspect.Parameter

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, PlanError
-from ..ir import Instruction, Program, print_instruction
+from ..lang.ir import Instruction, Program, print_instruction
 from .accelerator import indexed, take
 from .agreement import Facts, batch_disagreement
 from .launch_store import connect_store, is_of_launcher

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from ..errors import InputError
-from ..ir import Instruction, Program, Shard
-from ..plan_file import Plan
+from ..lang.ir import Instruction, Program, Shard
+from ..lang.plan_file import Plan
 from .accelerator import indexed
 from .batches import batch_dim_input, local_input, program_inputs
 from .calls import Signature, signature_of

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..catalogue import CATALOGUE, catalogue_row
+from ..base.units import size_text
+from ..cluster.catalogue import CATALOGUE, catalogue_row
 from ..errors import PlanError
-from ..plan_devices import PlannedDevice
-from ..units import size_text
+from ..lang.plan_devices import PlannedDevice
 
 # share of a card's nominal memory that the driver and ECC keep, as the catalogue's own comparison allows
 MEMORY_TOLERANCE = 0.12

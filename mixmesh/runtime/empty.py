@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..ir import NOT_DIFFERENTIABLE, Arg, Partial, Shard
-from ..rules import RULES, LocalCall
+from ..lang.ir import NOT_DIFFERENTIABLE, Arg, Partial, Shard
+from ..lang.rules import RULES, LocalCall
 
 LocalOp = Callable[..., tuple[torch.Tensor | None, ...]]
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import (
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import (
     Instruction,
     Program,
     Replicate,
@@ -29,9 +30,8 @@ from ..ir import (
     regions,
     wgrad_of,
 )
-from ..ir.dtypes import on_rank
-from ..ir.samples import draws_numbers
-from ..trace.dtypes import TORCH_DTYPE
+from ..lang.ir.dtypes import on_rank
+from ..lang.ir.samples import draws_numbers
 from .comm import Comm
 from .gradients import wait_now
 from .inspection import Inspector

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..cost.sums import BUCKET_CAP_BYTES, IN_FLIGHT_BYTES, gradient_sums
-from ..ir import Cell, Parts, Program
+from ..lang.ir import Cell, Parts, Program
 from .collectives import Handle, all_reduce, reduce_scatter
 from .comm import Channel, Comm
 from .levels import ByLevels

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..trace.autocast import Autocast, autocast_now, autocast_text
+from ..frontend.trace.autocast import Autocast, autocast_now, autocast_text
 from .shard_numbers import Off
 
 AGAIN = "plan again with the model as it is now, and parallelize that"

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import InputError
-from ..trace.hooks import FORWARD, GRADIENT_HINT, OF_MODULES, OF_PARAMETERS, place_of_hook
+from ..frontend.trace.hooks import FORWARD, GRADIENT_HINT, OF_MODULES, OF_PARAMETERS, place_of_hook
 
 
 class HookWatch:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ir import PARTIAL, REPLICATE, Program, Shard
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import PARTIAL, REPLICATE, Program, Shard
 from .batches import program_inputs
 from .comm import Comm
 from .layout import Layout, layout

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ir import Instruction
+from ..lang.ir import Instruction
 from .random import RandomPolicy
 
 Place = tuple[int, str]  # the micro-step, and the name of a value

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import (
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import (
     Instruction,
     Partial,
     Program,
@@ -26,8 +27,7 @@ from ..ir import (
     region_of,
     shard_sizes,
 )
-from ..ir.dtypes import on_rank
-from ..trace.dtypes import TORCH_DTYPE
+from ..lang.ir.dtypes import on_rank
 from .local import local_op
 from .random import RandomPolicy
 from .recompute import Region, Step

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..ir import Program, Samples, micro_step_program, once_program, outputs_of, samples_of
-from ..plan_file import MicroBatch, Schedule, accumulates, schedule
+from ..lang.ir import Program, Samples, micro_step_program, once_program, outputs_of, samples_of
+from ..lang.plan_file import MicroBatch, Schedule, accumulates, schedule
 from .interpret import Outcome, interpret
 from .random import RandomPolicy
 from .window import Window

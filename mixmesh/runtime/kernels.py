@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
-from ..ir.samples import DRAWS
-from ..operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
-from ..rules import MEANS, LocalCall, mean_share
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import Instruction, Program, Shard, TensorType, shard_offsets, shard_sizes
+from ..lang.ir.samples import DRAWS
+from ..lang.operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
+from ..lang.rules import MEANS, LocalCall, mean_share
 from .random import RandomPolicy
 from .window import Window
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..cost.outline import purpose_of
-from ..ir import (
+from ..lang.ir import (
     PARTIAL,
     REPLICATE,
     Partial,

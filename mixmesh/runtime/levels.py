@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ir import Parts, leaders
+from ..lang.ir import Parts, leaders
 from .comm import Comm
 from .layout import BETWEEN, DOWN, UP
 from .works import Stage, StagedWork, queue_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ir import Program
+from ..lang.ir import Program
 from .collectives import Handle, broadcast, done, then
 from .comm import Comm
 

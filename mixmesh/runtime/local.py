@@ -12,11 +12,11 @@ from functools import cache
 
 import torch
 
-from ..ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
-from ..ir.samples import draws_numbers
-from ..rules import RULES, LocalCall, call_of
-from ..trace.dtypes import TORCH_DTYPE
-from ..trace.schema import overload
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.schema import overload
+from ..lang.ir import Arg, DType, Instruction, Program, Ref, Shard, TensorType, map_refs, shard_sizes
+from ..lang.ir.samples import draws_numbers
+from ..lang.rules import RULES, LocalCall, call_of
 from .empty import empty_op, is_empty
 from .kernels import KERNELS, Site, seeded_kernel
 from .random import RandomPolicy

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ir import Program
-from ..timeline import LOSS_SUM
+from ..base.timeline import LOSS_SUM
+from ..lang.ir import Program
 from .collectives import Handle, all_reduce, done, then
 from .comm import Comm
 from .listeners import Listeners

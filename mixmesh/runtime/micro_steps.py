@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import (
+from ..lang.ir import (
     Program,
     Samples,
     Shard,
     micro_step_program,
     once_program,
 )
-from ..plan_file import Plan, accumulation, schedule
+from ..lang.plan_file import Plan, accumulation, schedule
 from .gradients import GradientReducer, Sums
 from .pipeline import Stage
 

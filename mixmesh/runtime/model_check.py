@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from ..errors import MixmeshError, PlanError
-from ..ir import Graph, Node, Program, outputs_of
-from ..ir.graph import map_refs
-from ..plan_file import Plan
-from ..trace import TORCH_DTYPE, trace
-from ..trace.outputs import first_part
+from ..frontend.trace import TORCH_DTYPE, trace
+from ..frontend.trace.outputs import first_part
+from ..lang.ir import Graph, Node, Program, outputs_of
+from ..lang.ir.graph import map_refs
+from ..lang.plan_file import Plan
 from .batches import program_inputs
 from .calls import Calls
 from .comm import Comm

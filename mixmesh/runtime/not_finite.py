@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..ir import Instruction, Program, print_instruction
+from ..lang.ir import Instruction, Program, print_instruction
 from .first_rank import everyones
 from .inspection import Counts, Inspector, Place
 from .parallel_model import ParallelModel

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import InputError
-from ..ir import REPLICATE
-from ..job import ELEMENTWISE, check_supported, is_elementwise
+from ..frontend.job import ELEMENTWISE, check_supported, is_elementwise
+from ..lang.ir import REPLICATE
 from .comm import Comm
 from .layout import Layout
 from .shard_tensor import ShardTensor, shard

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, optim
 
 from ..errors import InputError, PlanError
-from ..job import can_be_fused, is_elementwise
+from ..frontend.job import can_be_fused, is_elementwise
 from .comm import Comm
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain, shard

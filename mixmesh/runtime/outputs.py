@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ir import (
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.outputs import first_part
+from ..lang.ir import (
     REPLICATE,
     Instruction,
     Program,
@@ -26,8 +28,6 @@ from ..ir import (
     outputs_of,
     shown_rows,
 )
-from ..trace.dtypes import TORCH_DTYPE
-from ..trace.outputs import first_part
 from .comm import Comm
 from .layout import Layout
 from .shards import Stored

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..errors import PlanError
-from ..ir import Program, Returned, Shard, has_gradient, outputs_of
-from ..trace.outputs import NOTHING
+from ..frontend.trace.outputs import NOTHING
+from ..lang.ir import Program, Returned, Shard, has_gradient, outputs_of
 from .agreement import facts_of_values
 from .comm import Comm
 from .outputs import Kept, Output, trees

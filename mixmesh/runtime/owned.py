@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cost.sums import IN_FLIGHT_BYTES
-from ..ir import Parts
+from ..lang.ir import Parts
 from .collectives import Handle, all_gather
 from .comm import Channel, Comm
 from .layout import Layout

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ir import Parts, Program
-from ..plan_file import accumulation
-from ..trace.compiled import uncompiled
-from ..trace.dtypes import TORCH_DTYPE
-from ..trace.hooks import check_gradient_hooks
+from ..frontend.trace.compiled import uncompiled
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.hooks import check_gradient_hooks
+from ..lang.ir import Parts, Program
+from ..lang.plan_file import accumulation
 from . import optimizers
 from .allocator import HeapLimit, steady_heap, trim_heap
 from .calls import Calls

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ir import Program
-from ..timeline import bucket_name, parameters_name
-from ..trace.autocast import no_autocast
-from ..trace.compiled import never_compiled, warn_if_compiled
+from ..base.timeline import bucket_name, parameters_name
+from ..frontend.trace.autocast import no_autocast
+from ..frontend.trace.compiled import never_compiled, warn_if_compiled
+from ..lang.ir import Program
 from .agreement import COMPARED_STEPS, facts_of_batch
 from .batches import local_inputs
 from .collectives import Handle

@@ -11,8 +11,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from ..ir import Program
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import Program
 from .allocator import HeapLimit
 from .calls import Calls
 from .collectives import Handle

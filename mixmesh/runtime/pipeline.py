@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..ir import Instruction, Program, Samples, micro_step_program, passes_of, transfers_of
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import Instruction, Program, Samples, micro_step_program, passes_of, transfers_of
 from . import collectives
 from .batches import local_input, program_inputs
 from .collectives import Handle

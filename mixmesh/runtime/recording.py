@@ -20,9 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.timeline import (
+    Event,
+    Timeline,
+    communication_s,
+    durations,
+    gradient_name,
+    repeated_name,
+    wgrad_name,
+)
 from ..cost.exchanges import DUAL_COLLECTIVE
-from ..ir import Instruction
-from ..timeline import Event, Timeline, communication_s, durations, gradient_name, repeated_name, wgrad_name
+from ..lang.ir import Instruction
 from .accelerator import synchronize
 from .comm import Channel, Comm
 from .first_rank import everyones

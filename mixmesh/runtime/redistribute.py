@@ -27,11 +27,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..base.lazy import lazy
 from ..cost.outline import purpose_of
 from ..errors import MixmeshError
-from ..ir import Instruction, Partial, Program
-from ..lazy import lazy
-from ..trace.dtypes import TORCH_DTYPE
+from ..frontend.trace.dtypes import TORCH_DTYPE
+from ..lang.ir import Instruction, Partial, Program
 from . import collectives
 from .collectives import Handle, done, then
 from .comm import Comm

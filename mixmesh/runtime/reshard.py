@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ir import Program, Shard, release_points
+from ..lang.ir import Program, Shard, release_points
 from .collectives import Handle
 from .redistribute import Redistribution
 

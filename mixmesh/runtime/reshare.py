@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn, optim
 
 from ..errors import InputError, MixmeshError, PlanError
-from ..ir import Program, owned_type, support
-from ..job import is_elementwise
-from ..plan_file import Plan, accumulation
+from ..frontend.job import is_elementwise
+from ..lang.ir import Program, owned_type, support
+from ..lang.plan_file import Plan, accumulation
 from .allocator import trim_heap
 from .comm import Comm
 from .first_rank import everyones

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import MixmeshError
-from ..ir import Instruction, Program, Replicate, Shard, print_instruction
+from ..lang.ir import Instruction, Program, Replicate, Shard, print_instruction
 from .collectives import Handle, all_gather, then
 from .comm import Channel, Comm
 from .layout import Layout, layout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..trace.compiled import is_within_compiled
+from ..frontend.trace.compiled import is_within_compiled
 from .comm import Comm
 from .shards import Stored
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PlanError
-from ..ir import REPLICATE, Instruction, Program, Shard, batch_norm_of, owned_type
-from ..ir.local_norms import LOCAL
-from ..trace.dtypes import DTYPE_NAME
+from ..frontend.trace.dtypes import DTYPE_NAME
+from ..lang.ir import REPLICATE, Instruction, Program, Shard, batch_norm_of, owned_type
+from ..lang.ir.local_norms import LOCAL
 from .collectives import broadcast, flat_bytes
 from .comm import Comm
 from .executor import local_piece

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..trace.compiled import DYNAMO
+from ..frontend.trace.compiled import DYNAMO
 
 WHOLE_HINT = "with model.whole() as m: ...  # the original's class with whole weights, on every rank"
 # instance attributes that every module has for itself, or that would run the original

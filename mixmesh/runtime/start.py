@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..ir import Program
-from ..plan_devices import PlannedDevice
+from ..lang.ir import Program
+from ..lang.plan_devices import PlannedDevice
 from .accelerator import indexed
 from .agreement import Facts, check_facts, disagreement, facts_of_model, facts_of_start
 from .comm import LEAST_S, RANK_VARIABLES, default_device, initialise

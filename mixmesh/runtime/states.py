@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, optim
 
 from ..errors import PlanError
-from ..job import is_elementwise
+from ..frontend.job import is_elementwise
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor
 from .shards import Stored

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..ir import REPLICATE, Program, owned_type, stage_of
+from ..lang.ir import REPLICATE, Program, owned_type, stage_of
 from .comm import Comm
 from .layout import Layout
 from .original import TakenOver

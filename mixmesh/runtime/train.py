@@ -19,10 +19,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from ..base.files import PACKAGE
+from ..base.timeline import Timeline
 from ..errors import CollectiveError, JobError, MixmeshError
-from ..ir import Program
-from ..plan_file import Plan
-from ..timeline import Timeline
+from ..lang.ir import Program
+from ..lang.plan_file import Plan
 from .accelerator import peak_held_bytes
 from .agreement import COMPARED_STEPS
 from .comm import Comm
@@ -36,7 +37,6 @@ from .taking_part import taking_part
 from .verdicts import END_OF_DATA
 
 WARMUP_STEPS = 2  # not counted in the median: allocators and connections fill
-HERE = Path(__file__).parent.parent
 RECORDED_STEPS = 3  # after the warm-up
 OF_WORKER = "in DataLoader worker process"  # as PyTorch begins the error of a worker, with its traceback
 FRAME = re.compile(r'File "([^"]+)", line ([0-9]+), in .*\n\s*(.*)')
@@ -143,7 +143,7 @@ def place_of(error: Exception) -> str:
     frames = [(f.filename, f.lineno, f.line) for f in traceback.extract_tb(error.__traceback__)]
     if OF_WORKER in str(error):
         frames = FRAME.findall(str(error)) or frames
-    own = [f for f in frames if "site-packages" not in f[0] and not f[0].startswith(str(HERE))]
+    own = [f for f in frames if "site-packages" not in f[0] and not f[0].startswith(str(PACKAGE))]
     file, number, line = (own or frames)[-1]
     return f"{file}:{number}, {line}"
 

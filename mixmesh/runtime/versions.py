@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-PACKAGE = Path(__file__).parents[1]
+from ..base.files import PACKAGE
 
 
 @cache

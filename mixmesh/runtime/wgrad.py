@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, wgrad_of
-from ..rules import RULES, LocalCall
+from ..lang.ir import Instruction, wgrad_of
+from ..lang.rules import RULES, LocalCall
 from .gradients import add
 
 LocalOp = Callable[..., tuple[Tensor]]

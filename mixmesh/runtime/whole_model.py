@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..trace.compiled import uncompiled
+from ..frontend.trace.compiled import uncompiled
 from .comm import Comm
 from .original import TakenOver, give_back, take_over
 from .shard_numbers import Off

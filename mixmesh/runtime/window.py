@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ir import Instruction, Program, Samples, TensorType, local_kind
+from ..lang.ir import Instruction, Program, Samples, TensorType, local_kind
 from .random import RandomPolicy
 
 

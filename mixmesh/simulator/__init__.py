@@ -29,7 +29,7 @@ link that gets faster can make the predicted step longer. That decides what is a
   compute nothing are told it by one of the others, which waits for none of them: that takes no time here.
 """
 
-from ..timeline import Timeline
+from ..base.timeline import Timeline
 from .simulation import Simulation, simulate
 from .values import MicroBatches
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..base.timeline import Timeline
 from ..cost.memory import BEFORE
-from ..timeline import Timeline
 
 Moments = Sequence[tuple[str, int]]  # the event that a moment belongs to, and bytes
 

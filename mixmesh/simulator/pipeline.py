@@ -16,12 +16,12 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..base.timeline import LOSS_SUM, gradient_name
 from ..cost.exchanges import Exchange
 from ..cost.unmeasured import BLOCKING_SENDS
-from ..ir import passes_of, transfers_of
-from ..ir.samples import Samples
+from ..lang.ir import passes_of, transfers_of
+from ..lang.ir.samples import Samples
 from ..step import AT_THE_END, Compute, Ready
-from ..timeline import LOSS_SUM, gradient_name
 from .run import Run
 from .sums import Sums
 from .timed import Parts, TimedPass

@@ -8,12 +8,12 @@ from operator import add
 
 import numpy as np
 
+from ..base.lazy import lazy
+from ..base.timeline import ACCUMULATION, LOSS_SUM, Event
 from ..cost.micro_steps import Pass
 from ..cost.sums import IN_FLIGHT_BYTES
-from ..ir import Program
-from ..lazy import lazy
+from ..lang.ir import Program
 from ..step import AT_THE_END, Alike, Await, Compute, Ready, Start
-from ..timeline import ACCUMULATION, LOSS_SUM, Event
 from .sums import Sums
 from .timed import Parts, TimedPass
 from .values import Call, Seconds

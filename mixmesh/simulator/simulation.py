@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..base.lazy import lazy
+from ..base.timeline import Timeline
 from ..cost import CostModel
 from ..cost.exchanges import Exchange, cut_shares
 from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
 from ..cost.placed import Sheet
 from ..cost.sums import gradient_bytes, summed
-from ..ir import Buckets, Program, once_program, samples_of, support
-from ..lazy import lazy
-from ..optimizer_states import ADAM, OptimizerStates
-from ..plan_file import Schedule, accumulates, schedule
+from ..lang.ir import Buckets, Program, once_program, samples_of, support
+from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..lang.plan_file import Schedule, accumulates, schedule
 from ..step import Alike, Step, membership, step_of
 from ..step.order import forward_pass
-from ..timeline import Timeline
 from .channels import Channels
 from .pipeline import Pipeline
 from .run import Run

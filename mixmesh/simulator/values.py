@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..cost.exchanges import Exchange
-from ..plan_file import MicroBatch
+from ..lang.plan_file import MicroBatch
 
 MicroBatches = tuple[MicroBatch, ...] | None  # per rank; None, or one each, is a step without micro-steps
 Seconds = Sequence[Sequence[float]]  # by work and kind of rank

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..base.lazy import lazy
+from ..base.timeline import gradient_name, product_name, repeated_name, wgrad_name
 from ..cost.exchanges import Exchange
-from ..ir import Program
-from ..lazy import lazy
-from ..timeline import gradient_name, product_name, repeated_name, wgrad_name
+from ..lang.ir import Program
 
 # the parts of an instruction that a step computes, and how the event is named after the result
 FORWARD, BACKWARD, REPEATED, WEIGHT, PRODUCT = "forward", "backward", "repeated", "weight", "product"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..cost import VIEWS
-from ..ir import Instruction, Program
-from ..rules import RULES
+from ..lang.ir import Instruction, Program
+from ..lang.rules import RULES
 
 KEEPS_NO_PARAMETER = VIEWS | {"aten.add.Tensor", "aten.sub.Tensor", "aten._to_copy", "aten.embedding"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..base.timeline import factors_name, gradient_name, repeated_name
 from ..cost.exchanges import Exchange
 from ..cost.memory.repeats import Repeat, repeats
 from ..cost.outline import (
@@ -13,14 +14,13 @@ from ..cost.outline import (
     is_stored,
     purpose_of,
 )
-from ..ir import (
+from ..lang.ir import (
     Instruction,
     beside_points,
     release_points,
     returned,
     weight_points,
 )
-from ..timeline import factors_name, gradient_name, repeated_name
 from .events import (
     BACKWARD,
     FORWARD,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..base.lazy import lazy
 from ..cost.outline import Outline, summed_params
-from ..ir import Program, weight_points
-from ..lazy import lazy
+from ..lang.ir import Program, weight_points
 from .alike import Alike, membership
 
 Points = tuple[tuple[float, tuple[int, ...]], ...]

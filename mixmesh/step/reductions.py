@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from ..base.timeline import bucket_name, parameters_name
 from ..cost.exchanges import Exchange
 from ..cost.sums import GradientSum
-from ..ir import NEVER
-from ..timeline import bucket_name, parameters_name
+from ..lang.ir import NEVER
 from .ready import Readiness
 
 AT_THE_END = NEVER  # a point below all others

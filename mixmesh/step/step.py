@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from ..cost.outline import Outline
 from ..cost.sums import Summed, gradient_sums, order_of_sums, with_other_owners
-from ..ir import Buckets, Program
+from ..lang.ir import Buckets, Program
 from .events import Pass
 from .order import backward_pass, forward_pass
 from .ready import Readiness, ready_points

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from ..base.timeline import LOSS_SUM
 from ..cost.exchanges import Exchange
 from ..cost.outline import Outline
-from ..ir import Program
-from ..timeline import LOSS_SUM
+from ..lang.ir import Program
 from .events import Await, Compute, Event, Pass, Ready, Start
 from .reductions import AT_THE_END, Reductions
 from .step import step_of

@@ -18,7 +18,6 @@ from torch import nn
 
 from mixmesh import checkpoint
 from mixmesh.__main__ import execute
-from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.checkpoint import exporting
 from mixmesh.checkpoint.manifest import Manifest
 from mixmesh.checkpoint.target import shards_of
@@ -27,11 +26,12 @@ from mixmesh.cli.export import parse_size
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, PlanError
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.dtypes import TORCH_DTYPE
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.trace.dtypes import TORCH_DTYPE
+from mixmesh.search.baselines import data_parallel, fully_sharded
 
 SHARD_SIZE = "5KB"
 

@@ -16,15 +16,15 @@ from programs import make_plan
 from test_two_level import DEVICE, cut_within_machines
 
 from mixmesh import checkpoint
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import make_ratio
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.plan_file import Plan
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.parallel import ParallelModel, parallelize
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel
 
 FASTER, SLOWER = DEVICE.format(6e-6), DEVICE.format(3e-6)
 NETWORK = "[network]\nbandwidth_gbit_per_s = 1\nlatency_us = 1\n"

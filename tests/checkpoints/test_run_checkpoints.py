@@ -33,10 +33,10 @@ from mixmesh.checkpoint.signals import SAME_S
 from mixmesh.cli.weights import initial_weights
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.job import load_job
-from mixmesh.preparation.alike import digest
+from mixmesh.frontend.job import load_job
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.train import train
+from mixmesh.training.preparation.alike import digest
 
 JOB = """
 import os, time, torch, mixmesh

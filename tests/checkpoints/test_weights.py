@@ -14,7 +14,7 @@ from torch import nn
 from mixmesh import checkpoint
 from mixmesh.checkpoint.matching import holds, renaming
 from mixmesh.errors import InputError, PlanError
-from mixmesh.trace.dtypes import TORCH_DTYPE
+from mixmesh.frontend.trace.dtypes import TORCH_DTYPE
 
 FLOATS = [dtype for dtype in TORCH_DTYPE.values() if dtype.is_floating_point]
 

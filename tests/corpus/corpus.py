@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from mixmesh.api import plan_traced
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.ir import make_ratio, support
-from mixmesh.plan_file import Plan
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import make_ratio, support
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import verify
 
 # slow devices and fast links: then small models are cut too
 DEVICE = '{{ name = "{0}", tflop_per_s = {1}, memory_gib = {2}, memory_gbyte_per_s = {3} }}'

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from small_graphs import TWO, cluster, graph
 
-from mixmesh.check import check_program
 from mixmesh.cost import CostModel
 from mixmesh.errors import VerificationError
-from mixmesh.ir import REPLICATE, with_attrs
-from mixmesh.optimizer_states import ADAM
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import REPLICATE, with_attrs
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.offered import offer

@@ -18,16 +18,16 @@ from programs import make_plan
 from torch import nn
 from torch.nn import functional as F
 
-from mixmesh.baselines import data_parallel
-from mixmesh.check import check_program
 from mixmesh.errors import PlanError
-from mixmesh.ir import Graph, Program, even_ratio, make_ratio, samples_of, with_whole_rows
-from mixmesh.plan_file import MicroBatch, Plan
-from mixmesh.ratios import with_ratio
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Graph, Program, even_ratio, make_ratio, samples_of, with_whole_rows
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.measure.verification import verify
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import verify
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.ratios import with_ratio
 
 BATCH, WIDTH, CLASSES = 12, 8, 5
 F64 = torch.float64

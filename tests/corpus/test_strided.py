@@ -10,7 +10,7 @@ import torch
 from gloo_world import assert_passed, run_world
 from torch import Tensor
 
-from mixmesh.ir import PARTIAL, REPLICATE, Placement, Shard, make_ratio, shard_sizes
+from mixmesh.lang.ir import PARTIAL, REPLICATE, Placement, Shard, make_ratio, shard_sizes
 from mixmesh.runtime import collectives as c
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.layout import Layout

@@ -3,5 +3,5 @@
 Each kind is one module with ``run_cases(seed,
 until_time_s, progress) -> Report`` and ``replay(case_seed) -> Report``;
 ``python -m tests.fuzz`` runs them. The references are plain PyTorch and share no code with
-``mixmesh.verification``.
+``mixmesh.measure.verification``.
 """

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from mixmesh.errors import MixmeshError
-from mixmesh.ir import Program, parse_program
-from mixmesh.plan_file import Plan
-from mixmesh.trace import Traced, trace
+from mixmesh.frontend.trace import Traced, trace
+from mixmesh.lang.ir import Program, parse_program
+from mixmesh.lang.plan_file import Plan
 
 from .generate import random_source
 from .optimizers import OPTIMIZERS

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mixmesh.errors import MixmeshError
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime import shard_files
 from mixmesh.runtime.parallel import load_full_optimizer_state_dict, parallelize
 from mixmesh.runtime.shard_tensor import plain

@@ -23,16 +23,16 @@ from pathlib import Path
 
 import psutil
 
-from mixmesh.check import check_loaded
 from mixmesh.cli.plan import summary
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Profile
 from mixmesh.errors import MixmeshError
 from mixmesh.explain import explain_plan
-from mixmesh.plan_file import Plan
+from mixmesh.lang.check import check_loaded
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.testbed import journal
+from mixmesh.measure.verification import verify
 from mixmesh.simulator import simulate
-from mixmesh.testbed import journal
-from mixmesh.verification import verify
 
 from . import checkpoints, seeds
 from .mutate import ANY, OF_PLANS, mutate

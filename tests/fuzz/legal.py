@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from mixmesh.ir import (
+from mixmesh.lang.ir import (
     PARTIAL,
     REPLICATE,
     WGRADS,
@@ -26,9 +26,9 @@ from mixmesh.ir import (
     separable,
     support,
 )
-from mixmesh.ir.recompute import updated_buffers
-from mixmesh.ir.samples import draws_once
-from mixmesh.rules import RULES, Strategy, call_of, shard_units, strategies
+from mixmesh.lang.ir.recompute import updated_buffers
+from mixmesh.lang.ir.samples import draws_once
+from mixmesh.lang.rules import RULES, Strategy, call_of, shard_units, strategies
 
 from .plans import SKEWED
 

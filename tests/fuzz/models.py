@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from mixmesh.check import check_program
 from mixmesh.errors import MixmeshError, VerificationError
+from mixmesh.lang.check import check_program
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 

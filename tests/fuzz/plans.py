@@ -9,11 +9,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mixmesh.check import check_program
 from mixmesh.cluster import Cluster
 from mixmesh.errors import MixmeshError
-from mixmesh.ir import Program, make_ratio
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Program, make_ratio
+from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.runtime.interpret_micro_steps import interpret_step
 from mixmesh.runtime.random import RandomPolicy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from mixmesh.check import check_program
 from mixmesh.errors import VerificationError
-from mixmesh.ir import Program
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import Program
 
 from .cases import Case, Worlds, last_line, quietly, random_case, run_replays, smaller_failure, try_plan
 from .legal import Walk, with_options

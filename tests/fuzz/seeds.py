@@ -15,9 +15,9 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.links import LinkMeasurement
 from mixmesh.errors import InputError
+from mixmesh.frontend.trace import Traced, trace
+from mixmesh.lang.rules import call_of
 from mixmesh.planner import make_plan
-from mixmesh.rules import call_of
-from mixmesh.trace import Traced, trace
 
 CLUSTER = """\
 name = "four"

@@ -14,8 +14,8 @@ from multiprocessing.context import BaseContext
 import torch
 
 from mixmesh.errors import CollectiveError, MixmeshError
-from mixmesh.ir import Program
-from mixmesh.plan_file import Plan
+from mixmesh.lang.ir import Program
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
 
 from .optimizers import OPTIMIZERS

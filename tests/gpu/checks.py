@@ -21,16 +21,16 @@ from torch import nn
 from mixmesh.cluster import Cluster, Device, Machine
 from mixmesh.cost import CostModel, Profile
 from mixmesh.cost.gpu_memory import WORKSPACE_BYTES
-from mixmesh.job import Job
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
+from mixmesh.lang.rules import RULES, strategies
+from mixmesh.measure.profiler import profile
 from mixmesh.planner import make_plan
-from mixmesh.profiler import profile
-from mixmesh.rules import RULES, strategies
 from mixmesh.runtime.accelerator import begin_peak, empty_cache, peak_bytes, synchronize
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
 from tests.rules.rule_proof import RATIOS, make_case, prove, units_of
 from tests.support.rule_samples import SAMPLES
 

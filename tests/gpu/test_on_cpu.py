@@ -9,7 +9,7 @@ import torch
 
 from mixmesh.cost import CostModel
 from mixmesh.cost.gpu_memory import GROUP_BYTES, GROUPS, WORKSPACE_BYTES
-from mixmesh.profiler.constants import use_kernels
+from mixmesh.measure.profiler.constants import use_kernels
 from mixmesh.runtime.accelerator import empty_cache, indexed, synchronize, take
 from tests.gpu import checks
 from tests.support.rule_samples import SAMPLES

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mixmesh.rules import RULES
+from mixmesh.lang.rules import RULES
 from tests.gpu import checks
 
 pytestmark = pytest.mark.skipif(

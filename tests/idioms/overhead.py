@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.ports import free_port  # noqa: E402
 
-from mixmesh.baselines import data_parallel  # noqa: E402
 from mixmesh.cluster import Cluster  # noqa: E402
 from mixmesh.cost import CostModel  # noqa: E402
-from mixmesh.ir import parse_program  # noqa: E402
+from mixmesh.frontend.trace import trace  # noqa: E402
+from mixmesh.lang.ir import parse_program  # noqa: E402
 from mixmesh.runtime.parallel import parallelize  # noqa: E402
-from mixmesh.trace import trace  # noqa: E402
+from mixmesh.search.baselines import data_parallel  # noqa: E402
 
 LAYERS, STEPS = 100, 60
 ONE = 'name = "one"\n[[machine]]\ndevices = [{ cpu_share = 1.0 }]\n'

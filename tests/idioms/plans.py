@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from test_gloo import Mlp, batch, build, close, program
 
-from mixmesh.baselines import data_parallel, fully_sharded, only, tensor_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import MicroBatch, Plan
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel, fully_sharded, only, tensor_parallel
 
 __all__ = [
     "CUT", "PLANS", "Mlp", "batch", "build", "close", "named", "output_plan", "parallel", "plan_of",

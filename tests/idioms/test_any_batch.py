@@ -12,8 +12,8 @@ from plans import PLANS, Mlp, build, named, plan_of, program
 from torch import nn
 
 from mixmesh.errors import Infeasible, InputError, MixmeshError
-from mixmesh.ir import shard_sizes
-from mixmesh.plan_file import MicroBatch
+from mixmesh.lang.ir import shard_sizes
+from mixmesh.lang.plan_file import MicroBatch
 from mixmesh.runtime.calls import Calls
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize

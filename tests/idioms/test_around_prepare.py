@@ -27,8 +27,8 @@ from transformers import BatchEncoding
 import mixmesh
 from mixmesh.cli.launch import launched_plan
 from mixmesh.errors import InputError, PlanError, TraceError
-from mixmesh.preparation.loading import own_loader
 from mixmesh.runtime.data import shard_batches
+from mixmesh.training.preparation.loading import own_loader
 
 
 def prepare(model, optimizer, loader, *, planner: str = "ddp-even", **options):

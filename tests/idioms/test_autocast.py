@@ -14,9 +14,9 @@ from torch import nn
 
 import mixmesh
 from mixmesh.errors import InputError
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace.autocast import autocast_for
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace.autocast import autocast_for
 
 BF16 = torch.bfloat16
 

@@ -13,14 +13,14 @@ from torch import nn
 
 from mixmesh.api import plan_traced
 from mixmesh.errors import InputError
-from mixmesh.job import Job
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.calls import Calls, Signature
 from mixmesh.runtime.data import shard_batches
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.train import own_batches
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 A = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(0))
 B = torch.randint(0, 9, (8, 5), generator=torch.Generator().manual_seed(1))

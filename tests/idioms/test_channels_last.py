@@ -11,15 +11,15 @@ from gloo_world import assert_passed, run_world
 from small_graphs import TWO, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cost import CostModel
-from mixmesh.ir import make_ratio
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
 from mixmesh.runtime.parallel import (
     full_optimizer_state_dict,
     load_full_optimizer_state_dict,
     parallelize,
 )
-from mixmesh.trace import trace
+from mixmesh.search.baselines import data_parallel, fully_sharded
 
 PLANS = {"data parallel": lambda program: program, "fully sharded": fully_sharded}
 OPTIMIZERS = {

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from mixmesh.api import plan_traced
 from mixmesh.cost import CostModel
-from mixmesh.ir import regions, with_regions
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import regions, with_regions
+from mixmesh.measure.verification import verify
 from mixmesh.simulator import simulate
-from mixmesh.trace import trace
-from mixmesh.verification import verify
 
 CLUSTER = cluster(THREE)
 HELD = functools.partial(checkpoint, use_reentrant=True)  # as libraries hold it

@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import mixmesh
-from mixmesh.preparation.outside_loss import with_loss
+from mixmesh.frontend.trace import trace
+from mixmesh.frontend.trace.compiled import uncompiled
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.trace.compiled import uncompiled
+from mixmesh.training.preparation.outside_loss import with_loss
 
 KINDS = ("data_parallel", "fsdp")
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from mixmesh.errors import InputError, TraceError
-from mixmesh.preparation.outside_loss import with_loss
+from mixmesh.frontend.trace import trace
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
+from mixmesh.training.preparation.outside_loss import with_loss
 
 
 class Classifier(nn.Module):

@@ -16,9 +16,9 @@ from torch import nn
 
 import mixmesh
 from mixmesh.errors import InputError
-from mixmesh.integrations.lending import Lender
+from mixmesh.frontend.trace import trace
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
+from mixmesh.training.integrations.lending import Lender
 
 
 class Speaker(nn.Module):

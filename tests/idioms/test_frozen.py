@@ -8,7 +8,7 @@ from gloo_world import assert_passed
 from plans import PLANS, Mlp, batch, build, close, named, program, same_weights
 
 from mixmesh.errors import InputError
-from mixmesh.ir import parse_program
+from mixmesh.lang.ir import parse_program
 from mixmesh.runtime.parallel import parallelize
 
 

@@ -9,13 +9,13 @@ from gloo_world import assert_passed, run_world
 from small_graphs import THREE, TWO, cluster
 from torch import nn
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cost import CostModel
 from mixmesh.errors import InputError, TraceError
-from mixmesh.ir import make_ratio
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.measure.verification import verify
 from mixmesh.runtime.parallel import parallelize
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.search.baselines import data_parallel
 
 BATCH = {"x": torch.randn(10, 6, generator=torch.Generator().manual_seed(0)), "y": torch.arange(10) % 4}
 HERE = "test_hooks.py:"

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import mixmesh
-from mixmesh.preparation.outside_loss import with_loss
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.training.preparation.outside_loss import with_loss
 
 KINDS = ("data_parallel", "fsdp", "tensor_parallel")
 

@@ -10,8 +10,8 @@ from torch import nn
 import mixmesh
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError, TraceError
-from mixmesh.trace import trace
-from mixmesh.verification import verify
+from mixmesh.frontend.trace import trace
+from mixmesh.measure.verification import verify
 
 
 class Constants(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 from mixmesh.errors import TraceError
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
 
 
 class Round(torch.autograd.Function):

@@ -14,13 +14,13 @@ from gloo_world import assert_passed, run_world
 from torch import nn
 
 import mixmesh
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.plan_file import Plan
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime.first_rank import everyones
 from mixmesh.runtime.train import train
-from mixmesh.trace import trace
+from mixmesh.search.baselines import data_parallel
 
 STEPS, SKIPPED = 420, 20
 OUT = Path(__file__).with_name("recorded_noise.json")

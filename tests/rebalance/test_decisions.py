@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mixmesh.rebalance import Observed, Sensitivity, Terms, decide, window_steps
+from mixmesh.training.rebalance import Observed, Sensitivity, Terms, decide, window_steps
 
 RECORDED = Path(__file__).with_name("recorded_noise.json")  # by record_noise.py
 LEAST_GAIN, PAUSE_S, STEPS = 0.05, 1.0, 600

@@ -29,11 +29,11 @@ from torch.utils.data import DataLoader
 
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
-from mixmesh.optimizer_states import ADAM
-from mixmesh.preparation.loading import own_loader
-from mixmesh.rebalance import LoopBalancer, Solver
+from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.parallel import parallelize
+from mixmesh.training.preparation.loading import own_loader
+from mixmesh.training.rebalance import LoopBalancer, Solver
 
 SLOWED_AT, STEPS = 6, 38
 

@@ -17,13 +17,13 @@ import torch
 from fuzz.ports import free_port
 from rebalance import slow_job
 
-from mixmesh.baselines import data_parallel
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.optimizer_states import ADAM
-from mixmesh.plan_file import Plan
-from mixmesh.rebalance import Decision, Replanner, Solver, Terms
-from mixmesh.trace import trace
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import Plan
+from mixmesh.search.baselines import data_parallel
+from mixmesh.training.rebalance import Decision, Replanner, Solver, Terms
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150.0

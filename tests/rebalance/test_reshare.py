@@ -13,8 +13,8 @@ from test_gloo import adafactor, adamw, sgd
 from torch import nn
 
 from mixmesh.errors import InputError, PlanError
-from mixmesh.ir import Program, Ratio, make_ratio
-from mixmesh.plan_file import MicroBatch, Plan
+from mixmesh.lang.ir import Program, Ratio, make_ratio
+from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.runtime.parallel import full_optimizer_state_dict, parallelize
 from mixmesh.runtime.reshare import change_shares, moved_params, why_other_form
 from mixmesh.runtime.shard_tensor import plain

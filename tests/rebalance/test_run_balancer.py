@@ -17,20 +17,20 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import mixmesh
-from mixmesh.baselines import data_parallel
 from mixmesh.checkpoint.manifest import checkpoints_in
 from mixmesh.checkpoint.run import Every, RunCheckpoints, Settings
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.ir import make_ratio
-from mixmesh.optimizer_states import ADAM
-from mixmesh.plan_file import Plan
-from mixmesh.preparation.loading import own_loader
-from mixmesh.rebalance import RunBalancer, Sensitivity, Solver
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import make_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.lang.plan_file import Plan
+from mixmesh.passes.zero import with_stage
 from mixmesh.runtime.comm import initialise
 from mixmesh.runtime.train import train
-from mixmesh.trace import trace
-from mixmesh.zero import with_stage
+from mixmesh.search.baselines import data_parallel
+from mixmesh.training.preparation.loading import own_loader
+from mixmesh.training.rebalance import RunBalancer, Sensitivity, Solver
 
 WORLD, BATCH, STEPS = 3, 12, 42
 ROW_S = (0.002, 0.003, 0.006)  # seconds of a sample on each device: shares of 6, 4 and 2 end together

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mixmesh.__main__ import execute
+from mixmesh.base.run_log import mark_line, step_line
 from mixmesh.errors import InputError
-from mixmesh.report import bench_page, page_text, run_page
-from mixmesh.report.recognise import Bench, Run, recognise
-from mixmesh.run_log import mark_line, step_line
+from mixmesh.explain.report import bench_page, page_text, run_page
+from mixmesh.explain.report.recognise import Bench, Run, recognise
 
 ROWS = [
     {"case": "a", "gpus": 2, "step_s": 0.5, "speedup": {"ddp": 1.5}, "met": True, "rounds_s": [1, 2]},

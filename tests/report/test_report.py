@@ -19,21 +19,21 @@ import mixmesh
 from benchmarks.demo.cases import CLUSTER as DEMO_CLUSTER
 from benchmarks.demo.job import job
 from mixmesh.__main__ import execute
+from mixmesh.base.run_log import mark_line, parse_log, step_line
+from mixmesh.base.timeline import Event, Timeline, save_trace, to_chrome_trace
 from mixmesh.cluster import Cluster
 from mixmesh.errors import InputError
+from mixmesh.explain.report import Page, bench_page, facts_of, page_text, plan_page, run_page
+from mixmesh.explain.report.facts import Facts, what_if
+from mixmesh.explain.report.measured import read_trace
+from mixmesh.explain.report.pair import differences, side_by_side
+from mixmesh.explain.report.parts import EXCHANGES, GATHERS, GRADIENTS, OTHERS, waits
+from mixmesh.explain.report.path import critical_path
+from mixmesh.explain.report.plan_page import rank_object
+from mixmesh.explain.report.recognise import Bench, Run
+from mixmesh.explain.report.words import sentences
+from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
-from mixmesh.report import Page, bench_page, facts_of, page_text, plan_page, run_page
-from mixmesh.report.facts import Facts, what_if
-from mixmesh.report.measured import read_trace
-from mixmesh.report.pair import differences, side_by_side
-from mixmesh.report.parts import EXCHANGES, GATHERS, GRADIENTS, OTHERS, waits
-from mixmesh.report.path import critical_path
-from mixmesh.report.plan_page import rank_object
-from mixmesh.report.recognise import Bench, Run
-from mixmesh.report.words import sentences
-from mixmesh.run_log import mark_line, parse_log, step_line
-from mixmesh.timeline import Event, Timeline, save_trace, to_chrome_trace
-from mixmesh.trace import trace
 
 CLUSTER = """
 name = "<b>two</b> boxes"

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mixmesh.ir import (
+from mixmesh.frontend.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
+from mixmesh.lang.ir import (
     PARTIAL,
     REPLICATE,
     Instruction,
@@ -31,10 +32,9 @@ from mixmesh.ir import (
     make_ratio,
     shard_sizes,
 )
-from mixmesh.rules import RULES, Call, Strategy, strategies
+from mixmesh.lang.rules import RULES, Call, Strategy, strategies
 from mixmesh.runtime.local import aten_op, local_op, to_torch
 from mixmesh.runtime.random import RandomPolicy
-from mixmesh.trace.dtypes import DTYPE_NAME, TORCH_DTYPE
 from tests.support.rule_samples import Sample, Spec
 
 with contextlib.suppress(ImportError):

@@ -9,8 +9,8 @@ import pytest
 import torchgen
 from rule_proof import RANDOM, make_case
 
-from mixmesh.ir import NOT_DIFFERENTIABLE
-from mixmesh.rules import RULES
+from mixmesh.lang.ir import NOT_DIFFERENTIABLE
+from mixmesh.lang.rules import RULES
 from tests.support.rule_samples import SAMPLES
 
 yaml = pytest.importorskip("yaml")

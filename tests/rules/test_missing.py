@@ -10,7 +10,7 @@ import torch
 from left_out import LEFT_OUT
 from rule_proof import missing
 
-from mixmesh.rules import RULES
+from mixmesh.lang.rules import RULES
 from tests.support.rule_samples import SAMPLES
 
 

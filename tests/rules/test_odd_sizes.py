@@ -10,7 +10,7 @@ import pytest
 from rule_proof import RATIOS, make_case, prove, show, units_of
 from test_missing import in_child
 
-from mixmesh.rules import RULES, strategies
+from mixmesh.lang.rules import RULES, strategies
 from tests.support.rule_samples import SAMPLES, Sample, Spec
 
 # PyTorch takes weights and numbers that mean nothing to these, and reads beyond the ends of some

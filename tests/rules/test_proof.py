@@ -3,8 +3,8 @@
 import pytest
 from rule_proof import RATIOS, Refuted, make_case, prove, show, units_of
 
-from mixmesh.ir import PARTIAL, REPLICATE, Shard
-from mixmesh.rules import RULES, Strategy, strategies
+from mixmesh.lang.ir import PARTIAL, REPLICATE, Shard
+from mixmesh.lang.rules import RULES, Strategy, strategies
 from tests.support.rule_samples import SAMPLES
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from rule_proof import make_case, show, units_of
 
-from mixmesh.ir.printing import print_arg
-from mixmesh.rules import RULES, strategies
+from mixmesh.lang.ir.printing import print_arg
+from mixmesh.lang.rules import RULES, strategies
 from tests.support.rule_samples import SAMPLES
 from tools.rule_table import table
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_graphs import GRAPHS, THREE, bodies, cluster, graph
 
-from mixmesh.baselines import data_parallel, fully_sharded
 from mixmesh.cost import CostModel
 from mixmesh.cost.outline import Outline
-from mixmesh.factors import factorable, with_factors
-from mixmesh.ir import Program, make_ratio, separable, with_wgrads
-from mixmesh.recomputation import recomputed
-from mixmesh.rules import RULES, shard_units
+from mixmesh.lang.ir import Program, make_ratio, separable, with_wgrads
+from mixmesh.lang.rules import RULES, shard_units
+from mixmesh.passes.factors import factorable, with_factors
+from mixmesh.passes.recomputation import recomputed
+from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.step import Await, Compute, Start, step_of
 from mixmesh.step.events import BACKWARD, FORWARD, REPEATED, WEIGHT, Pass
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mixmesh.check import check_program
-from mixmesh.ir import parse_program
+from mixmesh.lang.check import check_program
+from mixmesh.lang.ir import parse_program
 from mixmesh.step import print_step
 
 CASES = sorted((Path(__file__).parent / "cases").glob("*.txt"))

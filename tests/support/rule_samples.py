@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from mixmesh.ir import Arg, DType
-from mixmesh.rules import aten
+from mixmesh.lang.ir import Arg, DType
+from mixmesh.lang.rules import aten
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from mixmesh.cli.output import seconds, table
 from mixmesh.cli.plan import plan_job
 from mixmesh.cluster import Cluster
 from mixmesh.explain.headline import headline
-from mixmesh.plan_file import Plan
+from mixmesh.lang.plan_file import Plan
 
 ROOT = Path(__file__).parents[2]
 PAGES, OUT = ROOT / "docs" / "gallery", ROOT / "out" / "gallery"

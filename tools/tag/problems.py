@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mixmesh.baselines import data_parallel
-from mixmesh.catalogue import CATALOGUE
+from mixmesh.base.units import GBIT, GIB, MICRO
 from mixmesh.cluster import Cluster, Device, Machine
+from mixmesh.cluster.catalogue import CATALOGUE
 from mixmesh.cost import CostModel
-from mixmesh.ir import Graph, even_ratio
-from mixmesh.job import Job
-from mixmesh.job.workloads.images import Classifier
-from mixmesh.job.workloads.language import LanguageModel
-from mixmesh.job.workloads.layers import Layer
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Space, make_grouping
-from mixmesh.placement.groups import NUM_GROUPS
-from mixmesh.trace import trace
-from mixmesh.units import GBIT, GIB, MICRO
+from mixmesh.frontend.job import Job
+from mixmesh.frontend.job.workloads.images import Classifier
+from mixmesh.frontend.job.workloads.language import LanguageModel
+from mixmesh.frontend.job.workloads.layers import Layer
+from mixmesh.frontend.trace import trace
+from mixmesh.lang.ir import Graph, even_ratio
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.search.baselines import data_parallel
+from mixmesh.search.placement import Space, make_grouping
+from mixmesh.search.placement.groups import NUM_GROUPS
 
 CONTEXT_BYTES = 2**30  # on every device, beside what a model needs
 MAX_DEVICES = 16

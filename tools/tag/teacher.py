@@ -14,11 +14,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from mixmesh.placement import Action
-from mixmesh.policies.evaluate import Actions, Evaluator, Outcome, placed_of
-from mixmesh.policies.mcts import order_of_groups
-from mixmesh.policies.moves import Moves
-from mixmesh.policies.seeds import everywhere
+from mixmesh.search.learned.evaluate import Actions, Evaluator, Outcome, placed_of
+from mixmesh.search.learned.mcts import order_of_groups
+from mixmesh.search.learned.moves import Moves
+from mixmesh.search.learned.seeds import everywhere
+from mixmesh.search.placement import Action
 
 ROUNDS = ((14, 60), (4, 200), (1, 900))  # so many searches, each for so many tries more
 FREE = 900  # tries of the last search

@@ -30,15 +30,15 @@ from torch_geometric.data import HeteroData
 from torch_geometric.loader import DataLoader
 from torch_geometric.utils import scatter, softmax
 
-from mixmesh.lazy import lazy
-from mixmesh.optimizer_states import ADAM
-from mixmesh.placement import Space
-from mixmesh.policies.evaluate import Actions, Evaluator, estimated
-from mixmesh.policies.features import Facts
-from mixmesh.policies.graphs import hetero_data
-from mixmesh.policies.mcts import order_of_groups
-from mixmesh.policies.seeds import best_alike, everywhere, judged_seeds
-from mixmesh.policies.tag import Policy, TagPriors
+from mixmesh.base.lazy import lazy
+from mixmesh.lang.optimizer_states import ADAM
+from mixmesh.search.learned.evaluate import Actions, Evaluator, estimated
+from mixmesh.search.learned.features import Facts
+from mixmesh.search.learned.graphs import hetero_data
+from mixmesh.search.learned.mcts import order_of_groups
+from mixmesh.search.learned.seeds import best_alike, everywhere, judged_seeds
+from mixmesh.search.learned.tag import Policy, TagPriors
+from mixmesh.search.placement import Space
 
 from .problems import random_model, random_space
 from .teacher import Lesson, lessons

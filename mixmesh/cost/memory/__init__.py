@@ -11,9 +11,9 @@ from itertools import chain
 
 import numpy as np
 
-from ...ir import Cut, Program, Samples, in_flight, owned_type, support
-from ...optimizer_states import ADAM, OptimizerStates
-from ...plan_file import Schedule
+from ...lang.ir import Cut, Program, Samples, in_flight, owned_type, support
+from ...lang.optimizer_states import ADAM, OptimizerStates
+from ...lang.plan_file import Schedule
 from ..calls import Kind
 from ..exchanges import cut_shares
 from ..micro_steps import Part, costed_micro_step, largest_parts, scaled

@@ -13,9 +13,9 @@ from math import floor
 
 import numpy as np
 
-from ...ir import Cut, Instruction, Program, owned_type, regions, weight_points
-from ...optimizer_states import OptimizerStates
-from ...rules import Call
+from ...lang.ir import Cut, Instruction, Program, owned_type, regions, weight_points
+from ...lang.optimizer_states import OptimizerStates
+from ...lang.rules import Call
 from ..calls import Kind, kinds_of
 from ..exchanges import DUAL_COLLECTIVE, cut_shares
 from ..model import VIEWS

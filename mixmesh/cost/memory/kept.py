@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...rules import Call
+from ...lang.rules import Call
 from ..model import VIEWS
 
 

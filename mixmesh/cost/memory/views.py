@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from ...rules import Call
+from ...lang.rules import Call
 
 Shape = tuple[int, ...]
 

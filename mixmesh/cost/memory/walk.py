@@ -15,7 +15,8 @@ from math import ceil, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...ir import (
+from ...base.timeline import bucket_name, gradient_name, repeated_name, wgrad_name
+from ...lang.ir import (
     NEVER,
     Cut,
     Instruction,
@@ -31,9 +32,8 @@ from ...ir import (
     returned,
     weight_points,
 )
-from ...optimizer_states import OptimizerStates
-from ...rules import Call
-from ...timeline import bucket_name, gradient_name, repeated_name, wgrad_name
+from ...lang.optimizer_states import OptimizerStates
+from ...lang.rules import Call
 from ..calls import Kind, kinds_of
 from ..exchanges import DUAL_COLLECTIVE
 from ..micro_steps import unmarked

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import InputError
-from ...ir import Instruction, Program, Shard, shard_sizes
-from ...trace.dtypes import TORCH_DTYPE
+from ...frontend.trace.dtypes import TORCH_DTYPE
+from ...lang.ir import Instruction, Program, Shard, shard_sizes
 from ..batches import program_inputs
 from ..calls import missing
 from ..collectives import done

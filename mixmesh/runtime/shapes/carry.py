@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...check import check_program
 from ...errors import PlanError, VerificationError
-from ...ir import Graph, Instruction, Node, Program, Ref, Shard, TensorType, ValueType, map_refs
-from ...rules import RULES, shard_units
+from ...lang.check import check_program
+from ...lang.ir import Graph, Instruction, Node, Program, Ref, Shard, TensorType, ValueType, map_refs
+from ...lang.rules import RULES, shard_units
 from ..model_check import digest
 
 DROPOUT = "aten.native_dropout"  # absent where a model evaluates; the executor lets it pass there

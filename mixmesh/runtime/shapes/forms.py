@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import InputError, MixmeshError
-from ...ir import Graph, Program, batch_norm_of, outputs_of
-from ...ir.recompute import buffers_kept_for_backward
-from ...plan_file import Plan, accumulates
-from ...trace import trace
-from ...trace.outputs import first_part
-from ...trace.shapes import passes_for
+from ...frontend.trace import trace
+from ...frontend.trace.outputs import first_part
+from ...frontend.trace.shapes import passes_for
+from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
+from ...lang.ir.recompute import buffers_kept_for_backward
+from ...lang.plan_file import Plan, accumulates
 from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ...check import check_program
-from ...ir import (
+from ...lang.check import check_program
+from ...lang.ir import (
     PARTIAL,
     REPLICATE,
     Graph,
@@ -31,7 +31,7 @@ from ...ir import (
     support,
     with_rows_as_dealt,
 )
-from ...rules import RULES, Strategy, call_of, shard_units, strategies
+from ...lang.rules import RULES, Strategy, call_of, shard_units, strategies
 
 
 def lower(graph: Graph, planned: Program) -> Program:

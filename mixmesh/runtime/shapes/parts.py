@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ...errors import PlanError
-from ...ir import Program, samples_of
-from ...plan_file import MicroBatch, Plan, accumulates, accumulation
+from ...lang.ir import Program, samples_of
+from ...lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from .carry import CannotCarry
 
 

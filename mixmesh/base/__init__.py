@@ -1,0 +1,1 @@
+"""Small things that know nothing of training: files, units, solvers, logs."""

@@ -1,0 +1,49 @@
+"""The cluster that this process is a rank of, found by looking and measuring: ``mixmesh detect``.
+
+Reading order: ``inventory`` (what every rank is), ``speed`` and ``links`` (what is measured), ``assemble``
+(the cluster of both), ``cache`` (what an earlier start measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ...runtime.first_rank import everyones
+from ..cluster import Cluster
+from .assemble import assemble
+from .cache import Cache
+from .inventory import Inventory, read_inventory
+from .links import Links, measure_links
+from .speed import Speed, measure_speed
+
+__all__ = ["Cache", "Inventory", "Links", "Speed", "detect", "read_inventory"]
+
+
+def detect(
+    device: torch.device,
+    *,
+    inventory: Inventory | None = None,
+    on_start: Callable[[], object] = lambda: None,
+    on_end: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Cluster:
+    """The cluster of all ranks: machines by host name, cards by name and memory, rates of links measured.
+
+    Cards of the catalogue have its figures; the speed of any other device is measured by all ranks at the
+    same time, between ``on_start`` and ``on_end``. Collective, and takes a few seconds;
+    ``torch.distributed`` is initialised. Raises InputError if the ranks of a machine do not follow each
+    other.
+    """
+    inventory = inventory or read_inventory(device)
+    own = inventory.devices[dist.get_rank()]
+    progress("speed of devices")
+    dist.barrier()
+    on_start()
+    speed = None if own.row is not None else measure_speed(device)
+    on_end()
+    speeds = everyones(speed)
+    progress("rates of links")
+    return assemble(inventory, speeds, measure_links(inventory.machines, device))

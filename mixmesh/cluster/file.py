@@ -1,0 +1,265 @@
+"""The TOML form of a cluster: its schema, and errors that point at the user's own key.
+
+``read_tables`` turns text into checked tables; ``mixmesh.cluster`` turns those into values. Numbers stay
+exact decimals until the one rounding in the change of units, so a printed cluster reads back as itself.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from ..errors import ClusterError
+from .catalogue import CATALOGUE, rows_named
+
+_FIGURES = ("tflop_per_s", "memory_gib", "memory_gbyte_per_s")
+
+
+def _problem(expected: str, message: str = "", hint: str = "") -> PydanticCustomError:
+    return PydanticCustomError("mixmesh", "problem", {"expected": expected, "message": message, "hint": hint})
+
+
+def _number(accepts: Callable[[Decimal], bool], expected: str) -> BeforeValidator:
+    def check(value: Any) -> Decimal:
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+            raise _problem(expected)
+        number = Decimal(value)
+        # the bounds keep a mistyped exponent from becoming an infinite rate
+        if not number.is_finite() or not accepts(number) or (number and not -15 <= number.adjusted() <= 15):
+            raise _problem(expected)
+        return number
+
+    return BeforeValidator(check)
+
+
+Positive = Annotated[Decimal, _number(lambda x: x > 0, "a finite number above 0")]
+NotNegative = Annotated[Decimal, _number(lambda x: x >= 0, "a finite number, 0 or more")]
+Share = Annotated[Decimal, _number(lambda x: 0 < x <= 1, "a share of one CPU core, above 0 and at most 1")]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class DeviceTable(_Table):
+    device: Name | None = None
+    name: Name | None = None
+    kind: Literal["gpu", "cpu"] | None = None
+    tflop_per_s: Positive | None = None
+    half_tflop_per_s: Positive | None = None
+    supports_bf16: bool | None = None
+    memory_gib: Positive | None = None
+    memory_gbyte_per_s: Positive | None = None
+    cpu_share: Share | None = None
+    count: Annotated[int, Field(ge=1, le=1024)] = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"device": value}
+        if not isinstance(value, dict):
+            raise _problem("the name of a device in the catalogue, or a table")
+        device = value.get("device")
+        rows = rows_named(device) if isinstance(device, str) else ()
+        if len(rows) == 1:
+            return {**value, "device": rows[0].name}
+        if isinstance(device, str):
+            near = [row.name for row in rows] or _closest(device, CATALOGUE, num=3)
+            raise _problem(
+                "a device of the catalogue: " + ", ".join(CATALOGUE),
+                f'unknown device "{device}"',
+                "did you mean " + " or ".join(f'"{name}"' for name in near) + "?"
+                if near
+                else f"give its figures instead: {{ name = ..., {' = ..., '.join(_FIGURES)} = ... }}",
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _has_figures(self) -> DeviceTable:
+        missing = [key for key in _FIGURES if getattr(self, key) is None]
+        if self.device is None and self.cpu_share is None and (missing or self.name is None):
+            missing = (["name"] if self.name is None else []) + missing
+            raise _problem(
+                "name, " + ", ".join(_FIGURES),
+                "a device without cpu_share needs its figures: missing " + ", ".join(missing),
+                'or start from a catalogue device: { device = "V100-16GB", ... }',
+            )
+        return self
+
+
+class MachineTable(_Table):
+    name: Name | None = None
+    devices: Annotated[list[DeviceTable], Field(min_length=1)]
+    link_gbit_per_s: Positive | None = None
+    link_latency_us: NotNegative | None = None
+    nic_gbit_per_s: Positive | None = None
+    price_per_hour: NotNegative | None = None
+
+
+class NetworkTable(_Table):
+    bandwidth_gbit_per_s: Positive
+    latency_us: NotNegative = Decimal(50)  # for TCP over one switch
+
+
+class ClusterTable(_Table):
+    name: Name | None = None
+    network: NetworkTable | None = None
+    machine: Annotated[list[MachineTable], Field(min_length=1)]
+
+
+def read_tables(text: str, where: str) -> ClusterTable:
+    """The checked tables of a cluster file. Raises ``ClusterError``."""
+    try:
+        raw = tomllib.loads(text, parse_float=Decimal)
+    except (ValueError, ArithmeticError, RecursionError) as error:
+        raise _toml_error(text, where, error) from None
+    try:
+        tables = ClusterTable.model_validate(raw)
+    except ValidationError as error:
+        raise _schema_error(error, where) from None
+    _check_together(tables, where)
+    return tables
+
+
+def _check_together(tables: ClusterTable, where: str) -> None:
+    """Checks what no table of the file shows by itself."""
+    if tables.network is None and len(tables.machine) > 1:
+        raise ClusterError(
+            "no [network] table, which a cluster of more than one machine needs",
+            expected="[network] with bandwidth_gbit_per_s and latency_us",
+            got=f"{len(tables.machine)} machines and no network between them",
+            where=f"{where}: network",
+            hint=("[network]", "bandwidth_gbit_per_s = 10", "latency_us = 30"),
+        )
+    seen: dict[str, int] = {}
+    for index, machine in enumerate(tables.machine):
+        name = machine_name(machine, index)
+        if name in seen:
+            raise ClusterError(
+                f'two machines have the name "{name}"',
+                expected="a name of its own for every machine",
+                got=f'"{name}", also the name of machine[{seen[name]}]',
+                where=f"{where}: machine[{index}].name",
+                hint=f'name = "{name}-2"',
+            )
+        seen[name] = index
+
+
+def machine_name(machine: MachineTable, index: int) -> str:
+    return machine.name if machine.name is not None else f"machine{index}"
+
+
+def _toml_error(text: str, where: str, error: Exception) -> ClusterError:
+    place = re.search(r"^(.*?) \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error), re.DOTALL)
+    lines = text.splitlines() or [""]
+    if place is None:
+        return ClusterError(f"not valid TOML: {error}", expected="a TOML file", where=where)
+    line = int(place[2]) if place[2] else len(lines)
+    column = int(place[3]) if place[3] else len(lines[-1]) + 1
+    source = lines[line - 1].strip() if line <= len(lines) else ""
+    return ClusterError(
+        f"not valid TOML: {place[1]}",
+        expected="TOML, for example  bandwidth_gbit_per_s = 10.4",
+        got=source or "the end of the file",
+        where=f"{where}, line {line}, column {column}",
+    )
+
+
+def _schema_error(error: ValidationError, where: str) -> ClusterError:
+    # a mistyped key also leaves the right one missing: speak of the mistyped one first
+    problems = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+    first, more = problems[0], len(problems) - 1
+    message, expected, hint = _explain(first)
+    missing = first["type"] == "missing"
+    return ClusterError(
+        message + (f" (and {more} more)" if more else ""),
+        expected=expected,
+        got="nothing" if missing else _show(first["input"]),
+        where=f"{where}: {key_path(first['loc'])}",
+        hint=hint,
+    )
+
+
+def _explain(problem: ErrorDetails) -> tuple[str, str, str]:
+    """The message, what was expected and what to try, for one of pydantic's errors."""
+    kind, path, context = problem["type"], key_path(problem["loc"]), problem.get("ctx", {})
+    last = str(problem["loc"][-1]) if problem["loc"] else ""
+    if kind == "mixmesh":
+        return context["message"] or f"{path} is not usable", context["expected"], context["hint"]
+    if kind == "extra_forbidden":
+        keys = _keys_at(problem["loc"])
+        near = _closest(last, keys)
+        return (
+            f'unknown key "{last}"',
+            "one of " + ", ".join(keys),
+            f"did you mean {near[0]}?" if near else "",
+        )
+    if last == "machine":
+        message = "machine is not a list of tables" if kind == "list_type" else "no machines"
+        return message, "at least one [[machine]] table", '[[machine]] with devices = ["V100-16GB"]'
+    if last == "devices":
+        message = f"{path} is not a list" if kind == "list_type" else f"{path[:-8]} has no devices"
+        return message, "a list of at least one device", 'devices = ["V100-16GB"]'
+    if kind == "missing":
+        return f"{path} is missing", _EXPECTED.get(last, "a value"), ""
+    return f"{path} is not usable", _EXPECTED.get(last, problem["msg"]), ""
+
+
+_EXPECTED = {
+    "bandwidth_gbit_per_s": "a finite number above 0",
+    "latency_us": "a finite number, 0 or more",
+    "name": "a string that is not empty",
+    "device": "the name of a device in the catalogue",
+    "network": "a [network] table",
+    "kind": '"gpu" or "cpu"',
+    "supports_bf16": "true or false",
+    "count": "a whole number from 1 to 1024",
+}
+
+
+def _keys_at(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    names = [part for part in loc[:-1] if isinstance(part, str)]
+    table: dict[tuple[str, ...], type[BaseModel]] = {
+        (): ClusterTable,
+        ("network",): NetworkTable,
+        ("machine",): MachineTable,
+    }
+    return tuple(table.get(tuple(names), DeviceTable).model_fields)
+
+
+def _closest(word: str, words: Iterable[str], num: int = 1) -> list[str]:
+    lower = {w.lower(): w for w in words}
+    near = [w for w in lower if w.startswith(word.lower())]
+    near += difflib.get_close_matches(word.lower(), lower, n=num, cutoff=0.5)
+    return [lower[w] for w in dict.fromkeys(near)][:num]
+
+
+def key_path(loc: tuple[int | str, ...]) -> str:
+    """``("machine", 1, "name")`` as ``machine[1].name``."""
+    path = ""
+    for part in loc:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path or "the file"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        shown = f'"{value}"'
+    elif isinstance(value, dict):
+        shown = "{ " + ", ".join(f"{k} = {_show(v)}" for k, v in value.items()) + " }"
+    elif isinstance(value, list):
+        shown = "[" + ", ".join(map(_show, value)) + "]"
+    else:
+        shown = str(value)
+    return shown if len(shown) <= 100 else shown[:97] + "..."

@@ -1,0 +1,102 @@
+"""The cluster drawn: machines with their devices, and links with how busy they are."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+from ...base.timeline import Timeline
+from ...base.units import size_text
+from ...cluster import Cluster
+from ...lang.plan_file import Plan
+
+INSIDE, WAYS = "inside", ("out", "in")
+
+
+def device_name(cluster: Cluster, rank: int) -> str:
+    """``rank 2 (T4-16GB, machine b)``."""
+    return f"rank {rank} ({cluster.devices[rank].name}, machine {cluster.machine_of(rank).name})"
+
+
+def gbit(bytes_per_s: float) -> str:
+    return f"{round(bytes_per_s * 8e-9, 3):g} Gbit/s"
+
+
+def busiest_link(cluster: Cluster, timeline: Timeline) -> str:
+    """The link that carries longest in a predicted step: ``1 Gbit/s link of machine b``; empty where nothing
+    is carried."""
+    if not any(busy_s for _, _, busy_s in timeline.link_busy_s):
+        return ""
+    way, number, _ = max(timeline.link_busy_s, key=lambda link: link[2])
+    machine = cluster.machines[number]
+    if way == INSIDE:
+        return f"{gbit(machine.link_bytes_per_s)} link inside machine {machine.name}"
+    return f"{gbit(machine.nic_bytes_per_s)} link of machine {machine.name}"
+
+
+def cluster_html(cluster: Cluster, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:
+    """The machines as boxes with their devices; below the network that joins them."""
+    busy = {(way, number): busy_s / timeline.step_s for way, number, busy_s in timeline.link_busy_s}
+    boxes = [machine_html(cluster, n, plan, timeline, samples, busy) for n in range(len(cluster.machines))]
+    network = ""
+    if len(boxes) > 1:
+        network = f'<p class="network">network of {gbit(cluster.bandwidth_bytes_per_s)}</p>'
+    return f'<div class="machines">{"".join(boxes)}</div>{network}'
+
+
+def machine_html(
+    cluster: Cluster,
+    number: int,
+    plan: Plan,
+    timeline: Timeline,
+    samples: Sequence[int],
+    busy: dict[tuple[str, int], float],
+) -> str:
+    machine = cluster.machines[number]
+    devices = "".join(device_html(cluster, r, plan, timeline, samples) for r in cluster.ranks_of(number))
+    links = ""
+    if len(machine.devices) > 1:
+        share = busy.get((INSIDE, number), 0.0)
+        links += link_html(f"link inside, {gbit(machine.link_bytes_per_s)}", share)
+    if len(cluster.machines) > 1:
+        speed = gbit(min(machine.nic_bytes_per_s, cluster.bandwidth_bytes_per_s))
+        links += "".join(
+            link_html(f"{way} to the network, {speed}" if way == "out" else f"in from it, {speed}",
+                      busy.get((way, number), 0.0))
+            for way in WAYS
+        )  # fmt: skip
+    return (
+        f'<section class="machine"><h3>{html.escape(machine.name)}</h3>'
+        f'<ul class="devices">{devices}</ul><ul class="links">{links}</ul></section>'
+    )
+
+
+def device_html(cluster: Cluster, rank: int, plan: Plan, timeline: Timeline, samples: Sequence[int]) -> str:
+    device = cluster.devices[rank]
+    used = timeline.compute_s[rank] / timeline.step_s
+    lines = [
+        f"<b>rank {rank}</b> {html.escape(device.name)}",
+        f"{device.flop_per_s / 1e12:.3g} TFLOP/s, {size_text(device.memory_bytes)}",
+    ]
+    if any(samples):
+        lines.append(f"{samples[rank]} samples, {samples[rank] / sum(samples):.0%}{micro_text(plan, rank)}")
+    lines.append(f"computes {used:.0%} of the step{meter_html(used)}")
+    return f"<li>{'<br>'.join(lines)}</li>"
+
+
+def micro_text(plan: Plan, rank: int) -> str:
+    """The micro-batches of a rank: `` in 4 micro-batches``."""
+    if plan.micro_batches is None or plan.micro_batches[rank].steps < 2:
+        return ""
+    return f", in {plan.micro_batches[rank].steps} micro-batches of {plan.micro_batches[rank].micro_batch}"
+
+
+def link_html(text: str, busy: float) -> str:
+    """A link and the share of the step in which it carries something."""
+    told = f"{text}: busy {busy:.0%} of the step" if busy else f"{text}: carries nothing"
+    return f"<li>{told}{meter_html(busy)}</li>"
+
+
+def meter_html(share: float) -> str:
+    """A bar of a share, for the eye alone: the text beside it says the same."""
+    return f'<span class="meter" aria-hidden="true"><span style="width:{min(share, 1):.1%}"></span></span>'

@@ -1,0 +1,163 @@
+"""All that a report shows of a plan: the simulation that chose it, and the other candidates beside it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...base.timeline import Event, Timeline
+from ...cluster import Cluster, with_faster_links
+from ...cost import CostModel, Profile
+from ...lang.check import check_loaded, check_plan
+from ...lang.ir import print_program
+from ...lang.plan_file import Plan, accumulates
+from ...planner import make_plan
+from ...simulator import Simulation
+from ...simulator import simulate as run
+from ...simulator.memory import MemoryCourse, memory_courses
+from ..headline import samples_per_rank
+from ..whatif import Answer, Change, answers, changes
+from .candidates import EVENLY, Rival, rivals_of
+from .parts import KindOf, Parts, kinds_of
+from .path import critical_path
+
+FASTER_LINKS = 2
+COMMENT = re.compile(r"\s+#.*$")
+SOURCE = re.compile(r"#.*?(\S+:\d+)\s*$")
+RESULT = re.compile(r"\s*%([^\s,=]+)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the program: its text, the user's line that it comes from, the name of its result, and the
+    seconds of its events on the slowest rank."""
+
+    text: str
+    source: str
+    name: str
+    time_s: float
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """The answers to what would change the step, the cluster as it is first, and how long asking took."""
+
+    answers: tuple[Answer, ...]
+    took_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is on the page of one plan. ``name`` tells it from other plans on the page. ``memory`` has an
+    entry per rank. ``faster_s`` is the step of the same program with links twice as fast, None for one
+    device; ``rivals`` are the other candidates, none where nothing is compared."""
+
+    name: str
+    plan: Plan
+    cluster: Cluster
+    timeline: Timeline
+    kind_of: KindOf
+    critical: tuple[int, ...]
+    samples: tuple[int, ...]
+    parts: Parts
+    memory: tuple[MemoryCourse, ...]
+    rivals: tuple[Rival, ...]
+    faster_s: float | None
+    lines: tuple[Line, ...]
+    measured: Timeline | None = None
+    what_if: WhatIf | None = None
+
+    @property
+    def evenly(self) -> Rival | None:
+        """Data parallelism with equal parts on all devices; None where the plan is not compared with it."""
+        return next((rival for rival in self.rivals if rival.planner == EVENLY), None)
+
+
+def facts_of(
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    profile: Profile | None = None,
+    measured: Timeline | None = None,
+    name: str = "",
+    is_compared: bool = True,
+    asks_what_if: bool = False,
+) -> Facts:
+    """The facts of ``plan``, with its candidates if it ``is_compared``. Raises PlanError for a plan of
+    another cluster, VerificationError for one that was edited and is not valid."""
+    if plan.edited:
+        check_loaded(plan)
+    check_plan(plan, cluster)
+    costs = CostModel(cluster, profile)
+    simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
+    timeline = simulation.run(plan.program, plan.micro_batches, events=True)
+    held = simulation.held_bytes(plan.program, plan.micro_batches)
+    # a bound at the devices' peaks says little of what they compute longer than needed
+    mean_s = sum(timeline.compute_s) / len(timeline.compute_s)
+    ideal_s = plan.bound_s if plan.bound_s and plan.is_bound_measured else mean_s
+    kind_of = kinds_of(plan.program)
+    parts = Parts.of(timeline, ideal_s, kind_of)
+    return Facts(
+        name or plan.planner,
+        plan,
+        cluster,
+        timeline,
+        kind_of,
+        tuple(critical_path(timeline.events)),
+        samples_per_rank(plan),
+        parts,
+        memory_courses(held, timeline),
+        rivals_of(plan, cluster, parts, profile, ideal_s) if is_compared else (),
+        with_faster(plan, cluster, profile, timeline.step_s),
+        tuple(program_lines(plan, timeline.events)),
+        measured,
+        what_if(plan, cluster, profile) if asks_what_if else None,
+    )
+
+
+def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: float) -> float | None:
+    """The step of the same program with links ``FASTER_LINKS`` times as fast; None for one device."""
+    if cluster.world_size == 1:
+        return None
+    faster = with_faster_links(cluster, inside=FASTER_LINKS, between=FASTER_LINKS)
+    costs = CostModel(faster, None if profile is None else profile.without_links())
+    faster_s = run(plan.program, costs, micro_batches=plan.micro_batches).step_s
+    if profile is not None:  # a gain of faster links is told by the same costs of links
+        now = CostModel(cluster, profile.without_links())
+        faster_s *= step_s / run(plan.program, now, micro_batches=plan.micro_batches).step_s
+    return faster_s
+
+
+def what_if(plan: Plan, cluster: Cluster, profile: Profile | None) -> WhatIf:
+    """What-if answers for the program's own batch: a plan does not have the model, so that
+    another batch is not asked about."""
+    started = time.perf_counter()
+    asked = [change for change in changes(cluster) if change.batches == 1]
+    what_ifs = answers(
+        Change("now", "as it is", cluster),
+        asked,
+        lambda _: plan.program.graph,
+        sum(samples_per_rank(plan)) or 1,
+        lambda graph, changed, costs: make_plan(graph, changed, profile=costs),
+        profile,
+    )
+    return WhatIf(tuple(what_ifs), time.perf_counter() - started)
+
+
+def program_lines(plan: Plan, events: Sequence[Event]) -> list[Line]:
+    """The lines of the program's text with what each takes."""
+    seconds_of: dict[tuple[str, int], float] = defaultdict(float)
+    for event in events:
+        seconds_of[event.name.partition(" ")[0], event.rank] += event.end_s - event.start_s
+    slowest: dict[str, float] = defaultdict(float)
+    for (name, _), time_s in seconds_of.items():
+        slowest[name] = max(slowest[name], time_s)
+    lines = []
+    for text in print_program(plan.program, plan.notes).splitlines():
+        source, result = SOURCE.search(text), RESULT.match(text)
+        name = result[1] if result else ""
+        lines.append(Line(COMMENT.sub("", text), source[1] if source else "", name, slowest.get(name, 0.0)))
+    return lines

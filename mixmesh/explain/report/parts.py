@@ -1,0 +1,110 @@
+"""The parts of a step: computing at its best, what the busiest device computes above it, and what that
+device waits for, by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...base.timeline import BUCKET, PARAMETERS, STREAMS, Event, Timeline
+from ...lang.ir import Program
+
+COMPUTE, COMMUNICATION = STREAMS
+COMPUTES, AGAIN, OPTIMIZER = "computes", "computes again", "optimizer"
+GRADIENTS, GATHERS, EXCHANGES = "sums of gradients", "gathers of parameters", "other exchanges"
+OTHERS = "other devices"
+KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # kinds of events
+WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of what a device waits for
+KindOf = Callable[[Event], str]
+
+
+def kinds_of(program: Program) -> KindOf:
+    """A function that tells the kind of an event of ``program``."""
+    stored = {p.result for p in program.params}
+    moved = {i.result for i in program.instructions if i.is_redistribution and i.inputs[0] in stored}
+
+    def kind_of(event: Event) -> str:
+        base, _, suffix = event.name.partition(" ")
+        if event.stream == COMPUTE:
+            if event.name == "optimizer":
+                return OPTIMIZER
+            return AGAIN if suffix == "again" else COMPUTES
+        if event.name.startswith(BUCKET) or (base in moved and suffix == "grad"):
+            return GRADIENTS
+        return GATHERS if event.name.startswith(PARAMETERS) or base in moved else EXCHANGES
+
+    return kind_of
+
+
+def waits(timeline: Timeline, rank: int, kind_of: KindOf) -> dict[str, float]:
+    """The seconds in which a rank computes nothing, by what it waits for meanwhile. Where several collectives
+    of its own are under way the one that began first counts; where none is, it waits for other devices."""
+    own = [e for e in timeline.events if e.rank == rank and e.end_s > e.start_s]
+    busy = [(e.start_s, e.end_s) for e in own if e.stream == COMPUTE]
+    under_way = sorted((e for e in own if e.stream == COMMUNICATION), key=lambda e: e.start_s)
+    seconds_of = dict.fromkeys(WAITS, 0.0)
+    for start_s, end_s in gaps(busy, timeline.step_s):
+        at_s = start_s
+        for event in under_way:
+            begin_s, until_s = max(event.start_s, at_s), min(event.end_s, end_s)
+            if until_s > begin_s:
+                seconds_of[OTHERS] += begin_s - at_s
+                seconds_of[kind_of(event)] += until_s - begin_s
+                at_s = until_s
+        seconds_of[OTHERS] += end_s - at_s
+    return seconds_of
+
+
+def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[float, float]]:
+    """The rest of the time from 0 to ``end_s`` outside of ``spans``."""
+    at_s = 0.0
+    for start_s, until_s in sorted(spans):
+        if start_s > at_s:
+            yield at_s, start_s
+        at_s = max(at_s, until_s)
+    if end_s > at_s:
+        yield at_s, end_s
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that a step is the sum of: computing at its best (``ideal_s``), what the busiest device takes
+    longer than that, and the seconds that it waits for each of ``WAITS``."""
+
+    ideal_s: float
+    imbalance_s: float
+    waits_s: tuple[float, ...]
+    busiest: int  # a rank
+
+    @classmethod
+    def of(cls, timeline: Timeline, ideal_s: float, kind_of: KindOf) -> Parts:
+        """The parts of a timeline with events. Without a known bound ``ideal_s`` may be the mean of what
+        devices compute."""
+        busiest = busiest_rank(timeline.compute_s)
+        busy_s = timeline.compute_s[busiest]
+        ideal_s = min(ideal_s, busy_s)
+        waited_s = tuple(waits(timeline, busiest, kind_of).values())
+        return cls(ideal_s, busy_s - ideal_s, waited_s, busiest)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of waiting that no computing of the busiest device hides."""
+        return sum(self.waits_s)
+
+    @property
+    def step_s(self) -> float:
+        return self.ideal_s + self.imbalance_s + self.exposed_s
+
+    def named(self) -> list[tuple[str, float]]:
+        """Every part with its name, in the order of the waterfall."""
+        named = zip(WAITS, self.waits_s)
+        return [
+            ("the ideal: all devices compute all the time", self.ideal_s),
+            ("the busiest device computes longer", self.imbalance_s),
+            *((f"it waits for {kind}", time_s) for kind, time_s in named),
+        ]
+
+
+def busiest_rank(compute_s: Sequence[float]) -> int:
+    """The rank that computes longest."""
+    return max(range(len(compute_s)), key=compute_s.__getitem__)

@@ -1,0 +1,66 @@
+"""The sentences of a report: which device sets the pace, why the plan is faster than data parallelism, and
+what faster links would bring."""
+
+from __future__ import annotations
+
+from ...base.units import seconds_text
+from .drawing import device_name
+from .facts import FASTER_LINKS, Facts
+from .parts import busiest_rank
+
+BUSY = 0.9  # share of the step: from there on a device sets the pace, and below it what is waited for
+SAME = 0.01  # share of a step
+
+
+def sentences(facts: Facts) -> list[str]:
+    """Three sentences, or fewer for one device or a plan that is not compared."""
+    lines = [pace(facts), why(facts), links(facts)]
+    return [text for text in lines if text]
+
+
+def pace(facts: Facts) -> str:
+    """The thing that the step waits for: a device, or links."""
+    compute_s, step_s = facts.timeline.compute_s, facts.timeline.step_s
+    rank = busiest_rank(compute_s)
+    busy = f"computes for {compute_s[rank] / step_s:.0%} of the step of {seconds_text(step_s)}"
+    if compute_s[rank] >= BUSY * step_s:
+        return f"The bottleneck is {device_name(facts.cluster, rank)}: it {busy}."
+    waited = seconds_text(facts.parts.exposed_s)
+    return (
+        f"Links are the bottleneck: even {device_name(facts.cluster, rank)}, the busiest device, {busy}, and "
+        f"{waited} of communication and waiting are hidden behind nothing."
+    )
+
+
+def why(facts: Facts) -> str:
+    """Why the plan is faster than data parallelism with equal parts, by the part of the step in which it
+    gains most; empty for one device, and for a plan that is not compared."""
+    rival = facts.evenly
+    if rival is None or rival.remade is None:
+        return ""
+    if not rival.fits:
+        return "Data parallelism with equal parts does not fit in memory; the plan does."
+    evenly, theirs, own = rival.remade.timeline, rival.remade.parts, facts.parts
+    gain = evenly.step_s / facts.timeline.step_s
+    than = f"data parallelism with equal parts ({seconds_text(evenly.step_s)})"
+    if gain < 1 + SAME:
+        return f"The plan is {'as fast as' if gain > 1 - SAME else 'slower than'} {than}."
+    begin = f"The plan is {gain:.2g}x as fast as {than}, mostly because"
+    if theirs.imbalance_s - own.imbalance_s >= theirs.exposed_s - own.exposed_s:
+        slowest = theirs.busiest
+        computes = f"computes for {seconds_text(facts.timeline.compute_s[slowest])}"
+        here = computes if facts.samples[slowest] or not any(facts.samples) else "has no samples"
+        there = seconds_text(evenly.compute_s[slowest])
+        name = device_name(facts.cluster, slowest)
+        return f"{begin} {name} would compute for {there} on an equal part, and {here} here."
+    there, here = seconds_text(theirs.exposed_s), seconds_text(own.exposed_s)
+    return f"{begin} there {there} of communication and waiting are hidden behind nothing, and {here} here."
+
+
+def links(facts: Facts) -> str:
+    """The gain of the same program from faster links; empty for one device."""
+    if facts.faster_s is None:
+        return ""
+    saved, step = 1 - facts.faster_s / facts.timeline.step_s, seconds_text(facts.faster_s)
+    effect = f", {saved:.0%} less." if saved >= SAME else ": nothing is gained by faster links."
+    return f"With links {FASTER_LINKS}x as fast this program would take {step} a step{effect}"

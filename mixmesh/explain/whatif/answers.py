@@ -1,0 +1,112 @@
+"""The fastest plan after each change, beside that for the cluster as it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...cluster import Cluster
+from ...cost import Profile
+from ...errors import Infeasible
+from ...lang.plan_file import Plan
+from .changes import Change
+
+WORTH = 0.02  # share of the time of a sample: less is not told as a gain or a loss
+HOUR_S = 3600.0
+LEFT_OUT = ("machine", "device")
+Planned = Callable[[Any, Cluster, Profile | None], Plan]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The effect of a change. ``step_s`` is infinite where nothing fits; ``price_per_hour`` of all machines,
+    None where it is not known. ``samples`` are those of one step."""
+
+    change: Change
+    step_s: float
+    samples: int
+    planner: str
+    price_per_hour: float | None
+
+    @property
+    def sample_s(self) -> float:
+        return self.step_s / self.samples
+
+    @property
+    def sample_price(self) -> float | None:
+        """The price of one sample, in the currency of the cluster file."""
+        if self.price_per_hour is None or not math.isfinite(self.step_s):
+            return None
+        return self.price_per_hour * self.sample_s / HOUR_S
+
+    def speedup(self, now: Answer) -> float:
+        """How many times as many samples per second as ``now``; 0 where nothing fits."""
+        return now.sample_s / self.sample_s if math.isfinite(self.step_s) else 0.0
+
+
+def answers(
+    now: Change,
+    asked: Sequence[Change],
+    traced: Callable[[int], Any],
+    samples: int,
+    planned: Planned,
+    profile: Profile | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Iterator[Answer]:
+    """The answer for the cluster as it is, and for each change in its order.
+
+    ``traced(n)`` is the model traced with ``n`` times the batch, whose samples are ``samples`` once.
+    ``planned`` makes a plan. Of ``profile`` what devices take counts; links are those that the cluster says,
+    as nothing was measured on changed ones.
+    """
+    devices_only = None if profile is None else profile.without_links()
+    for change in (now, *asked):
+        progress(change.text)
+        step_s, planner = math.inf, "nothing fits"
+        try:
+            plan = planned(traced(change.batches), change.cluster, devices_only)
+            step_s, planner = plan.predicted_step_s, plan.planner
+        except Infeasible:
+            pass
+        price = None if change.adds_price else price_of(change.cluster)
+        yield Answer(change, step_s, samples * change.batches, planner, price)
+
+
+def price_of(cluster: Cluster) -> float | None:
+    """The price of an hour of all machines; None unless every one has its price."""
+    machines = cluster.machines
+    prices = [m.price_per_hour for m in machines if m.price_per_hour is not None]
+    return sum(prices) if len(prices) == len(machines) else None
+
+
+def ranked(found: Sequence[Answer]) -> list[Answer]:
+    """The answers after the first, which is the cluster as it is, by the time of a sample."""
+    return sorted(found[1:], key=lambda answer: answer.sample_s)
+
+
+def advice(found: Sequence[Answer]) -> list[str]:
+    """The conclusions in a few sentences: the largest gain, machines and devices that bring nothing, and what
+    is cheapest."""
+    now, *rest = found
+    if not math.isfinite(now.step_s):
+        fitting = [a for a in ranked(found) if math.isfinite(a.step_s)]
+        return ["nothing fits" + (f"; it would with: {fitting[0].change.text}" if fitting else "")]
+    lines = []
+    best = max(rest, key=lambda a: a.speedup(now), default=now)
+    if best.speedup(now) > 1 + WORTH:
+        lines.append(f"the largest gain: {best.change.text}, {best.speedup(now):.2f}x the samples per second")
+    else:
+        lines.append(f"none of these changes brings more than {WORTH:.0%}")
+    useless = [a for a in rest if a.change.kind in LEFT_OUT and a.speedup(now) >= 1 - WORTH]
+    machines = [a for a in useless if a.change.kind == "machine"]
+    # a machine that brings nothing says it of its devices too
+    lines += [f"training is as fast {answer.change.text}" for answer in machines or useless]
+    priced = [(a.sample_price, a) for a in (now, *rest) if a.sample_price is not None]
+    if len(priced) > 1 and now.sample_price is not None:
+        price, cheapest = min(priced, key=lambda pair: pair[0])
+        if cheapest is not now and price < (1 - WORTH) * now.sample_price:
+            share = price / now.sample_price
+            lines.append(f"the cheapest per sample: {cheapest.change.text}, {share:.0%} of the price now")
+    return lines

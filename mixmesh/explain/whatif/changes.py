@@ -1,0 +1,160 @@
+"""Changes of a cluster or of the batch, one at a time. Devices and machines that are alike count once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...base.units import GIB
+from ...cluster import Cluster, Device, Machine, with_faster_links
+from ...cluster.catalogue import CATALOGUE, rows_named
+from ...errors import InputError
+
+GBIT_PER_S = 1e9 / 8  # in bytes per second
+CARDS_GBIT_PER_S = (10, 25, 100)  # that are sold; the next one above what is there is asked about
+FASTER = 2  # times, of links
+MORE_MEMORY = 2  # times
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change: ``kind`` is the word for it in ``--only``, ``text`` what people read. The batch has
+    ``batches`` times its samples. ``adds_price`` is whether the prices in the cluster file do not hold what
+    it would cost."""
+
+    kind: str
+    text: str
+    cluster: Cluster
+    batches: int = 1
+    adds_price: bool = False
+
+
+def changes(cluster: Cluster, swaps: Sequence[str] = ()) -> tuple[Change, ...]:
+    """All changes of ``cluster``. ``swaps`` names devices of the catalogue that one device of each other type
+    is swapped for; without any it is the fastest device that the cluster has. Raises InputError for a name
+    that the catalogue lacks."""
+    others = tuple(device_of(name) for name in swaps) or (max(cluster.devices, key=_speed),)
+    possible = [change for make in KINDS.values() for change in make(cluster, others)]
+    return (*possible, Change("batch", "twice the batch", cluster, batches=2))
+
+
+def device_of(name: str) -> Device:
+    """The device of the catalogue that ``name`` means. Raises InputError."""
+    rows = rows_named(name)
+    if len(rows) != 1:
+        raise InputError(
+            "no such device in the catalogue" if not rows else "several devices have this name",
+            expected=", ".join(row.name for row in rows) or ", ".join(CATALOGUE),
+            got=name,
+            hint=f"--swap {rows[0].name if rows else 'A100-80GB'}",
+        )
+    text = f'[[machine]]\ndevices = ["{rows[0].name}"]\n'
+    return Cluster.parse(text, f"catalogue: {name}").devices[0]
+
+
+def _speed(device: Device) -> tuple[float, float]:
+    return device.flop_per_s, device.memory_bytes_per_s
+
+
+def without_devices(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """A device less, once for each type in each machine that has several devices."""
+    for index, machine in enumerate(cluster.machines):
+        for device in dict.fromkeys(machine.devices):
+            if len(machine.devices) > 1:
+                rest = list(machine.devices)
+                rest.remove(device)
+                count = machine.devices.count(device)
+                which = device.name if count == 1 else f"one of {count} {device.name}"
+                changed = _with_machine(cluster, index, replace(machine, devices=tuple(rest)))
+                yield Change("device", f"without {which} of {machine.name}", changed)
+
+
+def without_machines(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """A machine less."""
+    if len(cluster.machines) == 1:
+        return
+    for index, machine in enumerate(cluster.machines):
+        rest = cluster.machines[:index] + cluster.machines[index + 1 :]
+        text = f"without machine {machine.name} ({devices_text(machine.devices)})"
+        yield Change("machine", text, replace(cluster, machines=rest))
+
+
+def faster_network(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """Links between machines twice as fast, and cards of the next speed that is sold."""
+    if len(cluster.machines) == 1:
+        return
+    slowest = min(cluster.bandwidth_bytes_per_s, *(m.nic_bytes_per_s for m in cluster.machines))
+    twice = f"links between machines {FASTER}x as fast"
+    yield Change("network", twice, with_faster_links(cluster, between=FASTER), adds_price=True)
+    for gbit_per_s in CARDS_GBIT_PER_S:
+        if gbit_per_s * GBIT_PER_S > slowest:
+            at_least = _with_network_of(cluster, gbit_per_s * GBIT_PER_S)
+            text = f"{gbit_per_s} Gbit/s between machines (now {slowest / GBIT_PER_S:.3g})"
+            yield Change("network", text, at_least, adds_price=True)
+            return
+
+
+def faster_links(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """Links inside machines of several devices twice as fast."""
+    for index, machine in enumerate(cluster.machines):
+        if len(machine.devices) > 1:
+            faster = replace(machine, link_bytes_per_s=FASTER * machine.link_bytes_per_s)
+            text = f"links inside {machine.name} {FASTER}x as fast"
+            yield Change("link", text, _with_machine(cluster, index, faster), adds_price=True)
+
+
+def swapped_devices(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """One device swapped for another, once for each type in each machine."""
+    for index, machine in enumerate(cluster.machines):
+        for device in dict.fromkeys(machine.devices):
+            for other in others:
+                if other.name == device.name:
+                    continue
+                place = machine.devices.index(device)
+                devices = (*machine.devices[:place], other, *machine.devices[place + 1 :])
+                text = f"{other.name} instead of one {device.name} in {machine.name}"
+                changed = _with_machine(cluster, index, replace(machine, devices=devices))
+                yield Change("swap", text, changed, adds_price=True)
+
+
+def more_memory(cluster: Cluster, others: Sequence[Device]) -> Iterator[Change]:
+    """More memory on all devices of a type."""
+    for device in dict.fromkeys(cluster.devices):
+        larger = replace(device, memory_bytes=MORE_MEMORY * device.memory_bytes)
+
+        def grown(machine: Machine, old: Device = device, new: Device = larger) -> Machine:
+            return replace(machine, devices=tuple(new if d == old else d for d in machine.devices))
+
+        text = f"{larger.memory_bytes / GIB:.3g} GiB on every {device.name}"
+        changed = replace(cluster, machines=tuple(map(grown, cluster.machines)))
+        yield Change("memory", text, changed, adds_price=True)
+
+
+KINDS: dict[str, Callable[[Cluster, Sequence[Device]], Iterator[Change]]] = {
+    "device": without_devices,
+    "machine": without_machines,
+    "network": faster_network,
+    "link": faster_links,
+    "swap": swapped_devices,
+    "memory": more_memory,
+}
+
+
+def devices_text(devices: Sequence[Device]) -> str:
+    """``2 V100-16GB, 1 T4-16GB``."""
+    names = [device.name for device in devices]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def _with_machine(cluster: Cluster, index: int, machine: Machine) -> Cluster:
+    machines = (*cluster.machines[:index], machine, *cluster.machines[index + 1 :])
+    return replace(cluster, machines=machines)
+
+
+def _with_network_of(cluster: Cluster, bytes_per_s: float) -> Cluster:
+    """The network and every machine's card at least so fast."""
+    machines = tuple(
+        replace(m, nic_bytes_per_s=max(bytes_per_s, m.nic_bytes_per_s)) for m in cluster.machines
+    )
+    bandwidth = max(bytes_per_s, cluster.bandwidth_bytes_per_s)
+    return replace(cluster, machines=machines, bandwidth_bytes_per_s=bandwidth)

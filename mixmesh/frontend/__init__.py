@@ -1,0 +1,1 @@
+"""From what a person wrote to a graph: jobs and the trace of their models."""

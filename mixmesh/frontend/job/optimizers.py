@@ -1,0 +1,99 @@
+"""The optimizers that a job may have: their states, and how their steps are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ...errors import InputError
+from ...lang.optimizer_states import ADAM, OptimizerStates
+
+
+def optimizer_states(optimizer: Callable[[Iterable], Any] | None) -> OptimizerStates:
+    """Tensors of state per parameter: 2 for Adam, 0 for plain SGD; and of those that its steps make. As an
+    Adam that is not fused if that cannot be found out."""
+    import torch
+
+    if optimizer is None:
+        return ADAM
+    try:
+        p = torch.nn.Parameter(torch.zeros(4, 4))
+        on_sample = optimizer([p])
+        is_fused = can_be_fused(on_sample) or all(group.get("fused") for group in on_sample.param_groups)
+        p.grad = torch.ones_like(p)
+        on_sample.step()
+        kept = sum(isinstance(s, torch.Tensor) and s.shape == p.shape for s in on_sample.state[p].values())
+    except Exception:  # the user's own function, on parameters that are not the model's
+        kept, is_fused = 2, False
+    return OptimizerStates(kept, 0 if is_fused else _made_beside(kept))
+
+
+def _made_beside(kept: int) -> int:
+    """Adam makes the root of its second moment and the quotient (torch.optim); the others one tensor at
+    most, for the weight decay."""
+    return 2 if kept > 1 else 1
+
+
+# kinds with a kernel that reads and writes everything once; Adagrad has its states from the start
+FUSED = ("SGD", "Adam", "AdamW")
+
+
+def can_be_fused(optimizer: Any) -> bool:
+    """Whether an optimizer that is new and says nothing of how its steps are made can have PyTorch's fused
+    kernel make them (``runtime.optimizers.fuse``)."""
+    import torch
+
+    groups = optimizer.param_groups
+    if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
+        return False
+    for group in groups:
+        # None is nobody's choice, False is one
+        free = all(group.get(name, False) is None for name in ("fused", "foreach"))
+        if not free or group.get("differentiable") or group.get("capturable"):
+            return False
+    params = [p for group in groups for p in group["params"]]
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+
+
+# optimizers of which each element of the update depends on the same element of gradient and state only
+ELEMENTWISE = (
+    "SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD",
+)  # fmt: skip
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether an optimizer may step a part of a parameter by itself."""
+    import torch
+
+    return isinstance(optimizer, tuple(getattr(torch.optim, name) for name in ELEMENTWISE))
+
+
+def check_supported(optimizer: Any) -> None:
+    """Raises InputError for an optimizer that steps under no plan."""
+    import torch
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "LBFGS is not supported: its line search needs whole gradients and repeated steps",
+            expected="an optimizer that works element by element: " + ", ".join(ELEMENTWISE),
+            got="LBFGS, which no plan can step",
+            hint=(
+                "torch.optim.AdamW(model.parameters(), lr=1e-3), without a closure",
+                "or train with LBFGS on one device, without torchrun",
+            ),
+        )
+
+
+def needs_whole_parameters(optimizer: Callable[[Iterable], Any] | None) -> bool:
+    """Whether a job's optimizer looks at whole parameters (LAMB, Adafactor). False if that cannot be found
+    out. Raises InputError for one that steps under no plan."""
+    import torch
+
+    if optimizer is None:
+        return False
+    try:
+        on_sample = optimizer([torch.nn.Parameter(torch.zeros(4, 4))])
+    except Exception:  # the user's own function, on parameters that are not the model's
+        return False
+    check_supported(on_sample)
+    return not is_elementwise(on_sample)

@@ -1,0 +1,124 @@
+"""State that a model keeps between calls outside of what a program can update: attributes that its forward
+pass replaces. Export takes them as they are while the model is traced: every step would begin with these.
+
+A buffer is updated in place, and so becomes part of the program. A tensor that is replaced is refused if the
+forward pass reads what was there before, or a checkpoint would hold it; a number gets a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+from ...errors import TraceError
+from .locate import Place, place_of_function
+
+KEPT = (InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """An attribute that a forward pass has replaced. ``place`` is the forward pass of its module."""
+
+    name: str
+    is_number: bool
+    is_saved: bool
+    place: Place
+
+
+Key = tuple[str, str]  # path of a module, name of its attribute
+
+
+class Attributes:
+    """The tensors and numbers that a model's modules have as attributes, and those that its last forward pass
+    has ``replaced``. An object of its own, as export takes back what is assigned to modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.replaced: tuple[Replaced, ...] = ()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within it runs a forward pass. The tensors that it leaves on modules are of no use afterwards, so
+        those that were there before are put back."""
+        modules = dict(self._model.named_modules())
+        before = dict(_held(modules))
+        yield
+        self.replaced = tuple(_replaced(modules, before))
+        for (path, name), (value, *_) in list(_held(modules)):
+            if isinstance(value, Tensor):
+                _put_back(modules[path], name, before.get((path, name), (None,))[0])
+
+
+def _held(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Key, tuple[Any, ...]]]:
+    """Each tensor with its memory, and each number."""
+    for path, module in modules.items():
+        for name, value in (*vars(module).items(), *module._buffers.items()):
+            if isinstance(value, Tensor):
+                yield (path, name), (value, value.untyped_storage()._cdata)
+            elif type(value) in (int, float) and not name.startswith("_"):
+                yield (path, name), (value,)
+
+
+def _replaced(modules: Mapping[str, nn.Module], before: Mapping[Key, tuple[Any, ...]]) -> Iterator[Replaced]:
+    """The attributes that are others by now. Those that were not there before have no past to lose."""
+    for (path, name), value in _held(modules):
+        was = before.get((path, name), value)
+        if len(was) != len(value) or not all(map(_same, was, value)):
+            module = modules[path]
+            is_saved = name in module._buffers and name not in module._non_persistent_buffers_set
+            full, place = f"{path}.{name}".lstrip("."), place_of_function(type(module).forward)
+            yield Replaced(full, not isinstance(value[0], Tensor), is_saved, place)
+
+
+def check_replaced(replaced: Sequence[Replaced], program: ExportedProgram, prefix: str) -> None:
+    """Raises TraceError for a tensor that the forward pass replaces and reads, or that checkpoints hold.
+    ``prefix`` stands before the model's names in the exported program."""
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    read = {
+        spec.target.removeprefix(prefix)
+        for spec, node in zip(program.graph_signature.input_specs, placeholders)
+        if spec.kind in KEPT and node.users
+    }
+    for each in replaced:
+        if not each.is_number and (each.is_saved or each.name in read):
+            short = each.name.rpartition(".")[2]
+            raise TraceError(
+                f"the forward pass replaces {each.name}, so every step would begin with the tensor that was "
+                "there when the model was planned",
+                expected="a buffer that is updated in place",
+                got=f"self.{short} = ..., or self.{short}.data = ...",
+                where=str(each.place),
+                hint=(
+                    f"self.{short}.copy_(value) in forward",
+                    f'self.register_buffer("{short}", tensor) in __init__, if it is no buffer yet',
+                ),
+            )
+
+
+def warnings_of(replaced: Sequence[Replaced]) -> list[str]:
+    """A line for each number that the forward pass changes."""
+    return [
+        f"the forward pass changes the number {each.name} ({each.place}): every step computes with what it "
+        "was while the model was traced; keep it in a buffer if the loss depends on it"
+        for each in replaced
+        if each.is_number
+    ]
+
+
+def _put_back(module: nn.Module, name: str, value: Tensor | None) -> None:
+    held = module._buffers if name in module._buffers else vars(module)
+    if value is None:
+        del held[name]
+    else:
+        held[name] = value
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (not isinstance(a, Tensor) and a == b)

@@ -1,0 +1,84 @@
+"""``torch.autocast`` around a model's call: the casts that it makes are traced and planned with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import InputError
+from .dtypes import DTYPE_NAME, TORCH_DTYPE
+
+Autocast = tuple[str, str]  # a type of devices and the name of a dtype: ("cuda", "bf16")
+DEVICES = ("cpu", "cuda")
+
+
+def autocast_now(device: str) -> Autocast | None:
+    """The context in effect for devices of a type; None without one."""
+    if not torch.is_autocast_enabled(device):
+        return None
+    return device, DTYPE_NAME[torch.get_autocast_dtype(device)]
+
+
+def device_of(model: nn.Module) -> str:
+    """The type of device that a model is on."""
+    tensors = (*model.parameters(), *model.buffers())
+    return next((x.device.type for x in tensors if x.device.type != "meta"), "cpu")
+
+
+def autocast_for(model: nn.Module, wanted: Any = None) -> Autocast | None:
+    """The context that a model is to be traced under: the one ``wanted``, a ``torch.autocast``, a dtype for
+    the model's own device, False or an empty context (``nullcontext()`` or ``suppress()``, which scripts use
+    where nothing is to be cast) for none, or else the one in effect. Raises InputError for another
+    device's, whose casts are others."""
+    device = device_of(model)
+    if wanted is None:
+        return autocast_now(device)
+    if wanted is False or isinstance(wanted, nullcontext | suppress):
+        return None
+    if isinstance(wanted, torch.dtype) and wanted in DTYPE_NAME:
+        return device, DTYPE_NAME[wanted]
+    if not isinstance(wanted, torch.autocast):
+        raise InputError(
+            "autocast= does not say what to cast to",
+            expected="torch.autocast(device, dtype), or a dtype",
+            got=repr(wanted),
+            hint="autocast=torch.bfloat16",
+        )
+    if wanted.device != device:
+        raise InputError(
+            f"autocast on {wanted.device} casts nothing of a model on {device}",
+            expected=f"a model on {wanted.device}",
+            got=f"one on {device}",
+            hint=f"model.to({wanted.device!r}) before it is planned",
+        )
+    return (device, DTYPE_NAME[wanted.fast_dtype]) if wanted._enabled else None
+
+
+def under(autocast: Autocast | None) -> Any:
+    """The context of that kind; nothing for None."""
+    if autocast is None:
+        return nullcontext()
+    device, dtype = autocast
+    return torch.autocast(device, TORCH_DTYPE[dtype])
+
+
+@contextmanager
+def no_autocast() -> Iterator[None]:
+    """Within it nothing is cast, whatever context the caller is in."""
+    with ExitStack() as stack:
+        for device in DEVICES:
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
+def autocast_text(autocast: Autocast | None) -> str:
+    """How a context is written."""
+    if autocast is None:
+        return "no autocast"
+    device, dtype = autocast
+    return f"torch.autocast({device!r}, {TORCH_DTYPE[dtype]})"

@@ -1,0 +1,415 @@
+"""From a module and a batch to an exported program whose only output is the loss."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ...errors import MixmeshError, TraceError
+from ...lang.ir import Returned
+from .attributes import Attributes, check_replaced, warnings_of
+from .autocast import Autocast, no_autocast, under
+from .averages import means_over_batches
+from .branches import past_checks
+from .causal_masks import masks_as_given
+from .checked_losses import LossesWithoutChecks
+from .checkpoints import regions_kept
+from .composites import with_known_operators
+from .fakes import fixed_shapes
+from .functions import exact_functions
+from .hooks import hooks_traced
+from .locate import place_of_error, place_of_function, whole_stacks
+from .loops import experts_in_groups
+from .moves import moves_in_place
+from .outputs import named_tensors, names_of_all, selected
+from .regions import inline_regions, no_grad_within_autocast
+from .selections import targets_by_sample
+from .stand_ins import lost_constant, meta_on_device
+from .stopped_writes import check_stopped_writes
+from .synced_norms import synced_norms_as_plain
+from .words import WORDS, Unread, is_words
+
+TENSOR = "tensor"
+WRAPPED = "model."  # before the model's names in what is exported
+
+
+@dataclass(frozen=True)
+class Capture:
+    """``inputs`` names the batch's tensors, in the order of the program's user inputs; ``arguments`` are all
+    leaves of the batch. ``outputs`` names what the program gives behind the loss, of what the model
+    ``returned``."""
+
+    program: ExportedProgram
+    inputs: tuple[str, ...]
+    output_has_loss: bool
+    arguments: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
+    returned: Returned = Returned()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as a flat list. Tensors are traced, everything else is a constant."""
+
+    names: tuple[str, ...]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    by_keyword: bool
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any] | tuple | list) -> Batch:
+        if not isinstance(batch, Mapping | tuple | list):
+            raise TraceError(
+                "a batch must say how the model is called",
+                expected="a mapping for model(**batch), or a tuple or list for model(*batch)",
+                got=type(batch).__name__,
+            )
+        by_keyword = isinstance(batch, Mapping)
+        arguments = dict(batch) if by_keyword else tuple(batch)
+        pairs, spec = pytree.tree_flatten_with_path(arguments, is_leaf=is_words)
+        names = tuple(".".join(map(key_text, path)) for path, _ in pairs)
+        return cls(names, tuple(leaf for _, leaf in pairs), spec, by_keyword)
+
+    @property
+    def arguments(self) -> tuple[tuple[str, str], ...]:
+        """All leaves by name, as ``describe_argument`` has them."""
+        return tuple((name, describe_argument(leaf)) for name, leaf in zip(self.names, self.leaves))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(n for n, x in zip(self.names, self.leaves) if isinstance(x, torch.Tensor))
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        # copies: export merges inputs that are one and the same tensor
+        return tuple(x.detach().clone() for x in self.leaves if isinstance(x, torch.Tensor))
+
+    def call(self, model: nn.Module, tensors: tuple[torch.Tensor, ...]) -> Any:
+        rest = iter(tensors)
+        leaves = [
+            next(rest) if isinstance(x, torch.Tensor) else Unread(name) if is_words(x) else x
+            for name, x in zip(self.names, self.leaves)
+        ]
+        arguments = pytree.tree_unflatten(leaves, self.spec)
+        return model(**arguments) if self.by_keyword else model(*arguments)
+
+
+def describe_argument(value: Any) -> str:
+    """A leaf of a call as a plan records it: a tensor, a constant by its value, or a thing by its type."""
+    if isinstance(value, torch.Tensor):
+        return TENSOR
+    if is_words(value):
+        return WORDS
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def key_text(key: Any) -> str:
+    """One step of a leaf's path in a batch, as it stands in the name of an input."""
+    match key:
+        case pytree.MappingKey():
+            return str(key.key)
+        case pytree.SequenceKey():
+            return str(key.idx)
+        case pytree.GetAttrKey():
+            return key.name
+    return str(key)
+
+
+@dataclass
+class Found:
+    """The output of a model, as it was seen: whether it is an object with the loss, what it is then, and the
+    names of the ``outputs`` that follow the loss. A class of its own, as an export puts
+    plain attributes of a module back."""
+
+    has_loss: bool = False
+    outputs: tuple[str, ...] = ()
+    returned: Returned = Returned()
+
+    def set(self, has_loss: bool, outputs: tuple[str, ...], returned: Returned) -> None:
+        self.has_loss, self.outputs, self.returned = has_loss, outputs, returned
+
+
+def _is_tuple(output: Any) -> bool:
+    return isinstance(output, tuple | list)
+
+
+class LossAndOutputs(nn.Module):
+    """``model`` called with a batch's tensors, returning the loss and what is ``wanted`` of the rest."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        wanted: Collection[str | int] = (),
+        autocast: Autocast | None = None,
+        needs_loss: bool = True,
+        has_loss: bool | None = True,
+    ) -> None:
+        super().__init__()
+        self._needs_loss, self._has_loss = needs_loss, has_loss
+        self.model = model
+        self._autocast = autocast
+        self.training = model.training
+        self._batch = batch
+        self._wanted = wanted
+        self.found = Found()
+        self.attributes = Attributes(model)
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with under(self._autocast), self.attributes.watched():
+            output = self._batch.call(self.model, tensors)
+        where = str(place_of_function(type(self.model).forward))
+        if not (self._has_loss or (self._has_loss is None and is_loss(loss_of(output)))):
+            return self._all_outputs(output, where)
+        if not self._needs_loss and loss_of(output) is None:
+            return self._outputs(output, where)
+        loss = check_loss(loss_of(output), output, where)
+        named = {} if loss is output else dict(named_tensors(output))
+        its_name = next((name for name, value in named.items() if value is loss), "loss")
+        chosen = selected(tuple(named), its_name, self._wanted, where)
+        self.found.set(loss is not output, chosen, Returned(tuple(named), its_name, _is_tuple(output)))
+        return loss, *(named[name] for name in chosen)
+
+    def _outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
+        """The outputs of a call that gives no loss, after a number that stands in its place."""
+        named = dict(named_tensors(output))
+        chosen = selected(tuple(named), "", self._wanted, where)
+        floating = next((named[name] for name in chosen if named[name].is_floating_point()), None)
+        instead = check_loss(None if floating is None else floating.sum() * 0, output, where)
+        self.found.set(True, chosen, Returned(tuple(named), "", _is_tuple(output)))
+        return instead, *(named[name] for name in chosen)
+
+    def _all_outputs(self, output: Any, where: str) -> tuple[torch.Tensor, ...]:
+        """All tensors that the caller may make a loss of, after a number that they all go into."""
+        named = dict(named_tensors(output))
+        floating = [x.sum() * 0 for x in named.values() if x.is_floating_point()]
+        instead = check_loss(sum(floating[1:], floating[0]) if floating else None, output, where)
+        returned = Returned(names_of_all(output, where), "", _is_tuple(output))
+        self.found.set(True, tuple(named), returned)
+        return instead, *named.values()
+
+
+def loss_of(output: Any) -> Any:
+    """The loss in what a model returned: itself, its "loss" entry or its ``loss`` attribute, or of a tuple
+    its one floating-point scalar."""
+    if isinstance(output, torch.Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    loss = getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list):
+        scalars = [x for x in output if is_loss(x)]
+        loss = scalars[0] if len(scalars) == 1 else None
+    return loss
+
+
+def is_loss(x: Any) -> bool:
+    """Whether a value is a scalar that a gradient may flow from."""
+    return isinstance(x, torch.Tensor) and x.ndim == 0 and x.dtype.is_floating_point
+
+
+def check_loss(loss: Any, output: Any, where: str) -> torch.Tensor:
+    if is_loss(loss):
+        return loss
+    hint = "return the loss of the whole batch, for example nn.functional.cross_entropy(logits, labels)"
+    if not isinstance(output, torch.Tensor) and loss is None and _offers_loss(output):
+        hint = "put labels into the batch, so that the model computes its loss"
+    elif loss is None and _num_losses(output) > 1:
+        total = "sum(losses.values())" if isinstance(output, Mapping) else "sum(losses)"
+        hint = f"mixmesh.prepare(..., loss=lambda losses: {total}), or a forward that returns the sum"
+    got = _describe(output) if loss is output or loss is None else f"a loss that is {_describe(loss)}"
+    raise TraceError(
+        "the model does not return a scalar loss",
+        expected="a floating-point scalar tensor, an object or dict with such a .loss, or a tuple with one",
+        got=got,
+        where=where,
+        hint=hint,
+    )
+
+
+def _num_losses(output: Any) -> int:
+    values = output.values() if isinstance(output, Mapping) else output
+    return sum(map(is_loss, values)) if isinstance(output, Mapping | tuple | list) else 0
+
+
+def _offers_loss(output: Any) -> bool:
+    return isinstance(output, Mapping) and "logits" in output or "loss" in dir(output)
+
+
+def _describe(x: Any) -> str:
+    if isinstance(x, torch.Tensor):
+        return f"a tensor of shape {list(x.shape)} and dtype {str(x.dtype).removeprefix('torch.')}"
+    if isinstance(x, tuple | list):
+        return f"a {type(x).__name__} of {len(x)}"
+    if isinstance(x, Mapping):
+        return f"{type(x).__name__} with {', '.join(map(str, x)) or 'nothing'}"
+    return type(x).__name__
+
+
+def capture(
+    model: nn.Module,
+    batch: Mapping[str, Any] | tuple | list,
+    known: Container[str],
+    outputs: Collection[str | int] = (),
+    autocast: Autocast | None = None,
+    needs_loss: bool = True,
+    has_loss: bool | None = True,
+) -> Capture:
+    """The model's forward pass at the batch's shapes, functional, ``known`` composite operators kept whole,
+    called under ``autocast``. Beside the loss it gives those ``outputs`` that are asked for by name; unless
+    it ``needs_loss``, a call without one gives a number in its place. ``has_loss`` says whether the model
+    returns its loss, None that it is not known: one that returns none gives all its tensors.
+
+    Raises TraceError with PyTorch's own reason and the user's file and line.
+    """
+    flat = Batch.of(batch)
+    wrapper = LossAndOutputs(model, flat, outputs, autocast, needs_loss, has_loss)
+    try:
+        with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
+            program = past_checks(lambda: _export(wrapper, flat.tensors()))
+            check_replaced(wrapper.attributes.replaced, program, WRAPPED)
+            inline_regions(program.graph_module)
+            check_stopped_writes(program.graph_module)
+            targets_by_sample(program.graph_module)
+            program = with_known_operators(program.run_decompositions({}), known)
+    except Exception as error:
+        raise explain(error, model) from error
+    return Capture(
+        program,
+        flat.tensor_names,
+        wrapper.found.has_loss,
+        flat.arguments,
+        wrapper.found.outputs,
+        wrapper.found.returned,
+        tuple(warnings_of(wrapper.attributes.replaced)),
+    )
+
+
+def _export(wrapper: nn.Module, tensors: tuple[torch.Tensor, ...]) -> ExportedProgram:
+    with meta_on_device(wrapper, tensors) as meta_tensors:
+        return torch.export.export(wrapper, meta_tensors, strict=False)
+
+
+@contextmanager
+def _as_it_is_traced() -> Iterator[None]:
+    with (
+        fixed_shapes(), exact_functions(), moves_in_place(), means_over_batches(), whole_stacks(),
+        regions_kept(), experts_in_groups(), masks_as_given(), synced_norms_as_plain(),
+        no_autocast(), no_grad_within_autocast(), LossesWithoutChecks(),
+    ):  # fmt: skip
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log lines of torch and transformers, which belong to their own debugging, nor the
+    half-traced graph that torch.fx prints when an export fails."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+CALL_ONCE = "call the model once on this batch without mixmesh"
+BRANCH_HINT = (
+    "replace an `if` or loop on a tensor's value by torch.where, and x[mask] by a multiplication by the mask"
+)
+TIED = "expected compiled_fn to be GraphModule"  # said of inputs that share memory and are updated
+# PyTorch's message -> the remedy
+HINTS = (
+    ("GuardOnDataDependent", BRANCH_HINT),
+    ("data-dependent", BRANCH_HINT),
+    ("DynamicOutputShape", "use operators whose result shape does not depend on values (torch.where, masks)"),
+    (
+        "but got FakeTensor",
+        "read no sizes from tensors: instead of packed sequences, padded ones with a mask over the loss",
+    ),
+    (".numpy()", "keep the computation in torch: numpy cannot be traced"),
+    ("fake tensor in the exported program", "use .detach() instead of .data, and no tensors kept as globals"),
+    ("lifted_tensor", "register tensors that the model keeps with register_buffer"),
+    ("aliases", "return the loss and keep no tensors on the module"),
+    (
+        "is not in the correct order or is not found in the exported program's user_output",
+        "give each buffer a value of its own: self.a.copy_(value); self.b.copy_(value.clone())",
+    ),
+    ("is mutated in the forward", 'self.register_buffer("name", tensor) in __init__, and update it in place'),
+    ("assigned during export", "register the tensor with register_buffer, and update it in place"),
+)
+
+
+OTHER_DEVICE = "FakeTensorDeviceMismatchError"
+# PyTorch's name of an error -> what it means in the model
+MEANINGS = {
+    "SpecViolationError": "an update of a buffer whose value is another result too",
+    "GuardOnDataDependentSymNode": "a branch, a loop or an index that depends on a tensor's values",
+    "DynamicOutputShapeException": "a result whose shape depends on values",
+}
+
+
+def explain(error: Exception, model: nn.Module) -> TraceError:
+    """``error`` as a TraceError: the reason in a line or two, the user's line, and a way out."""
+    if TIED in str(error) and (tied := _buffers_of_one_memory(model)) is not None:
+        return _of_tied_buffers(*tied)
+    place = place_of_error(error)
+    if type(error).__name__ == OTHER_DEVICE and (lost := lost_constant(model)) is not None:
+        error = lost
+    if isinstance(error, MixmeshError):
+        fields = dict(expected=error.expected, got=error.got, hint=error.hint)
+        return TraceError(error.message, where=error.where or str(place), **fields)
+    kind = type(error).__name__
+    text = f"{kind} {error}"
+    hints = dict.fromkeys(hint for key, hint in HINTS if key in text)
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    got = f"{MEANINGS.get(kind, kind)}: {' '.join(lines[:2])}" if lines else kind
+    if kind == "GuardOnDataDependentSymNode":  # its text names symbols that the user has never seen
+        got = MEANINGS[kind]
+    message = "the model cannot be traced" if hints else "the model's forward pass failed while it was traced"
+    return TraceError(
+        message,
+        got=_clip(got),
+        where=str(place),
+        hint=tuple(hints)[:1] or (CALL_ONCE,),
+    )
+
+
+def _buffers_of_one_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of the first two buffers that share memory."""
+    names: dict[int, str] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        first = names.setdefault(buffer.untyped_storage()._cdata, name)
+        if first != name:
+            return first, name
+    return None
+
+
+def _of_tied_buffers(one: str, other: str) -> TraceError:
+    return TraceError(
+        "a buffer that has two names is updated in the forward pass",
+        expected="one name for a buffer that is updated",
+        got=f"{one} and {other}, which share memory",
+        hint=(
+            f"register {one} once, and use it by that name in place of {other}",
+            "a module that is used in two places: self.again = [self.module], and self.again[0](x)",
+        ),
+    )
+
+
+def _clip(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

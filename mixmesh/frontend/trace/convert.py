@@ -1,0 +1,242 @@
+"""From an exported program to nodes: leaves under the model's own names, operators under ATen's."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+
+from ...errors import TraceError
+from ...lang.ir import Arg, DType, Graph, Node, Ref, ValueType
+from .capture import Capture
+from .checkpoints import region_of_stack
+from .dtypes import DTYPE_NAME
+from .locate import Place, place_of_stack
+from .schema import op_name
+from .stand_ins import without_values
+
+MAX_CONST_ELEMENTS = 65536
+WRAPPED = "model."  # the prefix that LossAndOutputs gives to names
+
+
+def convert(captured: Capture, model: nn.Module, name: str) -> Graph:
+    """The program's nodes in its own order, leaves first, updates of buffers and outputs last."""
+    return _Converter(captured, model).graph(name)
+
+
+def graph_name(model: nn.Module) -> str:
+    return re.sub(r"[^a-z0-9_]", "_", type(model).__name__.lower()).strip("_") or "model"
+
+
+class Names:
+    """Unique names of values, made of letters, digits, underscores and dots."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = set(taken)
+
+    def new(self, wanted: str) -> str:
+        base = re.sub(r"[^A-Za-z0-9_.]", "_", wanted) or "value"
+        name, n = base, 0
+        while name in self.taken:
+            n += 1
+            name = f"{base}_{n}"
+        self.taken.add(name)
+        return name
+
+
+class _Converter:
+    def __init__(self, captured: Capture, model: nn.Module) -> None:
+        self.program = captured.program
+        self.inputs = iter(captured.inputs)
+        self.outputs_named = captured.outputs
+        self.model = model
+        self.names = Names()
+        self.nodes: list[Node] = []
+        # the values of an fx node: one, or several with None for those that nobody uses
+        self.values: dict[fx.Node, str | tuple[str | None, ...]] = {}
+        self.leaf_of: dict[tuple[str, str], str] = {}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = dict(model.named_buffers(remove_duplicate=False))
+        self.tensors = parameters | buffers
+        # a tensor held under several names goes by the first
+        self.first_name: dict[int, str] = {}
+        for name, tensor in self.tensors.items():
+            self.first_name.setdefault(id(tensor), name)
+
+    def graph(self, name: str) -> Graph:
+        specs = iter(self.program.graph_signature.input_specs)
+        loss = ""
+        for node in self.program.graph.nodes:
+            match node.op:
+                case "placeholder":
+                    self.leaf(node, next(specs))
+                case "call_function":
+                    self.call(node)
+                case "output":
+                    loss = self.outputs(node)
+                case _:
+                    self.refuse(node, f"{node.op} {node.target}", "plain operators")
+        return Graph(name, tuple(self.nodes), loss)
+
+    def leaf(self, node: fx.Node, spec: InputSpec) -> None:
+        match spec.kind:
+            case InputKind.PARAMETER | InputKind.BUFFER:
+                op = "param" if spec.kind is InputKind.PARAMETER else "buffer"
+                tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
+                key = self.first_name[id(tensor)]
+                frozen = op == "param" and not tensor.requires_grad
+                kwargs = (("trainable", False),) if frozen else ()
+            case InputKind.USER_INPUT:
+                op, key, kwargs = "input", next(self.inputs), ()
+            case InputKind.CONSTANT_TENSOR:
+                op, key, kwargs = "const", spec.target.split(".")[-1], ()
+            case _:
+                raise TraceError(f"the model needs {spec.kind.name.lower()} {spec.target}, not a tensor")
+        value = node.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return  # a constant of the batch
+        if (op, key) not in self.leaf_of:
+            self.leaf_of[op, key] = self.names.new(key)
+            args = (self.constant(spec.target),) if op == "const" else (key,)
+            result = self.leaf_of[op, key]
+            self.nodes.append(Node((result,), (self.type(value, node),), op, args, kwargs))
+        self.values[node] = self.leaf_of[op, key]
+
+    def constant(self, target: str) -> Arg:
+        tensor = self.program.constants[target]
+        if tensor.numel() > MAX_CONST_ELEMENTS:
+            raise TraceError(
+                f"the constant {target.removeprefix(WRAPPED)} is too large to stand in program text",
+                expected=f"at most {MAX_CONST_ELEMENTS} elements",
+                got=f"a tensor of shape {list(tensor.shape)}",
+                hint="register it as a buffer of the module: self.register_buffer(name, tensor)",
+            )
+        if tensor.is_meta:
+            raise without_values(target.removeprefix(WRAPPED), tensor)
+        if tensor.is_complex():
+            raise TraceError("complex constants cannot stand in program text", got=target)
+        return tuple(tensor.detach().cpu().flatten().tolist())
+
+    def call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            source, index = node.args
+            self.values[node] = self.values[source][index]
+            return
+        if not isinstance(node.target, torch._ops.OpOverload):
+            self.refuse(node, str(getattr(node.target, "__name__", node.target)), "plain operators")
+        value = node.meta.get("val")
+        single = isinstance(value, torch.Tensor)
+        if value is None:  # an assertion: no results
+            results, types = (), ()
+        elif single:
+            results, types = (self.names.new(node.name),), (self.type(value, node),)
+            self.values[node] = results[0]
+        elif isinstance(value, tuple | list):
+            results = self.several(node, len(value))
+            types = tuple(self.type(v, node) for v in value)
+            self.values[node] = results
+        else:
+            self.refuse(node, f"{op_name(node.target)} reads a tensor's value", "shapes and numbers fixed")
+        stack = node.meta.get("stack_trace")
+        place, region = place_of_stack(stack), region_of_stack(stack)
+        args = tuple(self.arg(a, node) for a in node.args)
+        kwargs = tuple((k, self.arg(v, node)) for k, v in node.kwargs.items())
+        self.nodes.append(
+            Node(results, types, op_name(node.target), args, kwargs, place.location, place.source, region)
+        )
+
+    def several(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
+        picks = [u for u in node.users if u.target is operator.getitem]
+        whole = len(picks) < len(node.users)  # a list of tensors handed on as it is
+        used = {u.args[1] % count for u in picks if u.users}
+        one = len(used) == 1 and not whole
+        return tuple(
+            self.names.new(node.name if one else f"{node.name}.{i}") if whole or i in used else None
+            for i in range(count)
+        )
+
+    def arg(self, arg: Any, node: fx.Node) -> Arg:
+        match arg:
+            case fx.Node():
+                value = self.values.get(arg)
+                if isinstance(value, tuple):
+                    return tuple(Ref(v) for v in value)
+                if value is None:
+                    self.refuse(node, f"{arg.name}, a number known only at run time", "fixed numbers")
+                return Ref(value)
+            case torch.dtype():
+                return DType(DTYPE_NAME[arg])
+            case None | torch.device() | torch.layout() | torch.memory_format():
+                return None
+            case float() if arg != arg:
+                return math.nan  # one object: what has it equals itself
+            case bool() | int() | float() | str():
+                return arg
+            case tuple() | list():
+                return tuple(self.arg(a, node) for a in arg)
+        self.refuse(node, f"an argument {arg!r}", "tensors, numbers, strings, dtypes and lists of them")
+
+    def type(self, value: Any, node: fx.Node) -> ValueType:
+        if value is None:
+            return ValueType("f32", (0,))  # an optional result that is absent
+        if value.dtype not in DTYPE_NAME:
+            self.refuse(node, f"dtype {value.dtype}", ", ".join(DTYPE_NAME.values()))
+        if not all(type(size) is int for size in value.shape):
+            self.refuse(
+                node,
+                f"{node.name} of shape {list(value.shape)}, known only at run time",
+                "shapes that do not depend on values",
+                "replace indexing by a boolean mask with torch.where or a multiplication by the mask",
+            )
+        return ValueType(DTYPE_NAME[value.dtype], tuple(value.shape))
+
+    def outputs(self, node: fx.Node) -> str:
+        shown: list[str] = []
+        for value, spec in zip(node.args[0], self.program.graph_signature.output_specs):
+            match spec.kind:
+                case OutputKind.USER_OUTPUT:
+                    shown.append(self.values[value])
+                case OutputKind.BUFFER_MUTATION:
+                    tensor = self.tensors[spec.target.removeprefix(WRAPPED)]
+                    name = self.first_name[id(tensor)]
+                    fitting = self.fitted(self.values[value], self.type(value.meta["val"], value), tensor)
+                    self.nodes.append(Node((), (), "update", (name, fitting)))
+                case _:
+                    kind = spec.kind.name.lower().replace("_", " ")
+                    raise TraceError(
+                        f"the model's forward pass changes what it was given ({kind} of {spec.target})",
+                        expected="changes of buffers only",
+                        hint="change a copy: x = x.clone()",
+                    )
+        loss, *others = shown
+        for name, value in zip(self.outputs_named, others):
+            self.nodes.append(Node((), (), "output", (name, Ref(value))))
+        return loss
+
+    def fitted(self, value: str, held: ValueType, buffer: torch.Tensor) -> Ref:
+        """``value`` in the dtype and the shape of a buffer. ``buffer.copy_(value)`` casts and broadcasts, and
+        what export says of it is the value as it was."""
+        wanted = ValueType(DTYPE_NAME[buffer.dtype], tuple(buffer.shape))
+        if held.dtype != wanted.dtype:
+            cast = ValueType(wanted.dtype, held.shape)
+            kwargs = (("dtype", DType(wanted.dtype)),)
+            name = self.names.new(f"{value}.to_copy")
+            self.nodes.append(Node((name,), (cast,), "aten._to_copy", (Ref(value),), kwargs))
+            value = name
+        if held.shape != wanted.shape:
+            name = self.names.new(f"{value}.expand")
+            self.nodes.append(Node((name,), (wanted,), "aten.expand", (Ref(value), wanted.shape)))
+            value = name
+        return Ref(value)
+
+    def refuse(self, node: fx.Node, got: str, expected: str, hint: str = "") -> None:
+        place = place_of_stack(node.meta.get("stack_trace"))
+        raise TraceError(
+            "the model cannot be traced", expected=expected, got=got, where=str(place or Place()), hint=hint
+        )

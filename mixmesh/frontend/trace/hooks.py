@@ -1,0 +1,164 @@
+"""Hooks, which export drops: those that change what is computed are traced, all others are refused.
+
+A forward hook runs while the model is traced, so what it does to tensors becomes part of the program, and
+what it does besides (looking, printing, collecting) would be done once and never in a step. So a hook that
+changes no tensor is refused, and one that collects beside. A hook on a gradient is no operator, so nothing
+of it can be traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.utils import _pytree as pytree
+
+from ...errors import TraceError
+from .locate import Place, place_of_function
+from .reach import changed, reach
+
+GRADIENT_HINT = (
+    "between loss.backward() and optimizer.step(): p.grad = f(p.grad) for p of the parallel model, where f "
+    "takes each element by itself",
+    "to scale a gradient within the model: x.detach() + factor * (x - x.detach())",
+)
+OF_PARAMETERS = {
+    "_backward_hooks": "register_hook",
+    "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
+}
+OF_MODULES = {
+    "_backward_hooks": "register_full_backward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+}
+# weight norm, pruning; outputs of inner layers (router logits): what these hooks make is kept for the forward
+FOR_THE_FORWARD = ("torch.nn.utils.", "transformers.utils.output_capturing")
+FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+OF_ALL_MODULES = {
+    "_global_backward_hooks": "register_module_full_backward_hook",
+    "_global_backward_pre_hooks": "register_module_full_backward_pre_hook",
+}
+
+
+def check_gradient_hooks(model: nn.Module) -> None:
+    """Raises TraceError, with the hook's line, for a hook on the gradient of a parameter or of a module."""
+    for name, p in model.named_parameters():
+        _refuse_any(p, OF_PARAMETERS, f"parameter {name}")
+    for name, module in model.named_modules():
+        _refuse_any(module, OF_MODULES, f"module {name or type(module).__name__}")
+    _refuse_any(modules, OF_ALL_MODULES, "all modules")
+
+
+def _refuse_any(held: Any, kinds: dict[str, str], what: str) -> None:
+    for attribute, how in kinds.items():
+        for hook in (getattr(held, attribute, None) or {}).values():
+            raise TraceError(
+                "a hook on a gradient cannot be traced, and would not run",
+                expected="gradients as autograd makes them",
+                got=f"{how} on {what}",
+                where=str(place_of_hook(hook)),
+                hint=GRADIENT_HINT,
+            )
+
+
+def place_of_hook(hook: Any) -> Place:
+    """Where a hook is written."""
+    return place_of_function(_function(hook))
+
+
+def _function(hook: Any) -> Any:
+    hook = getattr(hook, "func", hook)  # for a functools.partial
+    return hook if hasattr(hook, "__code__") or hasattr(hook, "__func__") else type(hook).__call__
+
+
+@contextmanager
+def hooks_traced(model: nn.Module) -> Iterator[None]:
+    """Within it, a hook that the forward pass puts on a gradient raises TraceError, and so does a forward
+    hook that changes nothing."""
+    check_gradient_hooks(model)
+    originals = {name: getattr(Tensor, name) for name in OF_PARAMETERS.values()}
+    held = [
+        (hooks, key) for m in model.modules() for at in FORWARD for hooks in [getattr(m, at)] for key in hooks
+    ]
+    before = [hooks[key] for hooks, key in held]
+    for name in originals:
+        setattr(Tensor, name, _refusing(name))
+    for (hooks, key), hook in zip(held, before):
+        hooks[key] = _observed(hook)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+        for (hooks, key), hook in zip(held, before):
+            if key in hooks:
+                hooks[key] = hook
+
+
+def _refusing(how: str) -> Callable[..., Any]:
+    def register(tensor: Tensor, hook: Any) -> Any:
+        raise TraceError(
+            "a hook on a gradient cannot be traced, and would not run",
+            expected="gradients as autograd makes them",
+            got=f"{how} on a tensor of the forward pass",
+            hint=GRADIENT_HINT[1],
+        )
+
+    return register
+
+
+def _observed(hook: Any) -> Any:
+    """The hook, which raises TraceError if nothing that it does is seen in tensors."""
+    if _function(hook).__module__.startswith(FOR_THE_FORWARD):
+        return hook
+
+    def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        before, kept = _state(module, args, kwargs), reach(_function(hook), hook, module)
+        with _asking_for_gradients() as asked:
+            result = hook(module, *args, **kwargs)
+        if result is None and not asked and _state(module, args, kwargs) == before:
+            raise TraceError(
+                "a forward hook that changes nothing would run once, while the model is traced, and never in "
+                "a step",
+                expected="forward hooks that change tensors, which become part of the program",
+                got=f"a forward hook on {type(module).__name__} that returns nothing",
+                where=str(place_of_hook(hook)),
+                hint="take the hook off (handle.remove()) before planning, and look at the original model",
+            )
+        if (what := changed(kept, reach(_function(hook), hook, module))) is not None:
+            raise TraceError(
+                "a forward hook that collects would do so once, while the model is traced, never in a step",
+                expected="forward hooks that change tensors, and keep nothing",
+                got=f"a forward hook on {type(module).__name__} that changes {what}",
+                where=str(place_of_hook(hook)),
+                hint="take out of the hook what collects, and look at the original model for that",
+            )
+        return result
+
+    return run
+
+
+@contextmanager
+def _asking_for_gradients() -> Iterator[list[Tensor]]:
+    """Tensors that ``requires_grad_`` is called on within it: what is kept of a hook that does so (reentrant
+    checkpoints need one) is that nothing else changes."""
+    original, asked = Tensor.requires_grad_, []
+
+    def requires_grad_(tensor: Tensor, requires_grad: bool = True) -> Tensor:
+        asked.append(tensor)
+        return original(tensor, requires_grad)
+
+    Tensor.requires_grad_ = requires_grad_
+    try:
+        yield asked
+    finally:
+        Tensor.requires_grad_ = original
+
+
+def _state(module: nn.Module, args: tuple, kwargs: dict) -> list[Any]:
+    """The tensors that a hook may change: those that it is given, and those that its module is made of."""
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    held = [(name, id(x)) for each in (module._parameters, module._buffers) for name, x in each.items()]
+    return [*((id(t), t._version, t.requires_grad) for t in tensors), *held]

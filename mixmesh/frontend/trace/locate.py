@@ -1,0 +1,126 @@
+"""The user's own file and line: for a node of a graph, and for an exception."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.fx.proxy import TracerBase
+
+from ...base.files import PACKAGE
+
+Frame = tuple[str, int, str]  # file, line, function
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)(?:, in (\S+))?')
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_OURS = str(PACKAGE) + os.sep
+# our files whose functions stand in for torch's while a model is traced: their frames lie inside the model
+_WITHIN = tuple(
+    os.path.join(_OURS, "frontend", "trace", name)
+    for name in (
+        "averages.py", "branches.py", "checked_losses.py", "checkpoints.py", "functions.py", "hooks.py",
+        "moves.py",
+    )
+)  # fmt: skip
+_STDLIB = os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """``location`` as it is printed ("model.py:41"), ``source`` the text of that line, if it is known."""
+
+    location: str = ""
+    source: str = ""
+    by_user: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.location}, {self.source}" if self.source else self.location
+
+
+def place_of_stack(text: str | None) -> Place:
+    """The innermost of the frames in ``text`` that is the user's, or else a library's, never torch's."""
+    return _pick(_frames_in(text or ""))
+
+
+def _frames_in(text: str) -> list[Frame]:
+    return [(file, int(line), function) for file, line, function in _FRAME.findall(text)]
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Where the user's code was when ``error`` was raised: by its traceback, or the stack in its text."""
+    library = Place()
+    seen: BaseException | None = error
+    while seen is not None:
+        frames = [(f.filename, f.lineno or 0, f.name) for f in traceback.extract_tb(seen.__traceback__)]
+        place = _pick(_inside_model(frames) + _frames_in(str(seen)))
+        if place.by_user:
+            return place
+        library = library if library.location else place
+        seen = seen.__cause__ or seen.__context__
+    return library
+
+
+def place_of_function(function) -> Place:
+    """Where a function of the user's is defined."""
+    code = getattr(function, "__code__", None)
+    return _pick([(code.co_filename, code.co_firstlineno, code.co_name)]) if code else Place()
+
+
+def _inside_model(frames: list[Frame]) -> list[Frame]:
+    """The frames below our call of the model: the caller of ``trace`` is no place inside it."""
+    frames = [f for f in frames if f[0] not in _WITHIN]
+    while frames and frames[-1][0].startswith(_OURS):
+        frames = frames[:-1]
+    ours = [i for i, frame in enumerate(frames) if frame[0].startswith(_OURS)]
+    return frames[ours[-1] + 1 :] if ours else frames
+
+
+def _pick(frames: Iterable[Frame]) -> Place:
+    library: Frame | None = None
+    for file, line, function in reversed(list(frames)):
+        path = os.path.abspath(file)
+        if file.startswith("<") or path.startswith((_TORCH, _OURS)):
+            continue
+        if "site-packages" not in path and not path.startswith(_STDLIB):
+            return _place(path, line)
+        # among a library's frames, one of a module's forward says more than a helper's below it
+        better = library is None or (function == "forward" != library[2])
+        if better and not path.startswith(_STDLIB):
+            library = (path, line, function)
+    return _place(*library[:2]) if library else Place()
+
+
+def is_users(file: str) -> bool:
+    """Not torch's file, nor ours: the model's own, or a library's that the model is made of."""
+    return not file.startswith(("<", _TORCH, _OURS))
+
+
+@contextmanager
+def whole_stacks() -> Iterator[None]:
+    """While tracing, have nodes remember every frame of the model, not only those of ``forward``."""
+    original = TracerBase._filter_traceback_frames
+
+    def frames_of_model(tracer, stack: traceback.StackSummary) -> traceback.StackSummary:
+        first = next((i for i, f in enumerate(stack) if f.name == "forward"), len(stack))
+        return traceback.StackSummary.from_list(
+            [f for f in stack[first:] if not f.filename.startswith((_TORCH, _OURS))]
+        )
+
+    TracerBase._filter_traceback_frames = frames_of_model
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original
+
+
+def _place(path: str, line: int) -> Place:
+    here = os.getcwd() + os.sep
+    inside = path.startswith(here) and "site-packages" not in path
+    shown = path[len(here) :] if inside else os.path.basename(path)
+    return Place(f"{shown}:{line}", linecache.getline(path, line).strip(), "site-packages" not in path)

@@ -1,0 +1,62 @@
+"""Bags of look-ups as look-ups and sums, which have rules."""
+
+from __future__ import annotations
+
+from ...lang.ir import DType, Node, Ref
+from .build import Builder, Rule
+from .schema import bound
+
+SUM, MEAN, MAX = 0, 1, 2  # at::native::EmbeddingBagMode
+
+
+def embedding_bag(b: Builder, node: Node) -> tuple[Ref | None, ...] | None:
+    """Bags of equal length (a batch of index rows) -> embedding, then the sum, mean or maximum of each bag.
+
+    Entries of ``padding_idx`` count for nothing. Bags at offsets that are data stay one operator.
+    """
+    arg = bound(node)
+    weight, ids, padding = arg["weight"], arg["indices"], arg.get("padding_idx")
+    padding = -1 if padding is None else padding % b.type(weight).shape[0] if padding >= 0 else padding
+    total = b.type(ids).num_elements
+    starts = b.made(arg["offsets"])
+    bags = b.type(arg["offsets"]).num_elements
+    length = total // bags if bags else 0
+    equal = starts.op.startswith("aten.arange") and bags * length == total and starts.args[-1] == length
+    if any(r is not None for r in node.results[1:]) or not equal or arg["include_last_offset"]:
+        return None
+    if arg["mode"] == MAX and padding >= 0:
+        return None  # an empty bag is a case of its own
+    ids = b("aten.view", ids, (bags, length))
+    rows = b("aten.embedding", weight, ids, padding, arg["scale_grad_by_freq"])
+    if arg["per_sample_weights"] is not None:
+        factor = b("aten.view", arg["per_sample_weights"], (bags, length, 1))
+        rows = b("aten.mul.Tensor", rows, factor)
+    counted = None
+    if padding >= 0:
+        counted = b("aten._to_copy", b("aten.ne.Scalar", ids, padding), dtype=DType(b.type(rows).dtype))
+        rows = b("aten.mul.Tensor", rows, b("aten.unsqueeze", counted, -1))
+    return (_pooled(b, arg["mode"], rows, counted), *(None,) * (len(node.results) - 1))
+
+
+def _pooled(b: Builder, mode: int, rows: Ref, counted: Ref | None) -> Ref:
+    """The sum, mean or maximum over dim 1 of ``rows``, of which only those count that ``counted`` marks."""
+    if mode == MAX:
+        return b("aten.max.dim", rows, 1)
+    if mode == MEAN and counted is None:
+        return b("aten.mean.dim", rows, (1,))
+    total = b("aten.sum.dim_IntList", rows, (1,))
+    if mode == SUM or counted is None:
+        return total
+    count = b("aten.clamp_min", b("aten.sum.dim_IntList", counted, (1,), True), 1)
+    return b("aten.div.Tensor", total, count)
+
+
+LOOKUP_RULES: dict[str, Rule] = {
+    f"aten.{name}": embedding_bag
+    for name in (
+        "embedding_bag",
+        "embedding_bag.padding_idx",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
+    )
+}

@@ -1,0 +1,125 @@
+"""The outputs of a forward pass beside the loss: its tensors by name, and which of them hold a row per
+sample.
+
+The name of a tensor is its path: ``logits``, ``hidden_states.2``, or ``1`` in a tuple. The first part of it
+is what a user asks for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...errors import TraceError
+from ...lang.ir import Graph, Shard, batch_size_of
+from ...lang.rules import RULES, call_of, strategies
+
+NOTHING = "?"  # behind the name of what a model returned None for
+
+
+def named_tensors(output: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in what a model returned, with their paths. Within an object only its attributes, and
+    lists, tuples, mappings and dataclasses in these, are looked at."""
+    if isinstance(output, torch.Tensor):
+        yield path, output
+        return
+    for name, value in parts_of(output, top=not path):
+        yield from named_tensors(value, f"{path}.{name}" if path else str(name))
+
+
+def parts_of(output: Any, *, top: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Names and values in what a model returned; of what is no container its attributes, at the ``top``."""
+    if isinstance(output, Mapping) or hasattr(output, "items"):
+        yield from output.items()
+    elif isinstance(output, tuple) and hasattr(output, "_fields"):
+        yield from zip(output._fields, output)
+    elif isinstance(output, tuple | list):
+        yield from enumerate(output)
+    elif dataclasses.is_dataclass(output):
+        yield from ((f.name, getattr(output, f.name)) for f in dataclasses.fields(output))
+    elif top and hasattr(output, "__dict__"):
+        yield from vars(output).items()
+
+
+def names_of_all(output: Any, where: str) -> tuple[str, ...]:
+    """The names of all tensors that a model returned, and of each None at its top, with NOTHING behind it.
+    Raises TraceError for a tuple with anything else in it, whose places could not be kept."""
+    if isinstance(output, torch.Tensor):
+        return ("",)
+    names: list[str] = []
+    for name, part in parts_of(output):
+        found = [f"{name}{NOTHING}"] if part is None else [path for path, _ in named_tensors(part, str(name))]
+        if not found and isinstance(output, tuple | list):
+            raise TraceError(
+                "the model returns something that is no tensor",
+                expected="a tensor, or tensors in a tuple, a dict or an object",
+                got=f"a {type(part).__name__} at place {name} of a tuple",
+                where=where,
+                hint="mixmesh.prepare(..., loss=function of (outputs, targets))",
+            )
+        names += found
+    return tuple(names)
+
+
+def first_part(name: str) -> str:
+    """The part of a tensor's path that a user asks for."""
+    return name.partition(".")[0]
+
+
+class IfGiven(str):
+    """The name of an output that is kept where the model gives one, and else not missed."""
+
+
+def selected(returns: Sequence[str], loss: str, wanted: Collection[str | int], where: str) -> tuple[str, ...]:
+    """The ``wanted`` ones of the tensors named ``returns``. Raises TraceError for a name that stands for none
+    of them."""
+    optional = {str(name) for name in wanted if isinstance(name, IfGiven)}
+    wanted = tuple(map(str, wanted))
+    offered = tuple(dict.fromkeys(first_part(name) for name in returns if name != loss))
+    for name in wanted:
+        if name not in offered and name not in optional:
+            raise TraceError(
+                f"the model returns no tensor {name!r} beside its loss",
+                expected=", ".join(offered) or "nothing: the model returns the loss alone",
+                got=f"outputs=({', '.join(map(repr, wanted))},)",
+                where=where,
+                hint=f"outputs=({offered[0]!r},)" if offered else "return an object with .loss and .logits",
+            )
+    return tuple(name for name in returns if name != loss and first_part(name) in wanted)
+
+
+def values_with_rows(graph: Graph) -> frozenset[str]:
+    """Values whose dim 0 counts samples: those that operators tie to dim 0 of an input, and those that are
+    made of inputs and of the batch's size."""
+    batch_size = batch_size_of(n.types[0] for n in graph.batch_inputs)
+    tied = {(n.result, 0) for n in graph.batch_inputs if n.types[0].shape[:1] == (batch_size,)}
+    with_rows, from_inputs = {name for name, _ in tied}, {n.result for n in graph.batch_inputs}
+    ties_of: dict[tuple, tuple[tuple[tuple[int, int], ...], ...]] = {}
+    for node in graph.nodes:
+        if node.is_leaf or node.is_sink or from_inputs.isdisjoint(node.inputs):
+            continue
+        results = [r for r in node.results if r is not None]
+        from_inputs.update(results)
+        key = (node.plain, *(graph.types[name] for name in node.inputs))
+        if key not in ties_of:
+            ties_of[key] = _ties(graph, node)
+        values = (*node.inputs, *node.results)
+        for tie in ties_of[key]:
+            ends = {(values[n], dim) for n, dim in tie}
+            if not tied.isdisjoint(ends):
+                tied |= ends
+        with_rows.update(r for r in results if (r, 0) in tied or graph.types[r].shape[:1] == (batch_size,))
+    return frozenset(with_rows)
+
+
+def _ties(graph: Graph, node) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """For each way to cut an operator, the (position, dim) of the inputs and results that are cut."""
+    rule = RULES.get(node.op)
+    if rule is None:
+        return ()
+    options = strategies(rule, call_of(node, graph.types))
+    cut = (enumerate((*s.inputs, *s.outputs)) for s in options)
+    return tuple(tuple((n, p.dim) for n, p in places if isinstance(p, Shard)) for places in cut)

@@ -1,0 +1,108 @@
+"""Writes in place to a value whose gradient was stopped for the write alone.
+
+``with torch.no_grad(): y.clamp_(min=0)`` and ``y.detach().clamp_(min=0)`` change the values of ``y`` and
+leave its gradient as if nothing had happened. A graph without writes has one value after the write, which is
+made of the stopped one: the gradient would be lost without a word.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from ...errors import TraceError
+from .locate import place_of_stack
+
+DETACH = torch.ops.aten.detach.default
+
+
+def check_stopped_writes(module: fx.GraphModule) -> None:
+    """Raises TraceError, with its line, for such a write to a value that a gradient flows from. ``module``
+    has no blocks of ``no_grad`` any more, and may have blocks of ``autocast``."""
+    seen = _Seen({n for n in module.graph.nodes if getattr(n.meta.get("val"), "requires_grad", False)})
+    _check(module, seen)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The values that a gradient ``flows`` from, and by each placeholder of a block what stands for it
+    ``outside``."""
+
+    flows: set[fx.Node]
+    outside: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def same_memory(self, node: fx.Node) -> list[fx.Node]:
+        """``node`` and what it is a view of, up to a value whose gradient was stopped."""
+        chain = [node]
+        while chain[-1].target is not DETACH:
+            last = chain[-1]
+            base = self.outside.get(last) if last.op == "placeholder" else _argument(last, is_write=False)
+            if base is None:
+                break
+            chain.append(base)
+        return chain
+
+    def stopped(self, written: fx.Node) -> fx.Node | None:
+        """The value that shares its memory with ``written``, but no gradient. None where there is none, and
+        for parameters, whose writes are refused as such."""
+        last = self.same_memory(written)[-1]
+        if last.target is not DETACH:
+            return None
+        origin = last.args[0]
+        return None if self.same_memory(origin)[-1].op == "placeholder" else origin
+
+
+def _check(module: fx.GraphModule, seen: _Seen) -> None:
+    for node in module.graph.nodes:
+        if node.op != "call_function" or node.target is DETACH:
+            continue
+        written = _argument(node, is_write=True)
+        if written is not None and seen.stopped(written) in seen.flows:
+            raise _refusal(node)
+        if any(_is_float(n) and n in seen.flows for n in node.all_input_nodes):
+            seen.flows.update({node} if written is None else {node, *seen.same_memory(written)})
+        _enter_blocks(module, node, seen)
+
+
+def _enter_blocks(module: fx.GraphModule, node: fx.Node, seen: _Seen) -> None:
+    for place, block in enumerate(node.args):
+        inner = getattr(module, block.target) if getattr(block, "op", "") == "get_attr" else None
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for held, value in zip(inner.graph.find_nodes(op="placeholder"), node.args[place + 1 :]):
+            if isinstance(value, fx.Node):
+                seen.outside[held] = value
+                if value in seen.flows:
+                    seen.flows.add(held)
+        _check(inner, seen)
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+
+
+def _argument(node: fx.Node, *, is_write: bool) -> fx.Node | None:
+    """The first argument that an operator writes to, or that its result shares memory with."""
+    schema = getattr(node.target, "_schema", None)
+    for value, argument in zip(node.args, schema.arguments if schema else ()):
+        alias = argument.alias_info
+        if alias is not None and (alias.is_write or not is_write) and isinstance(value, fx.Node):
+            return value
+    return None
+
+
+def _refusal(node: fx.Node) -> TraceError:
+    name = getattr(node.target, "_opname", str(node.target))
+    return TraceError(
+        "a value with a gradient is changed in place where gradients are stopped",
+        expected="no write in place under no_grad, or by detach(), to what the loss is made of",
+        got=name,
+        where=str(place_of_stack(node.meta.get("stack_trace"))),
+        hint=(
+            "y = y.clamp(min=0) without no_grad, if the gradient is that of the change",
+            "y = y + (y.clamp(min=0) - y).detach(), if the gradient passes as if there were none",
+        ),
+    )

@@ -1,0 +1,39 @@
+"""Lists of words in a batch, such as names of files: a model may be given them as long as it reads none."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from ...errors import TraceError
+
+WORDS = "words"  # the kind that a plan records for such an argument
+
+
+def is_words(value: Any) -> bool:
+    """Whether a value is a list or tuple of words alone, as a column of words is in a batch."""
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(x, str) for x in value)
+
+
+class Unread:
+    """A stand-in for words while a model is traced: reading it raises TraceError, as a program reads none
+    and would compute with those of the batch that was planned with."""
+
+    def __init__(self, name: str) -> None:
+        self.__dict__["of"] = name
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise TraceError(
+            "the model reads words of the batch, which are no part of a program",
+            expected="tensors for all that the model computes with",
+            got=f"a list of words, {self.__dict__['of']}",
+            hint=(
+                "make tensors of them in collate_fn, by a tokenizer for instance",
+                "or leave them out of the call: mixmesh.prepare(..., inputs=lambda ...: (...))",
+            ),
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    __iter__ = __getitem__ = __len__ = __bool__ = __contains__ = __add__ = __str__ = __eq__ = _refuse
+    __hash__ = object.__hash__

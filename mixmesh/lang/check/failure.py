@@ -1,0 +1,21 @@
+"""An error that names the line of a program."""
+
+from __future__ import annotations
+
+from ...errors import VerificationError
+from ..ir import Instruction, Program, print_instruction
+
+
+def invalid(
+    program: Program, i: Instruction, where: str, message: str, expected: str = "", got: str = "", *hint: str
+) -> VerificationError:
+    return VerificationError(message, expected=expected, got=got, where=place(program, i, where), hint=hint)
+
+
+def place(program: Program, i: Instruction, where: str) -> str:
+    if i.line:
+        at = f"{where}:{i.line}" if where else f"line {i.line}"
+    else:
+        index = next(n for n, other in enumerate(program.instructions) if other is i)
+        at = f"{where}, instruction {index}" if where else f"instruction {index}"
+    return f"{at}: {print_instruction(i)}"

@@ -1,0 +1,107 @@
+"""One instruction of a program, and the names of redistributions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...base.lazy import lazy
+from .graph import LEAVES, SINKS, Arg, Ref, nameless, refs
+from .placement import Partial, Placement, Replicate, Shard
+from .types import TensorType
+
+# redistributions, by name; the name follows from the two placements
+REDISTRIBUTIONS = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_to_all",
+    "local_slice", "as_partial", "pad_partial", "move",
+)  # fmt: skip
+_REDISTRIBUTIONS, _LEAVES = frozenset(REDISTRIBUTIONS), frozenset(LEAVES)  # asked for all the time
+
+
+def redistribution(src: Placement, dst: Placement) -> str:
+    """The name of what turns ``src`` into ``dst`` under one ratio. Raises ValueError for R -> R."""
+    match src, dst:
+        case Shard(), Replicate():
+            return "all_gather"
+        case Partial(), Shard():
+            return "reduce_scatter"
+        case Partial(), Replicate():
+            return "all_reduce"
+        case Shard(), Shard():
+            return "all_to_all"
+        case Replicate(), Shard():
+            return "local_slice"
+        case Replicate(), Partial():
+            return "as_partial"  # one rank keeps its copy, the others hold zeros
+        case Shard(), Partial():
+            return "pad_partial"  # every rank pads its piece with zeros
+    raise ValueError(f"nothing turns {src} into {dst}")
+
+
+@dataclass(frozen=True)  # no slots: what it reads is worked out once
+class Instruction:
+    """One step of a program. As ``Node``, with placed types and attributes.
+
+    ``attrs`` say how, never what: the algorithm of a collective, the gradient bucket of a parameter,
+    ``sfb`` for a weight gradient computed from gathered factors, ``wgrad`` for one that is
+    computed apart (see ``wgrad``), ``owned`` and ``stage`` for a gradient
+    that belongs to some ranks (see ``ownership``), ``recompute`` for what is computed again in the backward
+    pass (see ``recompute``). ``location`` is the user's file and line, ``line`` the
+    line of the program text that this was read from (0: it was not).
+    """
+
+    results: tuple[str | None, ...]
+    types: tuple[TensorType, ...]
+    op: str
+    args: tuple[Arg, ...] = ()
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    attrs: tuple[tuple[str, Arg], ...] = ()
+    location: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
+
+    @lazy
+    def inputs(self) -> tuple[str, ...]:
+        names = []
+        for arg in (*self.args, *[v for _, v in self.kwargs]):
+            if isinstance(arg, Ref):  # nearly always; asked for so often that a generator would be felt
+                names.append(arg.name)
+            elif isinstance(arg, tuple):
+                names += [r.name for r in refs(arg)]
+        return tuple(names)
+
+    @lazy
+    def plain(self) -> tuple:
+        """As of ``Node``."""
+        return self.op, nameless(self.args), nameless(self.kwargs)
+
+    @property
+    def is_leaf(self) -> bool:
+        return self.op in _LEAVES
+
+    @property
+    def is_sink(self) -> bool:
+        return self.op in SINKS
+
+    @property
+    def is_redistribution(self) -> bool:
+        return self.op in _REDISTRIBUTIONS
+
+    @property
+    def result(self) -> str:
+        (name,) = self.results
+        return name  # type: ignore[return-value]  # only one of several results is left out
+
+    @property
+    def type(self) -> TensorType:
+        (only,) = self.types
+        return only
+
+    def attr(self, name: str, default: Arg = None) -> Arg:
+        for key, value in self.attrs:
+            if key == name:
+                return value
+        return default
+
+
+def with_attrs(i: Instruction, attrs: tuple[tuple[str, Arg], ...]) -> Instruction:
+    """``i`` with other attributes: planning makes many, and ``dataclasses.replace`` is slow."""
+    return Instruction(i.results, i.types, i.op, i.args, i.kwargs, attrs, i.location, i.line)

@@ -1,0 +1,218 @@
+"""The distributed program: what every rank executes, as one frozen value that prints as text.
+
+It is the forward program; the backward pass follows from the placements (see ``placement.dual``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from ...base.lazy import lazy
+from .graph import Graph, Node, gradient_flow, map_refs
+from .instruction import Instruction
+from .levels import Levels
+from .placement import Ratio, Replicate, Shard
+from .printing import print_instruction
+from .types import TensorType, ValueType, local_shape, participants
+
+Buckets = tuple[int | None, ...]  # per parameter, the number of the bucket that its gradient is summed in
+
+
+@dataclass(frozen=True)
+class Program:
+    """Instructions in order, with the ratios that their types name. ``loss`` is held as P(sum). ``dtypes``
+    says of a dtype in which one each rank computes (see ``dtypes``), ``levels`` that gradients are summed
+    within machines first, ``direct_bytes`` up to which size a value is summed by each rank sending its addend
+    to each other one."""
+
+    name: str
+    world_size: int
+    ratios: tuple[tuple[str, Ratio], ...]
+    instructions: tuple[Instruction, ...]
+    loss: str
+    dtypes: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    levels: Levels | None = None
+    direct_bytes: int = 0
+
+    def __str__(self) -> str:
+        return print_program(self)
+
+    def ratio(self, name: str | None) -> Ratio | None:
+        return None if name is None else self.ratio_of[name]
+
+    def sums_directly(self, size_bytes: int) -> bool:
+        """Whether a redistribution sums ``size_bytes`` by each rank sending its addend to each other one."""
+        return size_bytes <= self.direct_bytes
+
+    @lazy
+    def ratio_of(self) -> dict[str, Ratio]:
+        return dict(self.ratios)
+
+    @lazy
+    def types(self) -> dict[str, TensorType]:
+        return {r: t for i in self.instructions for r, t in zip(i.results, i.types) if r is not None}
+
+    @lazy
+    def producers(self) -> dict[str, Instruction]:
+        return {r: i for i in self.instructions for r in i.results if r is not None}
+
+    @lazy
+    def requires_grad(self) -> frozenset[str]:
+        return gradient_flow(self.instructions, self.loss, {k: t.value for k, t in self.types.items()})
+
+    @lazy
+    def params(self) -> tuple[Instruction, ...]:
+        return tuple(i for i in self.instructions if i.op == "param")
+
+    @lazy
+    def buckets(self) -> Buckets:
+        """None for a parameter whose instruction says nothing."""
+        return tuple(i.attr("bucket") if i.attrs else None for i in self.params)
+
+    @lazy
+    def owned(self) -> dict[str, TensorType]:
+        """By result, how the gradients of parameters with owners are held (see ``ownership``)."""
+        return {
+            i.result: TensorType(i.type.value, (Shard(0),), ratio)
+            for i in self.params
+            if (ratio := i.attr("owned")) is not None
+            and i.result in self.requires_grad
+            and isinstance(i.type.placement, Replicate)
+            and len(self.participants(i.type)) > 1
+        }
+
+    @lazy
+    def wgrads(self) -> dict[int, str]:
+        """By index of the instructions that say it, when their weight's gradient is computed."""
+        said = [(n, i.attr("wgrad")) for n, i in enumerate(self.instructions) if i.attrs]
+        return {n: when for n, when in said if when is not None}
+
+    @lazy
+    def copies(self) -> dict[str, tuple[Instruction, ...]]:
+        """By name, the parameters that several instructions load, each for other ranks (see ``copies``)."""
+        loads: dict[str, list[Instruction]] = {}
+        if len({i.args[0] for i in self.params}) == len(self.params):
+            return {}  # nearly always; asked of every program that planning makes
+        for i in self.params:
+            loads.setdefault(i.args[0], []).append(i)
+        return {name: tuple(every) for name, every in loads.items() if len(every) > 1}
+
+    @lazy
+    def cells(self) -> dict[str, tuple]:
+        """The results of ``copies.cells`` so far, by the name of the parameter."""
+        return {}
+
+    @lazy
+    def late(self) -> frozenset[str]:
+        """Names of parameters with copies whose gradients, or parts of them, redistributions bring: they are
+        there when the backward pass is over."""
+        users = [i for i in self.instructions if i.is_redistribution] if self.copies else []
+        brought = {name for i in users for name in i.inputs}
+        return frozenset(
+            name
+            for name, copies in self.copies.items()
+            if any(i.result in brought and isinstance(i.type.placement, Shard) for i in copies)
+        )
+
+    @lazy
+    def factored(self) -> frozenset[str]:
+        """Parameters whose gradients are computed from gathered factors (``sfb``): nobody sums them."""
+        users = [i for i in self.instructions if i.attrs and i.attr("sfb", False)]
+        return frozenset(name for i in users for name in i.inputs if self.producers[name].op == "param")
+
+    def changed(self, **fields) -> Program:
+        """A copy with other ratios, or other attributes of instructions. Results that follow from names and
+        types alone are handed on, as planning makes many such copies."""
+        copy = replace(self, **fields)
+        same: tuple[str, ...] = ("producers", "params", "buckets", "wgrads", "copies", "factored", "graph")
+        same = () if "instructions" in fields else same
+        same += ("cells",) if "ratios" not in fields else ()  # shared: what one finds, the other has
+        for name in ("types", "requires_grad", *same):
+            if name in self.__dict__:
+                copy.__dict__[name] = self.__dict__[name]
+        return copy
+
+    def local_shape(self, name: str, rank: int) -> tuple[int, ...] | None:
+        """The shape of what ``rank`` holds of value ``name``; None if it takes no part."""
+        t = self.types[name]
+        return local_shape(t.value, t.placement, self.ratio(t.ratio), rank)
+
+    def participants(self, t: TensorType) -> tuple[int, ...]:
+        return self._taking_part[t.ratio]
+
+    @lazy
+    def _taking_part(self) -> dict[str | None, tuple[int, ...]]:
+        """Per ratio, the ranks that take part; by None, everyone."""
+        unnamed: dict[str | None, tuple[int, ...]] = {None: participants(None, self.world_size)}
+        return unnamed | {name: participants(ratio, self.world_size) for name, ratio in self.ratios}
+
+    @lazy
+    def working_ranks(self) -> tuple[int, ...]:
+        """The ranks that compute anything. The others hold nothing, and are only told what the loss is."""
+        shares = [ratio for _, ratio in self.ratios]
+        if not shares or all(map(any, zip(*shares))):
+            return self._taking_part[None]
+        held = ("param", "buffer")  # some hold what no one computes with
+        names = {t.ratio for i in self.instructions if i.op not in held for t in i.types}
+        return tuple(sorted({r for name in names for r in self._taking_part[name]}))
+
+    @lazy
+    def graph(self) -> Graph:
+        """The program without its placements and redistributions: what it computes."""
+        alias: dict[str, str] = {}
+
+        def resolve(ref):
+            return type(ref)(alias.get(ref.name, ref.name))
+
+        nodes = []
+        for i in self.instructions:
+            if i.is_redistribution:
+                alias[i.result] = alias.get(i.inputs[0], i.inputs[0])
+                continue
+            values: tuple[ValueType, ...] = tuple(t.value for t in i.types)
+            kwargs = tuple((k, map_refs(v, resolve)) for k, v in i.kwargs)
+            nodes.append(Node(i.results, values, i.op, map_refs(i.args, resolve), kwargs, i.location))
+        return Graph(self.name, tuple(nodes), alias.get(self.loss, self.loss))
+
+
+def without_needless_names(program: Program) -> Program:
+    """``program`` as it is printed: what is not cut names its ratio only where some rank is left out."""
+    everyone = {name for name, ratio in program.ratios if all(share > 0 for share in ratio)}
+
+    def bare(t: TensorType) -> TensorType:
+        is_cut = any(isinstance(p, Shard) for p in t.placements)
+        return replace(t, ratio=None) if t.ratio in everyone and not is_cut else t
+
+    bare_types: dict[TensorType, TensorType] = {}
+    out = []
+    for i in program.instructions:
+        for t in i.types:
+            if t not in bare_types:
+                bare_types[t] = bare(t)
+        types = tuple([bare_types[t] for t in i.types])
+        out.append(i if types == i.types else replace(i, types=types))
+    return replace(program, instructions=tuple(out))
+
+
+def print_program(program: Program, notes: Mapping[int, str] | None = None) -> str:
+    """The text of a program. ``notes`` maps instruction indices to comments (costs, local sizes)."""
+    lines = [f"program {program.name} world={program.world_size} {{"]
+    for name, ratio in program.ratios:
+        lines.append(f"  ratio {name} = [{', '.join(f'{share:g}' for share in ratio)}]")
+    lines += [f"  dtype {name} = [{', '.join(row)}]" for name, row in program.dtypes]
+    if program.levels is not None:
+        sizes = ", ".join(map(str, program.levels.sizes))
+        lines.append(f"  levels = [{sizes}] from {program.levels.least_bytes}")
+    if program.direct_bytes:
+        lines.append(f"  direct to {program.direct_bytes}")
+    body = [(f"  {print_instruction(i)}", _note(i, n, notes)) for n, i in enumerate(program.instructions)]
+    column = min(100, max((len(text) for text, note in body if note), default=0))
+    for text, note in body:
+        lines.append(f"{text:<{column}}  # {note}" if note else text)
+    return "\n".join([*lines, f"  return %{program.loss}", "}"]) + "\n"
+
+
+def _note(i: Instruction, index: int, notes: Mapping[int, str] | None) -> str:
+    parts = [notes.get(index, "") if notes else "", i.location]
+    return "  ".join(p for p in parts if p)

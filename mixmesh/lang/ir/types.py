@@ -1,0 +1,104 @@
+"""Types of values: a global shape, a dtype, and how the value is held."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ...base.lazy import lazy
+from .placement import REPLICATE, Partial, Placement, Ratio, Shard, shard_sizes, support
+
+# printed name -> bytes per element; the names are those of MLIR and of DESIGN.md's program text
+DTYPE_BYTES = {
+    "f64": 8, "f32": 4, "bf16": 2, "f16": 2, "f8e4m3": 1, "f8e5m2": 1,
+    "c64": 8, "c128": 16,
+    "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "bool": 1,
+}  # fmt: skip
+FLOATING = frozenset({"f64", "f32", "bf16", "f16", "f8e4m3", "f8e5m2", "c64", "c128"})
+
+Cut = tuple[int, int, str | None]  # (size, unit, ratio name) of what is sharded; size 0 where nothing is
+
+
+@dataclass(frozen=True)  # no slots: what it takes is worked out once
+class ValueType:
+    """The logical type of a value: dtype and global shape, no word on placement."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+    @lazy
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @lazy
+    def size_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype in FLOATING
+
+
+@dataclass(frozen=True)  # no slots, as above
+class TensorType:
+    """A value type with one placement per mesh axis and the name of the ratio that it is cut by.
+
+    ``ratio`` also says who takes part: ranks whose share is zero hold nothing of the tensor. It may be
+    None only where nothing is sharded, and then every rank takes part.
+    """
+
+    value: ValueType
+    placements: tuple[Placement, ...] = (REPLICATE,)
+    ratio: str | None = None
+
+    @lazy
+    def placement(self) -> Placement:
+        """The placement on a flat cluster (one axis)."""
+        (only,) = self.placements
+        return only
+
+    @lazy
+    def cut(self) -> Cut:
+        """The facts that decide which share a rank holds."""
+        if isinstance(self.placement, Shard):
+            return self.value.shape[self.placement.dim], self.placement.unit, self.ratio
+        return 0, 1, self.ratio
+
+    def __str__(self) -> str:
+        inner = ", ".join(map(str, self.placements))
+        text = inner if len(self.placements) == 1 else f"({inner})"
+        return f"{self.value} {text}" + (f"@{self.ratio}" if self.ratio else "")
+
+
+def local_shape(
+    value: ValueType, placement: Placement, ratio: Ratio | None, rank: int
+) -> tuple[int, ...] | None:
+    """The shape that ``rank`` holds, or None if it holds nothing of the tensor."""
+    if ratio is not None and ratio[rank] == 0:
+        return None
+    if not isinstance(placement, Shard):
+        return value.shape
+    if ratio is None:
+        raise ValueError(f"{value} {placement} has no ratio")
+    size = shard_sizes(value.shape[placement.dim], ratio, placement.unit)[rank]
+    return value.shape[: placement.dim] + (size,) + value.shape[placement.dim + 1 :]
+
+
+def local_bytes(value: ValueType, placement: Placement, ratio: Ratio | None, rank: int) -> int:
+    shape = local_shape(value, placement, ratio, rank)
+    return 0 if shape is None else math.prod(shape) * DTYPE_BYTES[value.dtype]
+
+
+def participants(ratio: Ratio | None, world_size: int) -> tuple[int, ...]:
+    return tuple(range(world_size)) if ratio is None else support(ratio)
+
+
+def is_partial(placement: Placement) -> bool:
+    return isinstance(placement, Partial)
+
+
+def is_shard(placement: Placement) -> bool:
+    return isinstance(placement, Shard)

@@ -1,0 +1,182 @@
+"""The TOML header of a plan file: a row for each key with what its value must be.
+
+Fields that belong together (a number per rank) are checked with the program's number of ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..errors import PlanError
+from .ir.bounds import MAX_ELEMENTS, MAX_INTEGER, MAX_MICRO_STEPS
+from .plan_devices import is_row
+
+SHOWN = 60  # characters of a value in an error
+
+
+class Row(NamedTuple):
+    """Whether a value may stand there, which ones may, and whether the key may be absent."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+    optional: bool = False
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_INTEGER
+
+
+def _is_seconds(value: Any) -> bool:
+    """Infinite ones too: of a candidate that was not simulated."""
+    return type(value) in (int, float) and not math.isnan(value) and 0 <= value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= MAX_INTEGER
+
+
+def _is_list(value: Any, accepts: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(accepts, value))
+
+
+def _is_micro_batch(value: Any) -> bool:
+    if not _is_list(value, _is_count) or len(value) != 3:
+        return False
+    samples, steps, last = value
+    return steps <= MAX_MICRO_STEPS and last <= samples <= MAX_ELEMENTS
+
+
+def _is_argument(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_text, value))
+
+
+def _is_candidate(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and _is_text(value.get("planner"))
+        and _is_flag(value.get("feasible"))
+        and _is_seconds(value.get("predicted_step_s"))
+    )
+
+
+TEXT = Row(_is_text, "a string")
+FLAG = Row(_is_flag, "true or false")
+COUNT = Row(_is_count, "a whole number, 0 or more")
+SECONDS = Row(_is_seconds, "seconds, 0 or more")
+ROWS: dict[str, Row] = {
+    "planner": TEXT,
+    "predicted_step_s": SECONDS,
+    "cluster_fingerprint": TEXT,
+    "cluster_name": TEXT,
+    "graph_fingerprint": TEXT,
+    "output_has_loss": FLAG,
+    "feasible": FLAG,
+    "planning_s": SECONDS,
+    "states_expanded": COUNT,
+    "cost_source": TEXT,
+    "predicted_peak_memory_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank"),
+    "usable_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank", optional=True),
+    "gap": Row(_is_number, "a number", optional=True),
+    "bound_s": SECONDS._replace(optional=True),
+    "measured_step_s": SECONDS._replace(optional=True),
+    "timings_s": Row(
+        lambda v: isinstance(v, dict) and all(map(_is_seconds, v.values())),
+        "a table of seconds",
+        optional=True,
+    ),
+    "micro_batches": Row(
+        lambda v: _is_list(v, _is_micro_batch),
+        f"[samples, steps, samples of the last step] per rank, at most {MAX_MICRO_STEPS} steps",
+        optional=True,
+    ),
+    "order": TEXT._replace(optional=True),
+    "arguments": Row(lambda v: _is_list(v, _is_argument), "pairs of a name and a text", optional=True),
+    "devices": Row(
+        lambda v: _is_list(v, is_row),
+        "[machine, machine like it, device, kind, bytes] per rank",
+        optional=True,
+    ),
+    "returns": Row(lambda v: _is_list(v, _is_text), "a list of names", optional=True),
+    "loss_name": TEXT._replace(optional=True),
+    "returns_tuple": FLAG._replace(optional=True),
+    "autocast": Row(
+        lambda v: _is_argument(v) and v[0] in ("cpu", "cuda") and v[1] in ("bf16", "f16"),
+        'a type of device and a dtype: ["cuda", "bf16"]',
+        optional=True,
+    ),
+    "batch_norm": TEXT._replace(optional=True),
+    "program_digest": TEXT._replace(optional=True),
+    "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),
+    "candidates": Row(
+        lambda v: _is_list(v, _is_candidate),
+        "tables of planner, feasible and predicted_step_s",
+        optional=True,
+    ),
+}  # fmt: skip
+PER_RANK = ("predicted_peak_memory_bytes", "usable_bytes", "micro_batches", "devices")
+
+
+def read_header(text: str, where: str, file_format: int) -> dict[str, Any]:
+    """The checked values of a header. Raises PlanError with the line and the key."""
+    try:
+        header = tomllib.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise PlanError(f"the plan's header cannot be read: {_first_line(err)}", where=where) from None
+    if header.get("mixmesh_plan") != file_format:
+        raise PlanError(
+            "this plan was written in another format",
+            where=where,
+            expected=f"mixmesh_plan = {file_format}",
+            got=f"mixmesh_plan = {_shown(header.get('mixmesh_plan'))}",
+        )
+    for key, row in ROWS.items():
+        if key not in header and row.optional:
+            continue
+        if key not in header or not row.accepts(header[key]):
+            raise _refusal(text, where, key, row.expected, header.get(key))
+    return header
+
+
+def check_per_rank(header: dict[str, Any], text: str, where: str, world_size: int) -> None:
+    """Raises PlanError for a list that has not one entry per rank (or none, where that is not known)."""
+    for key in PER_RANK:
+        entries = header.get(key)
+        least = world_size if key == "micro_batches" else 0
+        if entries is not None and len(entries) not in (world_size, least):
+            raise _refusal(text, where, key, f"{world_size} entries, one per rank", f"{len(entries)} entries")
+
+
+def _refusal(text: str, where: str, key: str, expected: str, value: Any) -> PlanError:
+    match = re.search(rf"^\s*(\[\[)?{key}\b", text, re.MULTILINE)
+    line = "" if match is None else f":{text.count(chr(10), 0, match.end()) + 1}"
+    return PlanError(
+        f"missing or invalid field in the plan's header: {key!r}",
+        where=f"{where}{line}",
+        expected=f"{key} = {expected}",
+        got="nothing" if value is None else _shown(value),
+        hint="undo the edit, or plan again: mixmesh plan JOB --cluster C.toml --out X.plan",
+    )
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = str(value)
+    except ValueError:  # a number of thousands of digits
+        text = "a number of too many digits"
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -1,0 +1,109 @@
+"""The findings that checks share, and what they say alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...cluster import Cluster
+from ...cluster.detection.inventory import FoundDevice, Inventory
+from ...frontend.job import Job
+from ...lang.plan_file import Plan
+from ...runtime.accelerator import take
+from ...runtime.comm import backend_for, default_device
+from .meeting import Meeting
+
+LATER_S = 30.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The files that the ranks are held against. ``is_quick`` leaves out what exchanges much, or trains."""
+
+    job_name: str | None = None
+    cluster_file: Path | None = None
+    plan_file: Path | None = None
+    is_quick: bool = False
+
+
+@dataclass(frozen=True)
+class Note:
+    """A finding that is worth to be known, and no fault: what to do about it, and the ranks that have it."""
+
+    found: str
+    hint: tuple[str, ...] = ()
+    ranks: tuple[int, ...] = ()
+
+
+class Ground:
+    """The findings that checks build on: the meeting of all ranks, their hosts and devices, the files read.
+
+    ``columns`` are the figures of every rank, by name: the table of ranks."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        asked: Asked,
+        cache: Path,
+        meeting: Meeting | None = None,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.timeout_s, self.asked, self.cache, self.progress = timeout_s, asked, cache, progress
+        self._meeting = meeting
+        self.device = default_device()
+        self.backend = backend_for(self.device)
+        self.machines: tuple[tuple[int, ...], ...] = ()  # the ranks that one launcher started on one host
+        self.hosts: list[str] = []
+        self.devices: list[FoundDevice] = []
+        self.columns: dict[str, list[str]] = {}
+        self.job: Job | None = None
+        self.cluster: Cluster | None = None
+        self.plan: Plan | None = None
+
+    @property
+    def meeting(self) -> Meeting:
+        """The meeting of all ranks, opened when it is first asked for."""
+        if self._meeting is None:
+            self._meeting = Meeting.open(self.timeout_s)
+        return self._meeting
+
+    @property
+    def group_timeout_s(self) -> float:
+        """The time-out of process groups: later than the limit of a phase, as NCCL ends the process at it."""
+        return 2 * self.timeout_s + LATER_S
+
+    def take_device(self) -> None:
+        """Makes this rank's device that of the calling thread."""
+        take(self.device)
+
+    @property
+    def inventory(self) -> Inventory:
+        """The devices of all ranks."""
+        return Inventory(tuple(self.devices))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the ranks have not all met, or do not any more."""
+        return self._meeting is None or self._meeting.is_over
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether a thread of this process waits in a collective that will not end."""
+        return self._meeting is not None and self._meeting.is_abandoned
+
+    def end(self) -> None:
+        """Has every wait end soon, as ``Meeting.end`` does."""
+        if self._meeting is not None:
+            self._meeting.end()
+
+    def close(self) -> None:
+        """Leaves together with the others."""
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: ``1 rank``, ``2 ranks``, ``3 batches``."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -1,0 +1,117 @@
+"""Connections between machines, each way: the first process of a machine calls those of the others at the
+address that they will be called at in training."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+from ...errors import InputError
+
+CONNECT_S = 5.0  # a connection that takes longer is none to train over
+TOKEN_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Address:
+    """The place at which a process answers. ``token`` tells it from another that answers there."""
+
+    host: str
+    port: int
+    token: str
+
+
+class Listener:
+    """Answers every connection with its token, until it is closed."""
+
+    def __init__(self, host: str) -> None:
+        token = secrets.token_bytes(TOKEN_BYTES)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family)
+        self.address = Address(host, self._socket.getsockname()[1], token.hex())
+        self._token = token
+        threading.Thread(target=self._answer, name="mixmesh answers", daemon=True).start()
+
+    def _answer(self) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                connection, _ = self._socket.accept()
+                with connection, suppress(OSError):
+                    connection.sendall(self._token)
+
+    def close(self) -> None:
+        """Ends the thread, too, which closing alone would leave in accept()."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def own_host(backend: str) -> str:
+    """The address at which ``backend`` lets others call this process. gloo takes that of
+    ``GLOO_SOCKET_IFNAME``, else what the host's name resolves to, else the loopback (createDefaultDevice of
+    PyTorch's ProcessGroupGloo); of NCCL, which picks an interface by itself, it is the one that leads to the
+    store. Raises InputError for an interface that is not there."""
+    if backend == "nccl":
+        return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if name:
+        return interface_host(name)
+    with suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            socket.gethostname(), None, type=socket.SOCK_STREAM
+        ):
+            with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+                tried.bind((place[0], 0))
+                return place[0]
+    return "127.0.0.1"
+
+
+def interface_host(name: str) -> str:
+    """The address of a network interface. Raises InputError if there is none."""
+    interfaces = psutil.net_if_addrs()
+    families = (socket.AF_INET, socket.AF_INET6)
+    addresses = [a.address for a in interfaces.get(name, ()) if a.family in families]
+    if not addresses:
+        raise InputError(
+            f"there is no network interface {name} with an address",
+            expected=f"GLOO_SOCKET_IFNAME to be one of {', '.join(sorted(interfaces))}",
+            got=f"GLOO_SOCKET_IFNAME={name}",
+            hint="export GLOO_SOCKET_IFNAME=NAME on this machine, as `ip addr` names it",
+        )
+    return addresses[0]
+
+
+def host_towards(other: str) -> str:
+    """This machine's address on the way to ``other``."""
+    with suppress(OSError):
+        family, kind, protocol, _, place = socket.getaddrinfo(other, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as way:
+            way.connect(place)  # a socket of datagrams: nothing is sent
+            return way.getsockname()[0]
+    return "127.0.0.1"
+
+
+def call(address: Address, timeout_s: float = CONNECT_S) -> tuple[float, str]:
+    """The seconds until ``address`` has answered, and what went wrong: nothing where it was reached."""
+    started = time.perf_counter()
+    try:
+        with socket.create_connection((address.host, address.port), timeout_s) as connection:
+            answer = connection.recv(TOKEN_BYTES)
+    except OSError as error:
+        return time.perf_counter() - started, str(error) or type(error).__name__
+    wrong = "" if answer.hex() == address.token else "another process answers there"
+    return time.perf_counter() - started, wrong
+
+
+def call_all(addresses: dict[int, Address], timeout_s: float = CONNECT_S) -> dict[int, tuple[float, str]]:
+    """``call`` of each address, at once."""
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        return dict(zip(addresses, pool.map(lambda a: call(a, timeout_s), addresses.values())))

@@ -1,0 +1,201 @@
+"""Measures a job's operators on this rank's device, and the collectives between all ranks.
+
+Every distinct operator of the job's graph runs forward and backward on shards of a few sizes around the
+share that the device is likely to get. A device under a CPU quota runs short bursts at full speed and
+then stands still, so single operators are timed by the CPU time of their thread; what a whole step takes
+in real time, measured after them at two batch sizes, turns those into seconds (``step_scale``).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cluster import Cluster
+from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
+from ...frontend.job import batch_size, optimizer_states
+from ...lang.ir import Graph, Program
+from ...runtime.accelerator import indexed
+from ...runtime.allocator import steady_heap
+from ...runtime.comm import Comm, default_device
+from ...runtime.first_rank import everyones
+from .constants import gpu_process_bytes, process_bytes
+from .links import link_sets, measure_links
+from .meter import Meter
+from .micro_batches import Largest, largest_micro_batches
+from .operators import measure_ops, shares_to_measure
+from .overlap import measure_overlap
+from .rest import measure_rest
+from .steps import measure_steps
+
+OPERATORS_SHARE = 0.3  # at least
+LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
+
+
+def profile(
+    graph: Graph,
+    job: Any,
+    cluster: Cluster,
+    *,
+    budget_s: float = 60.0,
+    program: Program | None = None,
+    device: torch.device | str | None = None,
+    on_start: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """The profile of ``job`` on the cluster that this process is a rank of. Collective.
+
+    Every rank measures its own device at the same time, as in training; of equal devices the median
+    counts. Operators that the budget did not reach are named in the provenance. With ``program``, the job's
+    data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
+    budget; ``torch.distributed`` must not be initialised then.
+    """
+    steady_heap()  # as in training
+    largest = confirmed(job, cluster, program, device, progress) if program else None
+    comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
+    started = time.perf_counter()
+    progress("memory of a process without tensors")
+    idle, working = constant_bytes(comm, cluster)
+    on_start()
+    dist.barrier()
+    meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
+    links_started = time.perf_counter()
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    progress("links beside computing")
+    slowdown, host_s, beside_s = measure_overlap(comm, meter, links)
+    progress("computing after a rest")
+    rest = measure_rest(comm.device)
+    links_s = time.perf_counter() - links_started
+    share = likely_share(cluster, comm.rank)
+    if largest is not None:
+        share = min(share, max(largest.samples[0], 1) / batch_size(job.batch))
+    progress("operators")
+    # links that are slower than they were thought to be must not cost the operators their time
+    deadline = max(started + budget_s * 0.7, time.perf_counter() + budget_s * OPERATORS_SHARE)
+    shares = shares_to_measure(share, comm.world_size)
+    declared = cluster.devices[comm.rank]
+    ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
+    progress("whole steps")
+    own = device_key(declared)
+    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
+    left_s = max(started + budget_s - time.perf_counter(), 0.0)
+    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
+    if steps is None:
+        steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
+        skipped.append("whole steps, for which there is no memory, or there are no values")
+    scale, optimizer_s = steps
+    # under a quota the thread's CPU seconds become real ones as the operators' do
+    host_scale = scale if meter.emulated else 1.0
+    if largest is not None and largest.excess_bytes is not None:
+        working = round(idle + max(largest.excess_bytes, 0))
+    samples = largest.samples if largest is not None else ()
+    mine = DeviceProfile(
+        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+    )
+    measured = everyones((own, mine, skipped))
+    devices = {}
+    for key in dict.fromkeys(k for k, _, _ in measured):
+        devices[key] = merge([p for k, p, _ in measured if k == key])
+    provenance = {
+        **provenance_of(graph, cluster, comm, links_s, time.perf_counter() - started),
+        "skipped": sorted({op for _, _, names in measured for op in names}),
+    }
+    comm.close()
+    return Profile(devices, links, provenance)
+
+
+def profile_links(
+    graph: Graph,
+    cluster: Cluster,
+    devices: dict[str, DeviceProfile],
+    *,
+    budget_s: float = 60.0,
+    on_start: Callable[[], object] = lambda: None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """The profile of a job on the cluster that this process is a rank of, where those of its ``devices`` are
+    known: the collectives alone are measured, for as long as of a whole profile in ``budget_s``. Collective.
+    """
+    comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
+    on_start()
+    dist.barrier()
+    started = time.perf_counter()
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links_s = time.perf_counter() - started
+    provenance = {
+        **provenance_of(graph, cluster, comm, links_s, links_s),
+        "devices_kept": sorted(devices),
+    }
+    comm.close()
+    return Profile(devices, links, provenance)
+
+
+def provenance_of(
+    graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
+) -> dict[str, str | int | float | list[str]]:
+    """A profile's provenance: the versions, job and settings that it was measured with."""
+    return {
+        "torch": torch.__version__,
+        "cluster": cluster.fingerprint,
+        "cluster_name": cluster.name,
+        "links": links_fingerprint(cluster),
+        "backend": dist.get_backend(),
+        "links_seconds": round(links_s, 1),
+        "graph": graph.fingerprint,
+        "device_type": comm.device.type,
+        "emulation": os.environ.get("MIXMESH_EMULATION", "none: real devices"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "seconds": round(took_s, 1),
+    }
+
+
+def confirmed(
+    job: Any,
+    cluster: Cluster,
+    program: Program,
+    device: torch.device | str | None,
+    progress: Callable[[str], None],
+) -> Largest:
+    """The largest micro-batches of this process's device, none above the largest share that is measured."""
+    rank = int(os.environ.get("RANK", "0"))
+    share = likely_share(cluster, rank)
+    return largest_micro_batches(
+        job,
+        program,
+        CostModel(cluster),
+        rank,
+        device=indexed(device) if device is not None else default_device(),
+        optimizer_states=optimizer_states(job.optimizer),
+        largest_share=shares_to_measure(share, cluster.world_size)[-1],
+        progress=progress,
+    )
+
+
+def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
+    """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
+
+    On a CPU the first rank of every machine measures it for the others: they run the same libraries.
+    """
+    if comm.device.type != "cpu":
+        return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
+    machine = cluster.machine_index_of(comm.rank)
+    first = comm.rank == cluster.ranks_of(machine)[0]
+    of_all = everyones((machine, process_bytes() if first else (0, 0)))
+    return max(sizes for there, sizes in of_all if there == machine)
+
+
+def merge(profiles: list[DeviceProfile]) -> DeviceProfile:
+    """Equal devices: the one in the middle by the time of a whole step; of two the slower, for which the
+    other waits."""
+    return sorted(profiles, key=lambda p: p.step_scale)[len(profiles) // 2]
+
+
+def likely_share(cluster: Cluster, rank: int) -> float:
+    """The share of a batch that goes by the declared speeds."""
+    return cluster.devices[rank].flop_per_s / sum(d.flop_per_s for d in cluster.devices)

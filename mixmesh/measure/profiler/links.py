@@ -1,0 +1,276 @@
+"""Times of collectives on the real links: every algorithm, between all ranks and between the groups that
+tell links apart, at sizes from kilobytes to tens of megabytes.
+
+Cheap cases are measured first, and those that training needs most are cheap by decree, so that time which
+runs out costs the large sizes of rare groups. All ranks decide alike: they decide by times that they agreed
+on.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from ...cluster import Cluster
+from ...cost import DIRECT, FLAT, LEVELLED, LinkMeasurement, default_algorithm, ring_fit
+from ...cost.collectives import on_gpus
+from ...cost.levels import machine_sizes
+from ...lang.ir import Levels, Parts, make_ratio, shard_sizes
+from ...runtime import collectives
+from ...runtime.comm import Channel, Comm
+from ...runtime.layout import level_groups
+from ...runtime.levels import ByLevels
+from .meter import Meter
+
+SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
+RARE_SIZES_BYTES = (2**12, 2**18, 2**20, 2**22, 2**24)
+DIRECT_SIZES_BYTES = (2**10, 2**12, 2**14, 2**16, 2**18)  # for sums that are fast where they are small
+SURE_BYTES = 2**20  # up to this, what training needs most is measured whatever the budget
+BUCKET_BYTES = 2**22  # up to this it comes before all else, while most of the budget is left
+BUCKET_SHARE = 0.7
+WIDTH = 64  # floats in a row of the tensors that are moved
+MEMORY_SHARE = 1 / 32  # share of the smallest device that a tensor may take: some algorithms hold several
+QUICK_S, LONG_S, SLOW_S = 0.02, 0.3, 1.0  # the shorter a run, the more often it is repeated
+# weights of a case's seconds when the cheapest is chosen: training's own collectives come far first
+VITAL, OTHER, EVEN, PAIR, MACHINE = 1.0, 8.0, 12.0, 20.0, 40.0
+ALGORITHMS = {
+    "all_gather": tuple(collectives.ALL_GATHER),
+    "reduce_scatter": tuple(collectives.REDUCE_SCATTER),
+}
+BY_SKEW = ("all_gather", "reduce_scatter")  # cost more where pieces are unequal, by some algorithms
+
+
+@dataclass(frozen=True)
+class Case:
+    """One curve to measure. ``shares`` are those of the pieces, one per rank of the group."""
+
+    collective: str
+    algorithm: str
+    ranks: tuple[int, ...]
+    shares: tuple[float, ...]
+    weight: float
+
+    @property
+    def is_vital(self) -> bool:
+        return self.weight == VITAL
+
+    @property
+    def sizes_bytes(self) -> tuple[int, ...]:
+        if self.collective == DIRECT:
+            return DIRECT_SIZES_BYTES
+        return SIZES_BYTES if self.weight <= OTHER else RARE_SIZES_BYTES
+
+    @property
+    def skew(self) -> float:
+        return max(self.shares) * len(self.shares) / sum(self.shares)
+
+
+@dataclass
+class _Progress:
+    """How far a case has got."""
+
+    case: Case
+    points: list[tuple[float, float]] = field(default_factory=list)
+    runs: list[int] = field(default_factory=list)
+
+    @property
+    def next_bytes(self) -> int:
+        return self.case.sizes_bytes[len(self.points)]
+
+    def expected_s(self, cluster: Cluster) -> float:
+        """Seconds of one run at the next size: as the links say, above what the last size took."""
+        fit = ring_fit(cluster, self.case.collective, self.case.ranks)
+        if not self.points:
+            return fit.seconds(self.next_bytes)
+        size, seconds = self.points[-1]
+        if size < SURE_BYTES:
+            return seconds + fit.s_per_byte * (self.next_bytes - size)
+        return seconds * self.next_bytes / size
+
+
+def link_groups(cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """All ranks, those of each machine, and one pair across machines for each two kinds of NIC."""
+    groups = [tuple(range(cluster.world_size))]
+    groups += [cluster.ranks_of(m) for m in range(len(cluster.machines))]
+    seen = set()
+    for a, one in enumerate(cluster.machines):
+        for b, other in list(enumerate(cluster.machines))[a + 1 :]:
+            kind = tuple(sorted((one.nic_bytes_per_s, other.nic_bytes_per_s)))
+            if kind not in seen:
+                seen.add(kind)
+                groups.append((cluster.ranks_of(a)[0], cluster.ranks_of(b)[0]))
+    return tuple(dict.fromkeys(g for g in groups if len(g) > 1))
+
+
+def link_sets(cluster: Cluster) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The process groups that ``measure_links`` needs, for ``Comm.of_sets``."""
+    parts = level_parts(cluster)
+    groups = tuple(("data", group) for group in link_groups(cluster))
+    return (*groups, *level_groups(parts)) if parts else groups
+
+
+def level_parts(cluster: Cluster) -> Parts:
+    """All ranks by machine; none where there are no two levels."""
+    return Levels(machine_sizes(cluster)).parts(tuple(range(cluster.world_size)), 0)
+
+
+def link_cases(cluster: Cluster, backend: str) -> list[Case]:
+    """Every curve to measure, what training needs most first."""
+    cases = []
+    for ranks in link_groups(cluster):
+        everyone = len(ranks) == cluster.world_size
+        across = len({cluster.machine_index_of(r) for r in ranks}) > 1
+        declared = tuple(cluster.devices[r].flop_per_s for r in ranks)
+        cases += _cases_of(ranks, declared, OTHER if everyone else PAIR if across else MACHINE, backend)
+        if everyone and on_gpus(cluster, ranks):
+            cases.append(Case(DIRECT, "", ranks, declared, VITAL))
+        if everyone and level_parts(cluster):
+            cases.append(Case(LEVELLED["all_reduce"], "", ranks, declared, VITAL))
+        if len(ranks) == 2 or not across:
+            # between machines it is what stages of a pipeline send each other
+            cases.append(Case("send", "", ranks[:2], declared[:2], VITAL if across else MACHINE))
+    return cases
+
+
+def _cases_of(ranks: tuple[int, ...], declared: tuple[float, ...], rest: int, backend: str) -> list[Case]:
+    """The collectives among some ranks, of urgency ``rest`` but for those that training needs most."""
+    everyone = rest == OTHER
+    cases = []
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce"):
+        default = default_algorithm(collective, backend)
+        rooted = collective in ("broadcast", "reduce")
+        for algorithm in ALGORITHMS.get(collective, ("",)):
+            vital = everyone and algorithm == default and not rooted
+            cases.append(Case(collective, algorithm, ranks, declared, VITAL if vital else rest))
+            if everyone and collective in BY_SKEW and len(set(declared)) > 1:
+                cases.append(Case(collective, algorithm, ranks, (1.0,) * len(ranks), EVEN))
+    return cases
+
+
+def measure_links(
+    comm: Comm,
+    cluster: Cluster,
+    budget_s: float,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[LinkMeasurement, ...]:
+    """The curves of ``link_cases`` as far as ``budget_s`` goes. Collective; ``comm`` has ``link_sets``."""
+    if comm.world_size < 2:
+        return ()
+    backend = comm.channel(comm.everyone, "profile").backend
+    largest = min(d.memory_bytes for d in cluster.devices) * MEMORY_SHARE
+    going = [_Progress(case) for case in link_cases(cluster, backend)]
+    finished: list[_Progress] = []
+    started, elapsed = time.perf_counter(), 0.0
+    while going:
+        early = elapsed < budget_s * BUCKET_SHARE
+        chosen = min(going, key=lambda p: (urgency(p, early), p.expected_s(cluster) * p.case.weight))
+        size = chosen.next_bytes
+        affordable = is_sure(chosen) or elapsed + chosen.expected_s(cluster) * 2 <= budget_s
+        if affordable and size <= largest:
+            progress(f"links: {chosen.case.collective} {chosen.case.algorithm} {size >> 10} KB")
+            seconds, elapsed, count = measure(comm, chosen.case, size, started, level_parts(cluster))
+            chosen.points.append((whole_bytes(size), seconds))
+            chosen.runs.append(count)
+            if len(chosen.points) < len(chosen.case.sizes_bytes):
+                continue
+        going.remove(chosen)
+        finished.append(chosen)
+    return tuple(measured(p, backend) for p in finished if p.points)
+
+
+def urgency(p: _Progress, early: bool) -> int:
+    """Less is earlier: what is measured in any case, what buckets of gradients need, all else."""
+    if is_sure(p):
+        return 0
+    return 1 if early and p.case.is_vital and p.next_bytes <= BUCKET_BYTES else 2
+
+
+def is_sure(p: _Progress) -> bool:
+    return p.case.is_vital and p.next_bytes <= SURE_BYTES
+
+
+def measured(p: _Progress, backend: str) -> LinkMeasurement:
+    case = p.case
+    source = f"{backend}, slowest rank, median of {min(p.runs)} to {max(p.runs)}"
+    return LinkMeasurement(case.collective, case.algorithm, case.ranks, tuple(p.points), case.skew, source)
+
+
+def whole_bytes(size_bytes: int) -> int:
+    return rows_of(size_bytes) * WIDTH * 4
+
+
+def rows_of(size_bytes: int) -> int:
+    return max(1, size_bytes // (WIDTH * 4))
+
+
+def measure(
+    comm: Comm, case: Case, size_bytes: int, started: float, parts: Parts = ()
+) -> tuple[float, float, int]:
+    """Seconds of the slowest rank, seconds since ``started``, and the number of runs; alike on all ranks.
+    ``parts`` are the ranks by machine, for sums by levels."""
+    run = None
+    if comm.rank in case.ranks:
+        group = comm.everyone if len(case.ranks) == comm.world_size else case.ranks
+        if case.collective == "send":
+            group = next(r for p, r in comm.groups if p == "data" and set(case.ranks) <= set(r))
+        channel = comm.channel(group, f"profile of {case.collective}")
+        run = prepared(comm, channel, case, rows_of(size_bytes), parts)
+    (first,) = agreed(comm, [timed(comm, run)])
+    often = first < QUICK_S and case.weight <= OTHER
+    repeats = 5 if often else 3 if first < LONG_S else 1 if first < SLOW_S else 0
+    times = [timed(comm, run) for _ in range(repeats)]
+    *times, elapsed = agreed(comm, [*times, time.perf_counter() - started])
+    if repeats < 3:  # too long for a run that is thrown away
+        times.append(first)
+    return statistics.median(times), elapsed, len(times)
+
+
+def timed(comm: Comm, run: Callable[[], object] | None) -> float:
+    dist.barrier()
+    if run is None:
+        return 0.0
+    return Meter.wall(run) if comm.device.type == "cpu" else Meter(comm.device, emulated=False).once(run)
+
+
+def agreed(comm: Comm, values: list[float]) -> list[float]:
+    """The largest of every rank's values."""
+    worst = torch.tensor(values, dtype=torch.float64, device=comm.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return worst.tolist()
+
+
+def prepared(comm: Comm, channel: Channel, case: Case, rows: int, parts: Parts = ()) -> Callable[[], object]:
+    """This rank's part of the collective, on a tensor of ``rows`` rows."""
+    me, name = case.ranks.index(comm.rank), case.algorithm or None
+    sizes = shard_sizes(rows, make_ratio(case.shares))
+    straight = case.collective == "send" and channel.staged  # gloo sends no tensor of a GPU
+    whole = torch.zeros(rows, WIDTH, device="cpu" if straight else comm.device)
+    piece = whole[: sizes[me]].clone()
+    match case.collective:
+        case "direct_all_reduce":
+            return lambda: collectives.all_reduce(channel, whole, direct=True)
+        case "all_reduce" | "levelled_all_reduce":
+            levels = ByLevels(comm, parts) if case.collective in FLAT else None
+            return lambda: collectives.all_reduce(channel, whole, levels=levels, in_place=True)
+        case "all_gather":
+            return lambda: collectives.all_gather(channel, piece, sizes, algorithm=name)
+        case "reduce_scatter":
+            return lambda: collectives.reduce_scatter(channel, whole, sizes, algorithm=name)
+        case "all_to_all":
+            columns = shard_sizes(WIDTH, make_ratio(case.shares))
+            return lambda: collectives.all_to_all(channel, piece, 0, sizes, 1, columns)
+        case "broadcast":
+            return lambda: collectives.broadcast(channel, whole, case.ranks[0])
+        case "reduce":
+            return lambda: collectives.reduce(channel, whole, case.ranks[0])
+        case "send" if me == 0:
+            return lambda: dist.send(whole, case.ranks[1], group=channel.group)
+        case "send":
+            return lambda: dist.recv(whole, case.ranks[0], group=channel.group)
+    raise ValueError(case.collective)

@@ -1,0 +1,62 @@
+"""Seconds of a piece of work on one device."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from ...runtime.accelerator import synchronize
+
+REPEATS = 3
+LONG_S = 0.02  # work that is measured once after its first run: the clock tells well, and time is short
+
+
+class Meter:
+    """Seconds of a piece of work on one device."""
+
+    def __init__(self, device: torch.device, *, emulated: bool) -> None:
+        self.device, self.emulated = device, emulated
+
+    def once(self, work: Callable[[], object]) -> float:
+        """Seconds of ``work``: of the thread's CPU under a quota, of the wall otherwise."""
+        synchronize(self.device)
+        clock = time.thread_time if self.emulated else time.perf_counter
+        started = clock()
+        work()
+        synchronize(self.device)
+        return clock() - started
+
+    def best(
+        self,
+        work: Callable[[], object],
+        at_least_s: float = 2e-3,
+        between: Callable[[], object] | None = None,
+    ) -> float:
+        """The median of a few runs after a first one, short work repeated until the clock can tell; with
+        something ``between`` runs, each on its own."""
+        first = self.once(work)
+        if between is not None:
+            times = []
+            for _ in range(REPEATS + 2):
+                between()
+                times.append(self.once(work))
+            return statistics.median(times)
+        inner = max(1, math.ceil(at_least_s / max(first, 1e-7))) if first < at_least_s else 1
+        inner = min(inner, 50)
+
+        def repeated():
+            for _ in range(inner):
+                work()
+
+        runs = REPEATS if first < LONG_S else 1
+        return statistics.median(self.once(repeated) for _ in range(runs)) / inner
+
+    @staticmethod
+    def wall(work: Callable[[], object]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started

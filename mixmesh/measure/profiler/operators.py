@@ -1,0 +1,289 @@
+"""Times of a job's distinct operators, forward and backward, on shards of a few sizes."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...cluster import Device
+from ...cost import VIEWS, Curve, OpMeasurement, call_flop, moved_bytes, op_key, roofline_s
+from ...cost.model import is_product
+from ...cost.profile import cut_inputs
+from ...frontend.trace.dtypes import TORCH_DTYPE
+from ...lang.ir import (
+    REPLICATE,
+    Graph,
+    Instruction,
+    Node,
+    Program,
+    Shard,
+    TensorType,
+    ValueType,
+    local_shape,
+    make_ratio,
+)
+from ...lang.rules import EXPERTS, RULES, Call, Strategy, call_of, count_experts, shard_units, strategies
+from ...runtime.allocator import give_back, resident_bytes
+from ...runtime.local import local_op
+from ...runtime.random import RandomPolicy
+from .meter import Meter
+
+LESS, MORE = 0.5, 1.6  # times the share that the device is likely to get
+LEAST = 1 / 16  # the same, of a small micro-batch
+EVICTED_BYTES = 8 * 2**20  # written before each run of one: about what the rest of a pass goes through
+COPIES = 5  # copies of inputs and outputs that an operator takes, with its gradients and what it works with
+FILLED = 0.9  # share of a device's memory
+
+
+def shares_to_measure(likely: float, world_size: int) -> tuple[float, ...]:
+    """Around the likely share, and up to an even one."""
+    return tuple(min(s, 1.0) for s in (likely * LESS, likely, max(likely * MORE, 1 / world_size)))
+
+
+def measure_ops(
+    graph: Graph,
+    shares: Sequence[float],
+    meter: Meter,
+    device: torch.device,
+    declared: Device,
+    deadline: float,
+    progress,
+) -> tuple[dict[str, OpMeasurement], list[str]]:
+    """Every distinct operator of the graph at these shares; names of those that time did not allow for."""
+    bench = Bench(graph, shard_units(graph, RULES), meter, device, declared.memory_bytes)
+    measurements: dict[str, OpMeasurement] = {}
+    skipped: list[str] = []
+    order = by_weight(graph, declared)
+    for number, (key, (node, call)) in enumerate(order):
+        if time.perf_counter() > deadline:
+            skipped.append(node.op)
+            continue
+        progress(f"operators {number + 1}/{len(order)}: {node.op}")
+        measurement = measure_op(bench, node, call, shares)
+        if measurement is not None:
+            measurements[key] = measurement
+        else:
+            skipped.append(node.op)
+    # with what is left of the time: micro-batches, whose cost no line through larger shares tells
+    least = shares[0] / LESS * LEAST
+    for number, (key, (node, call)) in enumerate(order):
+        if time.perf_counter() > deadline:
+            break
+        if key in measurements:
+            progress(f"operators on a micro-batch {number + 1}/{len(order)}: {node.op}")
+            measurements[key] = with_share(measurements[key], bench, node, call, least)
+    # then products whose weight is cut, each a little
+    weighted = [
+        (key, node, call) for key, (node, call) in order if key in measurements and has_weight(graph, node)
+    ]
+    for number, (key, node, call) in enumerate(weighted):
+        if time.perf_counter() > deadline:
+            break
+        progress(f"operators with a part of their weight {number + 1}/{len(weighted)}: {node.op}")
+        cuts = measure_cuts(bench, node, call, shares)
+        measurements[key] = replace(measurements[key], cuts=cuts)
+    return measurements, skipped
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The operators to measure, and the device to measure them on."""
+
+    graph: Graph
+    units: Mapping[str, tuple[int, ...]]
+    meter: Meter
+    device: torch.device
+    memory_bytes: float
+
+    def has_room(self, size_bytes: float) -> bool:
+        """Whether the process can take ``size_bytes`` more. A GPU's allocator would say so itself, where a
+        process on a CPU would be killed."""
+        if self.device.type != "cpu":
+            return True
+        allowed = FILLED * self.memory_bytes - size_bytes
+        if resident_bytes() > allowed:
+            give_back()  # frees what the operators before have left in the heap
+        return resident_bytes() <= allowed
+
+
+def share_bytes(call: Call, strategy: Strategy | None, share: float) -> float:
+    """Bytes of a call's inputs and outputs where a rank has this share of what is cut."""
+    types = (*call.inputs, *call.outputs)
+    placements = (*strategy.inputs, *strategy.outputs) if strategy else (REPLICATE,) * len(types)
+    return sum(t.size_bytes * (share if isinstance(p, Shard) else 1) for t, p in zip(types, placements))
+
+
+def by_weight(graph: Graph, device: Device) -> list[tuple[str, tuple[Node, Call]]]:
+    """The distinct operators, each with a node that is one, by what all such nodes are estimated to take of a
+    step, the most first. But the first product and the first that is none come before all others: from them
+    those are estimated that there is no time for."""
+    distinct: dict[str, tuple[Node, Call]] = {}
+    seconds: defaultdict[str, float] = defaultdict(float)
+    for node in graph.nodes:
+        if not node.is_leaf and not node.is_sink and node.op not in VIEWS:
+            call = call_of(node, graph.types)
+            distinct.setdefault(op_key(call), (node, call))
+            seconds[op_key(call)] += roofline_s(call, device)
+    order = sorted(distinct, key=lambda key: -seconds[key])
+    first = {is_product(distinct[key][1]): key for key in reversed(order)}
+    return [(key, distinct[key]) for key in dict.fromkeys([*first.values(), *order])]
+
+
+def has_weight(graph: Graph, node: Node) -> bool:
+    """Whether a node is a product with a parameter, or a view of one."""
+    rule = RULES.get(node.op)
+    if rule is None or not rule.flops:
+        return False
+    producers = {r: n for n in graph.nodes for r in n.results if r is not None}
+    for name in node.inputs[:2]:
+        source = producers[name]
+        while source.op in VIEWS and source.inputs:
+            source = producers[source.inputs[0]]
+        if source.op == "param":
+            return True
+    return False
+
+
+def measure_op(bench: Bench, node: Node, call: Call, shares: Sequence[float]) -> OpMeasurement | None:
+    chosen = next(iter(sharded(call)), None)
+    curves = measure_curves(bench, node, call, chosen, shares)
+    return None if curves is None else OpMeasurement(*curves, call_flop(call), moved_bytes(call))
+
+
+def with_share(known: OpMeasurement, bench: Bench, node: Node, call: Call, share: float) -> OpMeasurement:
+    """Measured at a smaller share, too, if whole elements make one. Few samples do little work on a weight,
+    which then has to come from memory as in training: a loop over one operator would find it in the cache."""
+    strategy = next(iter(sharded(call)), None)
+    if strategy is None:
+        return known
+    curves = measure_curves(bench, node, call, strategy, (share,), evict=True)
+    if curves is None or curves[0].points[-1][0] >= known.forward.points[0][0]:
+        return known
+    forward, backward = (
+        Curve((*less.points, *curve.points)) for less, curve in zip(curves, (known.forward, known.backward))
+    )
+    return replace(known, forward=forward, backward=backward)
+
+
+def measure_cuts(
+    bench: Bench, node: Node, call: Call, shares: Sequence[float]
+) -> dict[str, tuple[Curve, Curve]]:
+    """The other ways to cut a product, by which of its inputs are cut."""
+    by_cut = {cut_inputs(strategy.inputs): strategy for strategy in reversed(sharded(call))}
+    usual = cut_inputs(sharded(call)[0].inputs) if by_cut else ""
+    found = {}
+    for cut, strategy in by_cut.items():
+        if cut != usual:
+            curves = measure_curves(bench, node, call, strategy, shares)
+            if curves is not None:
+                found[cut] = curves
+    return found
+
+
+def sharded(call: Call) -> list[Strategy]:
+    """All ways to cut a call; first where the batch is cut, as far as it has one."""
+    rule = RULES.get(call.op)
+    options = [o for o in strategies(rule, call) if o.is_sharded] if rule else []
+    return sorted(options, key=lambda o: Shard(0) not in o.inputs[:1] and Shard(0) not in o.outputs)
+
+
+def measure_curves(
+    bench: Bench,
+    node: Node,
+    call: Call,
+    strategy: Strategy | None,
+    shares: Sequence[float],
+    *,
+    evict: bool = False,
+) -> tuple[Curve, Curve] | None:
+    """Forward and backward over the share; None if the operator cannot run on made-up values, or there is no
+    memory for it: then it is estimated by its class. With ``evict``, out of cold caches."""
+    forward: list[tuple[float, float]] = []
+    backward: list[tuple[float, float]] = []
+    for target in shares if strategy is not None else (1.0,):
+        if not bench.has_room(COPIES * share_bytes(call, strategy, target)):
+            continue
+        try:
+            program, real_share = shard_program(bench.graph, node, strategy, bench.units, min(target, 1.0))
+            forward_s, backward_s = time_op(program, bench.meter, bench.device, evict=evict)
+        except (RuntimeError, IndexError, ValueError, NotImplementedError):
+            return None
+        if forward and forward[-1][0] == real_share:
+            continue
+        forward.append((real_share, forward_s))
+        backward.append((real_share, backward_s))
+    return (Curve(tuple(forward)), Curve(tuple(backward))) if forward else None
+
+
+def shard_program(
+    graph: Graph, node: Node, strategy: Strategy | None, units, share: float
+) -> tuple[Program, float]:
+    """A program of one instruction whose rank 0 has about ``share`` of the work, and the exact share."""
+    exact = 1.0
+
+    def placed(name: str | None, value: ValueType, placement) -> TensorType:
+        nonlocal exact
+        if isinstance(placement, Shard) and name is not None:
+            placement = Shard(placement.dim, units[name][placement.dim])
+            size = value.shape[placement.dim]
+            rows = size // placement.unit
+            exact = max(1, round(rows * share)) / rows
+        return TensorType(value, (placement,), "r0")
+
+    inputs = strategy.inputs if strategy else (REPLICATE,) * len(node.inputs)
+    outputs = strategy.outputs if strategy else (REPLICATE,) * len(node.results)
+    leaves = [
+        Instruction((n,), (placed(n, graph.types[n], p),), "input", (n,))
+        for n, p in dict(zip(node.inputs, inputs)).items()
+    ]
+    types = tuple(placed(n, t, p) for n, t, p in zip(node.results, node.types, outputs))
+    ratio = make_ratio([exact, 1 - exact])
+    body = Instruction(node.results, types, node.op, node.args, node.kwargs)
+    loss = next(r for r in node.results if r is not None)
+    return Program("op", 2, (("r0", ratio),), (*leaves, body), loss), exact
+
+
+def time_op(
+    program: Program, meter: Meter, device: torch.device, *, evict: bool = False
+) -> tuple[float, float]:
+    """Seconds forward and backward of rank 0's part of a one-instruction program."""
+    body = program.instructions[-1]
+    run = local_op(program, body, 0, device, RandomPolicy())
+    smallest = min(
+        (n for i in program.instructions[:-1] for n in i.type.value.shape if i.type.value.is_floating and n),
+        default=2,
+    )
+    if body.op == EXPERTS:  # all are chosen equally often
+        smallest = count_experts(call_of(body, program.types))
+    tensor_of: dict[str, torch.Tensor] = {}
+    for i in program.instructions[:-1]:
+        t = i.type
+        shape = local_shape(t.value, t.placement, program.ratio(t.ratio), 0)
+        tensor_of[i.result] = example(t.value.dtype, shape, smallest, device)
+    inputs = [tensor_of[name] for name in body.inputs]
+    other = torch.empty(EVICTED_BYTES if evict else 0, dtype=torch.uint8, device=device)
+    between = other.zero_ if evict else None
+    forward_s = meter.best(lambda: run(*inputs), between=between)
+    out = [t for t in run(*inputs) if isinstance(t, torch.Tensor) and t.requires_grad]
+    leaves = [t for t in tensor_of.values() if t.requires_grad]
+    if not out or not leaves:
+        return forward_s, 0.0
+    grads = [torch.ones_like(t) for t in out]
+    backward_s = meter.best(
+        lambda: torch.autograd.grad(out, leaves, grads, retain_graph=True, allow_unused=True),
+        between=between,
+    )
+    return forward_s, backward_s
+
+
+def example(dtype: str, shape: tuple[int, ...], below: int, device: torch.device) -> torch.Tensor:
+    kind = TORCH_DTYPE[dtype]
+    if kind.is_floating_point:
+        return torch.randn(shape, device=device).to(kind).requires_grad_()
+    if kind == torch.bool:
+        return torch.rand(shape, device=device) < 0.5
+    return torch.randint(0, max(2, below), shape, device=device).to(kind)

@@ -1,0 +1,187 @@
+"""How communication and computing slow each other on one device.
+
+Gradients are summed while the backward pass goes on. Both use the device's memory, and on a CPU its caches;
+and the computing thread itself joins, copies and issues what is sent.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ...cost import Curve, LinkMeasurement, host_key
+from ...runtime import collectives
+from ...runtime.accelerator import synchronize
+from ...runtime.comm import Channel, Comm
+from .links import ALGORITHMS, EVEN, Case, prepared, rows_of
+from .meter import Meter
+
+WINDOW_S = 0.3  # for computing alone, and about as long beside communication
+ROUNDS = 3
+BUCKET_BYTES = (2**12, 2**22)
+PIECE_BYTES = (2**12, 2**16)  # a few milliseconds each on a slow link
+BESIDE_BYTES = (2**12, 2**21)
+BESIDE_S = 0.06  # a collective that the many bytes are sent by takes no longer
+REPEATS = 5
+MAX_SUMS = 64  # one after the other, at most
+PIECES = 16  # gradients in a bucket
+SIDE = 160  # size of the matrices that are multiplied meanwhile
+
+
+def measure_overlap(
+    comm: Comm, meter: Meter, links: tuple[LinkMeasurement, ...]
+) -> tuple[float, dict[str, tuple[float, float]], dict[str, tuple[float, float]]]:
+    """``slowdown``, ``host_s`` and ``beside_s`` of ``DeviceProfile``.
+
+    The slow-down is between 0 and 1: the part by which work takes longer while collectives go on.
+    Collective.
+    """
+    if comm.world_size < 2:
+        return 0.0, {}, {}
+    channel = comm.channel(comm.everyone, "profile of all_reduce beside computing")
+    lines = {"all_reduce": line(BUCKET_BYTES, lambda size: bucket_s(channel, meter, size))}
+    beside = {}
+    if comm.device.type == "cpu":
+        cases = everyone_cases(comm)
+        lines |= {
+            host_key(case.collective, case.algorithm): line(
+                PIECE_BYTES, lambda size, case=case: exchange_s(comm, channel, case, size)
+            )
+            for case in cases
+        }
+        sizes = BESIDE_BYTES[0], largest_bytes(links, comm.world_size, BESIDE_BYTES, BESIDE_S)
+        beside = {
+            host_key(case.collective, case.algorithm): line(
+                sizes, lambda size, case=case: exchange_s(comm, channel, case, size, others=True)
+            )
+            for case in (Case("all_reduce", "", comm.everyone, cases[0].shares, EVEN), *cases)
+        }
+    return slowdown(comm, channel, links), lines, beside
+
+
+def slowdown(comm: Comm, channel: Channel, links: tuple[LinkMeasurement, ...]) -> float:
+    size, count = window(links, comm.world_size)
+    buffers = [torch.zeros(size // 4, device=comm.device) for _ in range(2)]  # zeros stay what they are
+    unit = piece_of_work(comm.device)
+    unit()
+    slowdowns = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        until = time.perf_counter() + WINDOW_S
+        alone = per_second(unit, lambda until=until: time.perf_counter() >= until)
+        dist.barrier()
+        handles = [
+            collectives.all_reduce(channel, buffers[n % 2], in_place=True, async_op=True)
+            for n in range(count)
+        ]
+        beside = per_second(unit, lambda handles=handles: all(h.is_ready() for h in handles))
+        for handle in handles:
+            handle.wait()
+        if beside > 0:
+            slowdowns.append(alone / beside - 1)
+    return min(max(statistics.median(slowdowns), 0.0), 1.0) if slowdowns else 0.0
+
+
+def window(links: tuple[LinkMeasurement, ...], world_size: int) -> tuple[int, int]:
+    """Bytes of an all_reduce between all ranks, and how many of them fill the window."""
+    curve = all_reduce_curve(links, world_size)
+    fitting = [p for p in curve.points if p[0] <= BUCKET_BYTES[1] and p[1] <= WINDOW_S]
+    size, seconds = max(fitting, default=curve.points[0])
+    return int(size), min(max(2, math.ceil(WINDOW_S / seconds)), MAX_SUMS)
+
+
+def all_reduce_curve(links: tuple[LinkMeasurement, ...], world_size: int) -> Curve:
+    return next(m.curve for m in links if m.collective == "all_reduce" and len(m.ranks) == world_size)
+
+
+def largest_bytes(
+    links: tuple[LinkMeasurement, ...], world_size: int, between: tuple[int, int], seconds: float
+) -> int:
+    """The most bytes that an all_reduce between all ranks finishes in time."""
+    least, most = between
+    size = most
+    while size > 4 * least and all_reduce_curve(links, world_size).at(size) > seconds:
+        size //= 2
+    return size
+
+
+def piece_of_work(device: torch.device) -> Callable[[], object]:
+    side = SIDE if device.type == "cpu" else 16 * SIDE
+    a, b = torch.randn(side, side, device=device), torch.randn(side, side, device=device)
+
+    def work() -> None:
+        torch.mm(a, b).add_(a)
+        synchronize(device)
+
+    return work
+
+
+def per_second(work: Callable[[], object], is_over: Callable[[], bool]) -> float:
+    """How often ``work`` is done in a second, until it is over; 0 if that is at once."""
+    started, count = time.perf_counter(), 0
+    while not is_over():
+        work()
+        count += 1
+    return count / (time.perf_counter() - started)
+
+
+def line(sizes_bytes: tuple[int, int], seconds: Callable[[int], float]) -> tuple[float, float]:
+    """``(fixed, per_byte)`` through the seconds at two sizes."""
+    few, many = sizes_bytes
+    small, large = seconds(few), seconds(many)
+    per_byte = max(large - small, 0.0) / (many - few)
+    return max(small - per_byte * few, 0.0), per_byte
+
+
+def bucket_s(channel: Channel, meter: Meter, size_bytes: int) -> float:
+    """Seconds of the computing thread to join a bucket of gradients, issue its sum, take it and cut it up
+    again, as the runtime's ``gradients`` does it."""
+    device = meter.device
+    pieces = [torch.zeros(size_bytes // 4 // PIECES, device=device) for _ in range(PIECES)]
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+
+    def once() -> float:
+        started = clock()
+        flat = torch.cat(pieces)
+        handle = collectives.all_reduce(channel, flat, in_place=True, async_op=True)
+        issued = clock() - started
+        while not handle.is_ready():
+            time.sleep(1e-4)
+        started = clock()
+        handle.wait().split([p.numel() for p in pieces])
+        return issued + clock() - started
+
+    once()
+    return statistics.median(once() for _ in range(REPEATS))
+
+
+def everyone_cases(comm: Comm) -> list[Case]:
+    """The cases that move pieces between all ranks, by every algorithm."""
+    even = (1.0,) * comm.world_size
+    cases = [
+        Case(collective, algorithm, comm.everyone, even, EVEN)
+        for collective, algorithms in ALGORITHMS.items()
+        for algorithm in algorithms
+    ]
+    return [*cases, Case("all_to_all", "", comm.everyone, even, EVEN)]
+
+
+def exchange_s(comm: Comm, channel: Channel, case: Case, size_bytes: int, *, others: bool = False) -> float:
+    """CPU seconds of the computing thread in a collective that it waits for, or of the ``others``."""
+    run = prepared(comm, channel, case, rows_of(size_bytes))
+
+    def once() -> float:
+        started, of_all = time.thread_time(), time.process_time()
+        run()
+        own, of_all = time.thread_time() - started, time.process_time() - of_all
+        return max(of_all - own, 0.0) if others else own
+
+    once()
+    times_s = [once() for _ in range(REPEATS)]
+    # the time of other threads is a difference of two clocks, and never less than they need
+    return min(times_s) if others else statistics.median(times_s)

@@ -1,0 +1,147 @@
+"""Times of whole local steps, which tie the operators' times to real seconds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...cost import CostModel
+from ...frontend.trace.capture import loss_of
+from ...lang.ir import Graph
+from ...lang.rules import call_of
+from ...runtime.allocator import give_back
+from ...runtime.optimizers import fuse
+from .children import attempt_on
+from .meter import REPEATS, Meter
+
+FACTORS = (0.6, 1.0)  # times the share that the device is likely to get
+TRIAL_S = 60.0  # for a first step
+LEAST_STEPS = 6
+
+
+def measure_steps(
+    graph: Graph,
+    job: Any,
+    share: float,
+    costs: CostModel,
+    device_class: int,
+    meter: Meter,
+    budget_s: float,
+) -> tuple[float, float] | None:
+    """Real seconds of a local step over the sum of its operators' in ``costs``, and optimizer seconds per
+    byte; None where the device has no memory for steps of the whole model, or the model has no values, so
+    that no rank ever holds all of it.
+
+    Collective: all ranks run steps for equally long at the same time, as in training, so that a fast device
+    is measured while the slow ones are busy too. Every batch is tried first, where running out of memory can
+    be survived, and halved if it does.
+
+    Under a quota an optimizer's step of some milliseconds falls within a burst or meets a pause of many times
+    its length. Its CPU seconds do not, and become real ones as those of the operators do.
+    """
+    if any(p.is_meta for p in job.model.parameters()):  # on all ranks, as they were compared
+        return None
+    device = meter.device
+    clock = Meter(device, emulated=False)
+    give_back()  # frees what measuring operators left in the heap
+    model = job.model.to(device)
+    make = job.optimizer or (lambda params: torch.optim.AdamW(params, lr=0.0))
+    optimizer = make(model.parameters())
+    fuse(optimizer)  # as in training
+    size_bytes = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    tensors = [t for t in tensors_of(job.batch) if t.dim()]
+    rows = max((t.shape[0] for t in tensors), default=1)
+    state = {k: v.detach().clone() for k, v in model.state_dict().items()}
+
+    def backward(batch: Any) -> None:
+        out = model(**batch) if isinstance(batch, dict) else model(*batch)
+        loss_of(out).backward()
+
+    def step(batch: Any) -> None:
+        backward(batch)
+        optimizer.zero_grad()
+
+    def optimizer_step_s(batch: Any) -> float:
+        backward(batch)  # gradients and memory as in training: on zeros in new memory it takes twice as long
+        took_s = meter.once(optimizer.step)
+        optimizer.zero_grad()
+        return took_s
+
+    def optimize() -> None:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        optimizer.step()
+
+    def part(count: int) -> Any:
+        return cut_batch(job.batch, rows, count, device)
+
+    def both(count: int) -> None:
+        optimize()
+        step(part(count))
+
+    scales, optimizer_s = [], []
+    for factor in FACTORS:
+        count = max(1, round(rows * share * factor))
+        while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
+            count //= 2
+        if not count:
+            dist.barrier()  # as those who measure
+            continue
+        batch = part(count)
+        step(batch)
+        dist.barrier()
+        measured = mean_s(clock, partial(step, batch), budget_s / len(FACTORS))
+        predicted = predicted_step_s(graph, costs, device_class, count / rows)
+        if predicted > 0:
+            scales.append(measured / predicted)
+        optimizer_step_s(batch)
+        optimizer_s += [optimizer_step_s(batch) for _ in range(REPEATS)]
+    model.load_state_dict(state)
+    if not optimizer_s:
+        return None
+    scale = statistics.mean(scales) if scales else 1.0
+    real = scale if meter.emulated else 1.0
+    return scale, real * statistics.median(optimizer_s) / max(size_bytes, 1)
+
+
+def mean_s(clock: Meter, step: Callable[[], object], budget_s: float) -> float:
+    """Seconds of a step, of about ``budget_s`` and ``LEAST_STEPS`` at least. The first does not count, as
+    the device has rested before it; nor do the fastest and the slowest. For steps that begin anywhere in a
+    quota's periods the mean is right, where the median of a few is one of two or three values."""
+    step()
+    started = time.perf_counter()
+    times: list[float] = []
+    while len(times) < LEAST_STEPS or time.perf_counter() - started < budget_s:
+        times.append(clock.once(step))
+    return statistics.mean(sorted(times)[1:-1])
+
+
+def predicted_step_s(graph: Graph, costs: CostModel, device_class: int, share: float) -> float:
+    """The sum of a step's operators; what was not measured is estimated from others of its class."""
+    total = 0.0
+    for node in graph.nodes:
+        if node.is_leaf or node.is_sink:
+            continue
+        grads = sum(1 for name in dict.fromkeys(node.inputs) if name in graph.requires_grad)
+        time = costs.op(call_of(node, graph.types), grads, device_class)
+        total += time.forward.at(share) + time.backward.at(share)
+    return total
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(batch) if isinstance(t, torch.Tensor)]
+
+
+def cut_batch(batch: Any, rows: int, count: int, device: torch.device) -> Any:
+    def cut(t):
+        if not isinstance(t, torch.Tensor):
+            return t
+        return (t[:count] if t.dim() and t.shape[0] == rows else t).to(device)
+
+    return torch.utils._pytree.tree_map(cut, batch)

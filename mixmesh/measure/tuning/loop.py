@@ -1,0 +1,140 @@
+"""From a profile to the plan that is fastest when it is tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from ...cluster import Cluster
+from ...cost import CostModel, Profile
+from ...errors import CollectiveError, MixmeshError
+from ...frontend.job import needs_whole_parameters, optimizer_states
+from ...frontend.trace import trace
+from ...lang.plan_file import Plan
+from ...planner import make_plans
+from ...runtime.comm import default_device, initialise
+from ...simulator import simulate
+from ..testbed import leave_device
+from .correct import corrected, device_factors
+from .trials import Load, Trial, hopeful, one_round, same
+
+PLANNING_TIMEOUT_S = 3600.0  # for which the others wait for the first rank
+MARGIN = 0.03  # share of a step by which two turns of one plan differ
+CORRECTED_COUNT = 2  # plans by the corrected profile that are tried
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """``plan`` was the fastest of ``trials``, the first of which is of the plan that would have been taken
+    without any."""
+
+    plan: Plan
+    trials: tuple[Trial, ...]
+
+
+def tune(
+    load: Load,
+    cluster: Cluster,
+    profile: Profile | None,
+    *,
+    planner: str = "auto",
+    count: int = 5,
+    rounds: int = 2,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Tuned:
+    """The fastest of up to ``count`` plans of different kinds, each tried in up to ``rounds`` turns on the
+    cluster that this process is a rank of; and of two by the profile that the first turns have corrected.
+    Collective.
+
+    ``load`` makes the job anew for every turn. Raises what planning raises, on every rank alike, and
+    CollectiveError if no plan could train.
+    """
+    leave_device()
+    initialise(cluster.world_size, default_device(), PLANNING_TIMEOUT_S)
+    planning = _Planning(load, cluster, planner, progress)
+    trials = tuple(map(Trial, planning.plans(profile, count)))
+    trials = one_round(load, trials, record=profile is not None, say=progress)
+    if profile is not None:
+        progress("correcting the profile")
+        corrections = factors(cluster, profile, trials)
+        plans = planning.plans(corrected(profile, corrections), CORRECTED_COUNT)
+        new = [Trial(plan) for plan in plans if not any(same(plan, t.plan) for t in trials)]
+        trials += one_round(load, new, say=progress)
+    for number in range(1, rounds):
+        places = hopeful(trials, number)
+        if len(places) < 2:
+            break
+        again = dict(zip(places, one_round(load, [trials[n] for n in places], say=progress)))
+        trials = tuple(again.get(n, t) for n, t in enumerate(trials))
+    champion = fastest(trials)
+    return Tuned(replace(champion.plan, measured_step_s=champion.step_s), trials)
+
+
+def fastest(trials: Sequence[Trial]) -> Trial:
+    """The trial of the shortest step among those with most turns; but the first one, which is best by
+    prediction, unless another is faster by more than turns of one plan differ. Raises CollectiveError if none
+    could train."""
+    able = [t for t in trials if not t.failed]
+    if able:
+        turns = max(len(t.turns_s) for t in able)
+        best = min((t for t in able if len(t.turns_s) == turns), key=lambda t: t.step_s)
+        first = trials[0]
+        is_level = len(first.turns_s) == turns and first.step_s * (1 - MARGIN) <= best.step_s
+        return first if is_level and not first.failed else best
+    raise CollectiveError(
+        "no plan could train",
+        expected="one of them to take a few steps",
+        got="; ".join(dict.fromkeys(t.failed for t in trials)),
+        hint="mixmesh run JOB --plan X.plan, with the plan of mixmesh plan, to see where it fails",
+    )
+
+
+def factors(cluster: Cluster, profile: Profile, trials: Sequence[Trial]) -> dict[str, float]:
+    """How much longer than by the profile every device computes (``device_factors``)."""
+    costs = CostModel(cluster, profile)
+    steps = [
+        (simulate(t.plan.program, costs, micro_batches=t.plan.micro_batches), t.timeline)
+        for t in trials
+        if t.timeline is not None
+    ]
+    return device_factors(cluster, steps)
+
+
+class _Planning:
+    """The first rank traces and plans; the others get what it found, or why it found nothing."""
+
+    def __init__(self, load: Load, cluster: Cluster, planner: str, progress: Callable[[str], None]) -> None:
+        self.load, self.cluster, self.planner, self.progress = load, cluster, planner, progress
+        self._known: dict[str, Any] = {}
+
+    def plans(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
+        planned: tuple[Plan, ...] = ()
+        said: list[Any] = [None]
+        if dist.get_rank() == 0:
+            leave_device()  # a device's quota is for training
+            try:
+                planned = self._planned(profile, count)
+                said = [list(map(str, planned))]
+            except MixmeshError as error:
+                said = [error]
+        dist.broadcast_object_list(said)
+        if isinstance(said[0], MixmeshError):
+            raise said[0]
+        return planned or tuple(map(Plan.parse, said[0]))
+
+    def _planned(self, profile: Profile | None, count: int) -> tuple[Plan, ...]:
+        if not self._known:
+            self.progress("tracing the model")
+            job = self.load()
+            self._known = {
+                "traced": trace(job.model, job.batch, outputs=job.outputs),
+                "optimizer_states": optimizer_states(job.optimizer),
+                "whole_parameters": needs_whole_parameters(job.optimizer),
+            }
+        self.progress("planning")
+        return make_plans(
+            cluster=self.cluster, count=count, planner=self.planner, profile=profile, **self._known
+        )

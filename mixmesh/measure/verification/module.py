@@ -1,0 +1,105 @@
+"""The user's own module on one device: what a plan is held against."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ...frontend.trace.autocast import Autocast, under
+from ...frontend.trace.capture import Batch, loss_of
+from ...frontend.trace.outputs import named_tensors
+from .compare import Outcome
+from .draws import DrawsAlike
+from .wide import WIDE_DTYPE, Wide, Widened, exact, widen
+
+
+class Reference:
+    """A copy of a module, to run step by step; what its forward passes leave on it stays for the next one.
+
+    With ``wide`` all that it computes is float64, whatever dtypes it names (see ``wide``), and what it is
+    given and what results is float64 too. It is called under ``autocast``. Numbers are
+    drawn by shape (see ``draws``)."""
+
+    def __init__(
+        self, model: nn.Module, batch: Batch, *, wide: bool, autocast: Autocast | None = None
+    ) -> None:
+        self._autocast = autocast
+        self._model, self._batch, self._wide = copy_of(model), batch, wide
+        inputs = batch.tensors()
+        self._inputs = tuple(map(widen, inputs)) if wide else inputs
+        self._hooks = {name: p for name, p in model.named_parameters() if has_hooks(p)}
+
+    def run(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> Outcome:
+        """The forward and backward pass of a step from these parameters and buffers, which stay so."""
+        self._put(params, buffers)
+        with _compared(self._wide), torch.enable_grad():
+            with under(self._autocast):
+                output = self._batch.call(self._model, self._inputs)
+            loss = loss_of(output)
+            shown = {} if loss is output else {n: x.detach() for n, x in named_tensors(output)}
+            loss.backward()
+            value = loss.item()
+        gradients = {
+            n: None if p.grad is None else exact(p.grad).detach()
+            for n, p in self._model.named_parameters()
+            if p.requires_grad
+        }
+        buffers = {n: exact(b).detach() for n, b in self._model.named_buffers()}
+        return Outcome(value, gradients, buffers, {n: exact(x).detach() for n, x in shown.items()})
+
+    def _put(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Puts values in the place of all parameters and buffers, under every name of each."""
+        for held, values in (("_parameters", params), ("_buffers", buffers)):
+            copy_of: dict[int, Tensor] = {}
+            for prefix, module in list(self._model.named_modules(remove_duplicate=False)):
+                for leaf, old in list(getattr(module, held).items()):
+                    name = f"{prefix}.{leaf}" if prefix else leaf
+                    if old is None or any(old is new for new in copy_of.values()):
+                        continue
+                    if id(old) not in copy_of:
+                        copy_of[id(old)] = self._made(name, old, values)
+                    getattr(module, held)[leaf] = copy_of[id(old)]
+            for module in self._model.modules():
+                if isinstance(module, nn.RNNBase):  # which keeps its weights in a list besides
+                    names = module._flat_weights_names
+                    module._flat_weights = [getattr(module, n, None) for n in names]
+
+    def _made(self, name: str, old: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        value = values[name].detach().clone()
+        if self._wide and old.dtype in WIDE_DTYPE:
+            value = Wide(value, old.dtype)
+        if not isinstance(old, nn.Parameter):
+            return value
+        parameter = nn.Parameter(value, old.requires_grad)
+        for hook in (getattr(self._hooks.get(name), "_backward_hooks", None) or {}).values():
+            parameter.register_hook(hook)
+        return parameter
+
+
+def has_hooks(p: Tensor) -> bool:
+    """Whether something is called with the gradient of a parameter."""
+    return bool(getattr(p, "_backward_hooks", None) or getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A copy of a module; also of one that keeps results of its parameters as attributes, which PyTorch does
+    not copy: torch.nn.utils.weight_norm leaves such a weight, and makes it anew in every forward pass."""
+    kept = [x for m in model.modules() for x in vars(m).values() if isinstance(x, Tensor) and not x.is_leaf]
+    return copy.deepcopy(model, {id(x): x.detach().clone() for x in kept})
+
+
+@contextmanager
+def _compared(wide: bool) -> Iterator[None]:
+    """With operators that every dtype has, in the one way that they are written out in."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(before and not wide)
+    try:
+        with sdpa_kernel(SDPBackend.MATH), Widened() if wide else DrawsAlike():
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)

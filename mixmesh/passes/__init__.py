@@ -1,0 +1,1 @@
+"""Rewrites of programs and steps: order, reductions of gradients, ZeRO, rematerialisation."""

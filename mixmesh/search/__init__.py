@@ -1,0 +1,1 @@
+"""Searches for programs, placements and shares."""

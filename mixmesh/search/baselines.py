@@ -1,0 +1,103 @@
+"""Baselines in the same language: one device, DDP even and proportional, FSDP, tensor parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from ..cost import CostModel
+from ..lang.ir import REPLICATE, Graph, Program, Ratio, make_ratio
+from ..lang.rules import Units
+from ..passes.zero import stored_by_owners
+from .synthesis import Choices, Found, Prices, Problem, emit, search
+
+# the least communication within the passes, at no price for gradients: what data parallelism is
+DATA_PARALLEL = Prices(gradient_sync=0.0, exchange=1e3)
+# summing a gradient costs so much that every parameter that can be cut is cut
+TENSOR_PARALLEL = Prices(gradient_sync=1e3)
+
+
+def data_parallel(
+    graph: Graph,
+    costs: CostModel,
+    ratio: Ratio,
+    units: Units | None = None,
+    choices: Choices | None = None,
+    spell: Callable[[Problem, Found], Program] = emit,
+) -> Program:
+    """Every rank runs the model on its share of the batch; parameters are replicated. ``spell`` makes the
+    program of the path."""
+    problem = Problem(
+        graph,
+        costs,
+        ratio,
+        prices=DATA_PARALLEL,
+        units=units,
+        choices=choices,
+        shard_params=False,
+        batch_only=True,
+    )
+    return spell(problem, search(problem, weight=1.05, max_states=2_000))
+
+
+def tensor_parallel(
+    graph: Graph,
+    costs: CostModel,
+    ratio: Ratio,
+    units: Units | None = None,
+    choices: Choices | None = None,
+) -> Program:
+    """Parameters are cut as their products are (Megatron: Shoeybi et al., 2019); activations travel."""
+    problem = Problem(graph, costs, ratio, prices=TENSOR_PARALLEL, units=units, choices=choices)
+    return emit(problem, search(problem, weight=1.05, max_states=2_000))
+
+
+def fully_sharded(program: Program, params: Collection[str] | None = None) -> Program:
+    """``program`` with every replicated parameter, or those of ``params``, stored S(0) and gathered for use
+    (ZeRO-3, FSDP).
+
+    A gather starts one parameter-using operator ahead of its use, and the gathered parameter is let go of
+    after its last use, to be gathered again where the backward pass needs it.
+    """
+    stored = {
+        i.result
+        for i in program.params
+        if i.type.placement == REPLICATE
+        and i.type.value.shape
+        and i.result in program.requires_grad
+        and (params is None or i.result in params)
+    }
+    return stored_by_owners(program, stored, program.ratios[0][0])
+
+
+def device_seconds(
+    graph: Graph, costs: CostModel, share: float = 1.0, choices: Choices | None = None
+) -> tuple[float, ...]:
+    """Per rank, the seconds of ``share`` of a step's work on that device, communication and optimizer
+    apart. ``choices`` of the graph spare making them again."""
+    choices = choices or Choices(graph, costs)
+    counts: dict[int, float] = {}
+    alike = {}
+    for times, weight in zip(choices.times, choices.fold.weights):
+        counts[id(times)] = counts.get(id(times), 0.0) + weight
+        alike[id(times)] = times
+    by_class = [0.0] * len(costs.classes)
+    for key, times in alike.items():
+        for c, time in enumerate(times):
+            by_class[c] += counts[key] * (time.forward.at(share) + time.backward.at(share))
+    return tuple(by_class[c] for c in costs.class_of)
+
+
+def proportional_ratio(graph: Graph, costs: CostModel) -> Ratio:
+    """Shares of all devices in proportion to the speed at which each runs an equal share of this very
+    model."""
+    world_size = costs.cluster.world_size
+    return ratio_of_speeds(device_seconds(graph, costs, 1 / world_size), range(world_size))
+
+
+def ratio_of_speeds(seconds: Sequence[float], ranks: Collection[int]) -> Ratio:
+    """Shares of ``ranks`` in proportion to their speeds; ``seconds`` are those that each rank takes."""
+    return make_ratio([1 / max(s, 1e-12) if r in ranks else 0.0 for r, s in enumerate(seconds)])
+
+
+def only(rank: int, world_size: int) -> Ratio:
+    return make_ratio([1.0 if r == rank else 0.0 for r in range(world_size)])

@@ -1,0 +1,134 @@
+"""Changes of the best strategy that a tree search has found, most of them such as a policy would make.
+
+A tree decides group by group from the most expensive one on; what is wrong in a strategy that is nearly good
+it reaches late. So between its playouts the best strategy is changed: the policy is asked what all groups are
+to be in the strategy's place, groups in which that differs are changed first, to what is likely; the other
+changes are by chance (``moves``).
+
+A policy says of each group by itself what it is to be, and so errs where groups must agree: half of them
+here and half there may be worse than either. So the ratio that it likes best for all is judged before that.
+And a strategy may be better than all that differ in a few groups, and worse than one that differs in all:
+when the policy has been asked, all groups of a ratio synchronise in another way together, each ratio in each.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ...lang.ir import Ratio
+from ..placement import SYNCS, Action, Space
+from .evaluate import Actions, Outcome
+from .moves import Moves
+
+ADVISED = 0.6  # share of the changes, the rest is by chance
+ANYWHERE = 0.05  # probability to change a group where the policy would not
+MOST_OTHERS = 6  # strategies of which parts are taken over
+ASKED_AGAIN = 1.003  # times as fast as when the policy was asked last: it is asked again
+
+
+class Improvement:
+    """``best`` is the strategy that is changed; ``ask`` says what the policy makes of one, while it does."""
+
+    def __init__(
+        self,
+        space: Space,
+        judge: Callable[[Actions], Outcome],
+        ask: Callable[[Actions, Outcome], tuple[np.ndarray, ...] | None],
+        start: Actions,
+        seed: int,
+    ) -> None:
+        self.space, self.judge, self.ask = space, judge, ask
+        self.rng = random.Random(seed)
+        self.moves = Moves(space, self.rng)
+        self.best, self.outcome = start, judge(start)
+        self.others: list[Actions] = [start]
+        self._choices = [space.actions(k) for k in range(len(space.groups))]
+        self._numbers = [{a: n for n, a in enumerate(mine)} for mine in self._choices]
+        self._advice: tuple[np.ndarray, ...] | None = None
+        self._asked_s = float("inf")
+        self._in_turn: list[tuple[Ratio, str]] = []
+
+    def offer(self, strategy: Actions, outcome: Outcome) -> None:
+        """Something found elsewhere."""
+        if outcome.key < self.outcome.key:
+            self._remember(self.best)
+            self.best, self.outcome = strategy, outcome
+
+    def advised(self) -> Outcome | None:
+        """Judges what the policy would make of the best strategy, if all groups are to have one ratio and if
+        each may have its own; the last outcome, None if there is nothing new."""
+        self._asked_s = self.outcome.step_s
+        advice = self.ask(self.best, self.outcome)
+        if advice is None:
+            return None
+        self._advice, outcome = advice, None
+        each = tuple(mine[int(p.argmax())] for mine, p in zip(self._choices, advice))
+        for strategy in dict.fromkeys((of_one_ratio(self.space, advice), each)):
+            if strategy != self.best and strategy not in self.others:
+                self._remember(strategy)
+                outcome = self._tried(strategy)
+        self._in_turn = self._ways()
+        return outcome
+
+    def step(self) -> None:
+        """One change, kept if the step is no slower."""
+        if self.outcome.step_s * ASKED_AGAIN <= self._asked_s and self.advised():
+            return
+        if self._in_turn:
+            self._tried(self._synchronised(*self._in_turn.pop(0)))
+            return
+        advised = self._advice is not None and self.rng.random() < ADVISED
+        self._tried(self._as_advised() if advised else self.moves.drawn(self.best, self.others))
+
+    def _ways(self) -> list[tuple[Ratio, str]]:
+        """Each ratio of the best strategy with each way to synchronise; that of the most parameters first."""
+        params: Counter[Ratio] = Counter()
+        for group, action in zip(self.space.groups, self.best):
+            params[action.placed.ratio] += group.param_bytes
+        return [(ratio, sync) for ratio, size in params.most_common() if size for sync in SYNCS]
+
+    def _synchronised(self, ratio: Ratio, sync: str) -> Actions:
+        which = (k for k, a in enumerate(self.best) if a.placed.ratio == ratio)
+        new = {k: self.moves.synchronised(k, self.best[k], sync) for k in which}
+        return self.moves.changed(self.best, new)
+
+    def _tried(self, strategy: Actions) -> Outcome:
+        outcome = self.judge(strategy)
+        if outcome.key <= self.outcome.key:
+            self.best, self.outcome = strategy, outcome
+        return outcome
+
+    def _as_advised(self) -> Actions:
+        here = [numbers[a] for numbers, a in zip(self._numbers, self.best)]
+        differs = [1 - float(p[n]) + ANYWHERE for p, n in zip(self._advice, here)]
+        k = self.rng.choices(range(len(here)), differs)[0]
+        weights = self._advice[k].astype(float) + ANYWHERE / len(self._advice[k])
+        weights[here[k]] = 0.0
+        if not weights.any():
+            return self.moves.drawn(self.best, self.others)
+        action: Action = self.rng.choices(self._choices[k], weights)[0]
+        return self.moves.to(self.best, self.moves.together(k), action)
+
+    def _remember(self, strategy: Actions) -> None:
+        if strategy not in self.others:
+            self.others = [*self.others, strategy][-MOST_OTHERS:]
+
+
+def of_one_ratio(space: Space, advice: Sequence[np.ndarray]) -> Actions:
+    """All groups at the ratio that is likeliest over all of them, by their seconds; the likeliest way to
+    synchronise for each."""
+    chances: defaultdict[Ratio, float] = defaultdict(float)
+    for k, (group, p) in enumerate(zip(space.groups, advice)):
+        for action, chance in zip(space.actions(k), p):
+            chances[action.placed.ratio] += max(group.seconds) * float(chance)
+    ratio = max(chances, key=chances.__getitem__)
+    out: list[Action] = []
+    for k, p in enumerate(advice):
+        choices = space.actions(k)
+        here = [n for n, action in enumerate(choices) if action.placed.ratio == ratio]
+        out.append(choices[max(here, key=lambda n: p[n])])
+    return tuple(out)

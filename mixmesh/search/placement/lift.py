@@ -1,0 +1,98 @@
+"""A program of several ratios as what ``lower`` made it of: the way back.
+
+Every operator is placed as in the program; what brings a value from one to the next is made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ...lang.ir import (
+    REPLICATE,
+    Instruction,
+    Program,
+    Ratio,
+    Ref,
+    Shard,
+    TensorType,
+    map_refs,
+    redistribution,
+)
+from .lower import Placed, even_over
+
+
+def ratios_of(program: Program) -> dict[str, Ratio]:
+    """By operator (its first result), the ratio that it runs under; none for those that name no ratio, which
+    all ranks run alike."""
+    out: dict[str, Ratio] = {}
+    for i in program.instructions:
+        if i.is_leaf or i.is_redistribution or i.is_sink:
+            continue
+        types = [*i.types, *(program.types[name] for name in i.inputs)]
+        cut = [t.ratio for t in types if t.ratio is not None and isinstance(t.placement, Shard)]
+        named = [*cut, *(t.ratio for t in types if t.ratio is not None)]
+        if named:
+            out[operator_name(i)] = program.ratio_of[named[0]]
+    return out
+
+
+def placed_of(program: Program) -> dict[str, Placed]:
+    """``ratios_of`` as ``lower`` takes it. The owners of gradients are not in it: parameters say that."""
+    return {name: Placed(ratio) for name, ratio in ratios_of(program).items()}
+
+
+def operator_name(i) -> str:
+    return next((r for r in i.results if r is not None), "")
+
+
+def lifted(program: Program, others: Mapping[str, Program] | None = None) -> Program:
+    """The model of ``program`` over one ratio. Every operator takes and gives its values as in ``program``,
+    or as in the program that ``others`` has for it by its name: over whatever ranks, of the same model."""
+    return _Lifting(program, others or {}).program()
+
+
+class _Lifting:
+    def __init__(self, program: Program, others: Mapping[str, Program]) -> None:
+        self.source, self.graph = program, program.graph
+        self.others = others
+        self.out: list[Instruction] = []
+        self.types: dict[str, TensorType] = {}
+
+    def program(self) -> Program:
+        for node in self.graph.nodes:
+            if node.is_leaf:
+                types = (TensorType(node.types[0], (REPLICATE,), "r0"),)
+                self.add(Instruction(node.results, types, node.op, node.args, node.kwargs, (), node.location))
+            else:
+                self.operator(node)
+        ratio = even_over(range(self.source.world_size), self.source.world_size)
+        return Program(
+            self.source.name, self.source.world_size, (("r0", ratio),), tuple(self.out), self.graph.loss
+        )
+
+    def operator(self, node) -> None:
+        if node.is_sink:
+            self.out.append(Instruction(node.results, (), node.op, node.args, node.kwargs, (), node.location))
+            return
+        program = self.others.get(operator_name(node), self.source)
+        maker = program.producers[operator_name(node)]
+        names = iter([self.need(name, program.types[held]) for name, held in zip(node.inputs, maker.inputs)])
+        args = map_refs(node.args, lambda _: Ref(next(names)))
+        kwargs = tuple((k, map_refs(v, lambda _: Ref(next(names)))) for k, v in node.kwargs)
+        types = tuple(TensorType(t.value, t.placements, "r0") for t in maker.types)
+        self.add(Instruction(node.results, types, node.op, args, kwargs, maker.attrs, node.location))
+
+    def need(self, name: str, wanted: TensorType) -> str:
+        """The name of a value as it is wanted; what turns it into that is added once."""
+        held = self.types[name].placement
+        if held == wanted.placement:
+            return name
+        held_name = f"{name} as {wanted.placement}"
+        if held_name not in self.types:
+            t = TensorType(self.types[name].value, wanted.placements, "r0")
+            self.add(Instruction((held_name,), (t,), redistribution(held, wanted.placement), (Ref(name),)))
+        return held_name
+
+    def add(self, i: Instruction) -> None:
+        self.out.append(i)
+        self.types.update((r, t) for r, t in zip(i.results, i.types) if r is not None)

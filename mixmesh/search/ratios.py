@@ -1,0 +1,284 @@
+"""Sharding ratios by linear programming (HAP, EuroSys'24, section 5), with memory rows.
+
+For a fixed program the step is a sum of stages; within a stage every rank computes and the slowest
+decides. Equal devices get equal shares (the problem is convex: the mean of two solutions that differ by
+their order is one), so that ``j`` counts classes of ``n_j`` equal ranks; and stages that cost alike, as
+those of repeated blocks, are one stage that counts ``w_s`` times. With the share ``r_j`` of a rank, stage
+times ``T_s`` and costs affine in the share,
+
+    minimise    sum_s w_s T_s
+    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, class j    [stage_rows]
+                m_jt + d_jt r_j <= M_j                    for every class j, moment t   [memory_rows]
+                sum_j n_j r_j = 1                                                       [balance_row]
+                r_j >= 0, T_s >= 0
+
+``a_ij`` is the fixed cost of instruction i on rank j (launches, replicated work, the optimizer step over
+replicated parameters), ``b_ij`` what its whole sharded work costs, ``m_jt`` replicated bytes and ``d_jt``
+sharded bytes. Communication does not depend on the shares here and is left out. HiGHS solves it.
+
+Measured costs are curves; the LP takes the line that a curve is around the program's own shares, and is
+solved anew around its solution until that stands.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+import highspy
+import numpy as np
+
+from ..base.solver import quiet_solver
+from ..cost import CostModel
+from ..cost.memory import PeakMemory
+from ..cost.memory.repeats import repeats
+from ..cost.placed import Sheet
+from ..errors import Infeasible
+from ..lang.ir import Program, Ratio, make_ratio
+from ..lang.optimizer_states import ADAM, OptimizerStates
+
+MAX_REFITS = 4
+SAME_SHARE = 0.005
+
+
+@dataclass(frozen=True)
+class LinearProgram:
+    """``min c x`` subject to ``lower <= A x <= upper`` and ``x >= 0``; rows are named for messages."""
+
+    c: np.ndarray
+    A: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    rows: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """``x`` with its certificate: ``row_dual`` y and ``reduced_cost`` c - A'y."""
+
+    x: np.ndarray
+    objective: float
+    row_dual: np.ndarray
+    reduced_cost: np.ndarray
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Fixed and per-share seconds of every rank between two synchronisations."""
+
+    fixed: np.ndarray
+    slope: np.ndarray
+
+
+def stages(
+    program: Program, costs: CostModel, ranks: tuple[int, ...], sheet: Sheet | None = None
+) -> tuple[Stage, ...]:
+    """The stages of the steady-state step: optimizer and forward to the first collective, …, backward.
+
+    The backward stages are those between the collectives of the backward pass. Where neither pass has a
+    collective, optimizer, forward and backward are one stage, as no rank waits in between.
+    """
+    sheet = sheet or Sheet(program, costs)
+    optimizer = np.zeros((len(sheet.optimized), 2, len(ranks)))
+    for line, ((size, _, _), size_bytes) in zip(optimizer, sheet.optimized.items()):
+        line[1 if size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
+    lines = np.concatenate(_lines(sheet, program, ranks))
+    done: list[Stage | None] = []
+    known: dict[tuple[bool, bytes], Stage | None] = {}
+    for n, works in enumerate(_works_of_stages(sheet)):
+        key = (n == 0, works.tobytes())
+        if key not in known:
+            parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
+            # one after the other, as repeated additions round
+            total = np.add.accumulate(parts)[-1] if len(parts) else parts
+            known[key] = Stage(*total) if total.any() else None
+        done.append(known[key])
+    return tuple(stage for stage in done if stage is not None)
+
+
+def _works_of_stages(sheet: Sheet) -> list[np.ndarray]:
+    """Works between two synchronisations, one after the other: of the forward pass, then of the backward
+    pass, numbered on behind all those of the forward pass. No rank waits between the two."""
+    work_of, program, behind = sheet.work_of, sheet.program, len(sheet.works)
+    stages: list[list[int]] = [[]]
+    closes = [
+        i.is_redistribution and flows and sheet.exchanges[i.result, False] is not None
+        for i, flows in zip(program.instructions, sheet.flows)
+    ]
+    for n, closing in enumerate(closes):
+        if n in work_of:
+            stages[-1].append(work_of[n])
+        elif closing:
+            stages.append([])
+    regions = repeats(program)
+    for n in reversed(range(len(closes))):
+        if n in regions:
+            stages[-1] += [behind + sheet.again_work_of[again] for again in regions[n].members]
+        if n in work_of and sheet.flows[n]:
+            works = (work_of[n], sheet.factor_work_of.get(n), sheet.wgrad_work_of.get(n))
+            stages[-1] += [behind + work for work in works if work is not None]
+        elif closes[n]:
+            stages.append([])
+    return [np.array(works, dtype=int) for works in stages]
+
+
+def _lines(sheet: Sheet, program: Program, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Fixed and per-share seconds of every work, forward and backward: (work, 2, rank)."""
+    out = np.zeros((2, len(sheet.works), 2, len(ranks)))
+    for n, work in enumerate(sheet.works):
+        ratio = program.ratio(work.cut[2])
+        for column, rank in enumerate(ranks):
+            time = work.times[sheet.costs.class_of[rank]]
+            share = ratio[rank] if work.cut[0] and ratio else 1.0
+            for direction, curve in enumerate((time.forward, time.backward)):
+                a, b = curve.line_at(share)
+                # work that is not cut costs its whole at any share
+                out[direction, n, :, column] = (a, b) if work.cut[0] else (a + b, 0.0)
+    return out[0], out[1]
+
+
+def ratio_program(
+    program: Program,
+    costs: CostModel,
+    ranks: tuple[int, ...],
+    *,
+    optimizer_states: OptimizerStates,
+    headroom: float,
+    sheet: Sheet | None = None,
+    memory: PeakMemory | None = None,
+    limited: bool = True,
+    every: tuple[Stage, ...] | None = None,
+) -> LinearProgram:
+    """The LP above, without memory rows if it is not ``limited``; variables are the share of a rank of each
+    class, then the stage times. Rows are named after the first rank of their class. ``every`` stage of the
+    program spares making them again."""
+    classes = equal_ranks(costs, ranks)
+    firsts = tuple(equal[0] for equal in classes)
+    every = stages(program, costs, firsts, sheet) if every is None else every
+    alike = {(p.fixed.tobytes(), p.slope.tobytes()): p for p in every}
+    weights = Counter((p.fixed.tobytes(), p.slope.tobytes()) for p in every)
+    parts = list(alike.values())
+    n, s = len(classes), len(parts)
+    rows: list[tuple[np.ndarray, float, float, str]] = []
+
+    def stage_rows():
+        for k, part in enumerate(parts):
+            for column, rank in enumerate(firsts):
+                row = np.zeros(n + s)
+                row[n + k], row[column] = 1.0, -part.slope[column]
+                rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
+
+    def memory_rows():
+        kinds = [costs.cluster.devices[rank].kind for rank in firsts]
+        known = memory or PeakMemory(costs, optimizer_states)
+        moments = {kind: known.of(program, kind).envelope() for kind in dict.fromkeys(kinds)}
+        for column, (rank, kind) in enumerate(zip(firsts, kinds)):
+            for number, held in enumerate(moments[kind]):
+                slope = sum(size_bytes for (size, _, _), size_bytes in held.items() if size)
+                fixed = sum(size_bytes for (size, _, _), size_bytes in held.items() if not size)
+                row = np.zeros(n + s)
+                row[column] = slope / 2**30
+                room = usable_bytes(costs, rank, headroom) - costs.memory_constant_bytes(rank) - fixed
+                rows.append((row, -np.inf, room / 2**30, f"memory rank {rank}" + f" {number}" * bool(number)))
+
+    def balance_row():
+        row = np.zeros(n + s)
+        row[:n] = [len(equal) for equal in classes]
+        rows.append((row, 1.0, 1.0, "shares sum to 1"))
+
+    stage_rows()
+    if limited:
+        memory_rows()
+    balance_row()
+    c = np.concatenate([np.zeros(n), [weights[key] for key in alike]])
+    matrix, lower, upper, names = zip(*rows)
+    return LinearProgram(c, np.array(matrix), np.array(lower), np.array(upper), names)
+
+
+def equal_ranks(costs: CostModel, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """``ranks`` by class of equal devices."""
+    classes: dict[int, list[int]] = {}
+    for rank in ranks:
+        classes.setdefault(costs.class_of[rank], []).append(rank)
+    return tuple(map(tuple, classes.values()))
+
+
+def usable_bytes(costs: CostModel, rank: int, headroom: float) -> float:
+    """The bytes of a rank's memory that a plan may use."""
+    return costs.cluster.devices[rank].memory_bytes * (1 - headroom)
+
+
+def solve(lp: LinearProgram) -> Solution:
+    """Solves with HiGHS. Raises Infeasible if no shares satisfy the rows."""
+    h = quiet_solver()
+    count = len(lp.c)
+    inf = highspy.kHighsInf
+    h.addVars(count, np.zeros(count), np.full(count, inf))
+    h.changeColsCost(count, np.arange(count, dtype=np.int32), lp.c)
+    for row, low, high in zip(lp.A, lp.lower, lp.upper):
+        used = np.flatnonzero(row).astype(np.int32)
+        h.addRow(max(low, -inf), min(high, inf), len(used), used, row[used])
+    h.run()
+    status = h.getModelStatus()
+    if status != highspy.HighsModelStatus.kOptimal:
+        raise Infeasible(
+            f"no ratio satisfies the memory of all ranks (HiGHS: {h.modelStatusToString(status)})"
+        )
+    found = h.getSolution()
+    x = np.array(found.col_value)
+    return Solution(x, float(lp.c @ x), np.array(found.row_dual), np.array(found.col_dual))
+
+
+def optimal_ratio(
+    program: Program,
+    costs: CostModel,
+    ranks: tuple[int, ...],
+    *,
+    optimizer_states: OptimizerStates = ADAM,
+    headroom: float = 0.05,
+    sheet: Sheet | None = None,
+    memory: PeakMemory | None = None,
+    limited: bool = True,
+) -> Ratio:
+    """The shares of the LP, zero for ranks that are not in ``ranks``; not ``limited``, as if all of them had
+    enough memory. ``sheet`` and ``memory``, of the
+    same program, spare making them again. Raises Infeasible."""
+    name, ratio = program.ratios[0]
+    memory = memory or PeakMemory(costs, optimizer_states)
+    classes = equal_ranks(costs, ranks)
+
+    def solved(at: Program, every: tuple[Stage, ...], limited: bool) -> Ratio:
+        lp = ratio_program(
+            at,
+            costs,
+            ranks,
+            optimizer_states=optimizer_states,
+            headroom=headroom,
+            memory=memory,
+            limited=limited,
+            every=every,
+        )
+        found = [0.0] * program.world_size
+        for equal, share in zip(classes, solve(lp).x):
+            for rank in equal:
+                found[rank] = max(float(share), 0.0)
+        return make_ratio(found)
+
+    def surely_fits(ratio: Ratio) -> bool:
+        most = memory.at_most(with_ratio(program, name, ratio))
+        return most is not None and all(most[r] <= usable_bytes(costs, r, headroom) for r in ranks)
+
+    for _ in range(MAX_REFITS if costs.profile else 1):
+        before, at = ratio, with_ratio(program, name, ratio)
+        every = stages(at, costs, tuple(equal[0] for equal in classes), sheet)
+        free = solved(at, every, limited=False)
+        # the best of all shares is the best of those that fit, if it does
+        ratio = free if not limited or surely_fits(free) else solved(at, every, limited=True)
+        if max(abs(a - b) for a, b in zip(before, ratio)) < SAME_SHARE:
+            break
+    return ratio
+
+
+def with_ratio(program: Program, name: str, ratio: Ratio) -> Program:
+    """``program`` with another value for one ratio; the ranks that take part must stay the same."""
+    return program.changed(ratios=tuple((n, ratio if n == name else r) for n, r in program.ratios))

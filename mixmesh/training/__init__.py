@@ -1,0 +1,1 @@
+"""What a person's own script meets: prepare, integrations, shares that follow devices."""

@@ -1,0 +1,75 @@
+"""A parallel model that trains by its plan, and evaluates as the script's own module.
+
+To the script it is one model on one device: every rank passes whole batches and sees whole outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ....runtime.outputs import Output
+from ....runtime.parallel import ParallelModel
+from ....runtime.whole_model import own_module
+from ...preparation.loading import same_random_numbers
+from ..launched import check_alike, learning_rates
+from ..lending import Lender
+
+
+class _AsOneDevice(nn.Module):
+    """Comes before the class of a parallel model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        lender = self.__dict__["_lender"]
+        if _evaluates(self):
+            return lend_in_its_modes(lender)(*args, **kwargs)
+        lender.take_back()
+        check_alike((args, kwargs), learning_rates(self.__dict__["_optimizer"]))
+        with same_random_numbers():  # ranks draw other numbers here, and their next batches must be alike
+            out = super().__call__(*args, **kwargs)
+        return out.everywhere() if isinstance(out, Output) else out
+
+
+class _WithLoss(nn.Module):
+    """Comes before the class of a model with a loss, where nothing is parallel."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _evaluates(self):
+            return super().__call__(*args, **kwargs)
+        own = own_module(self)
+        own.training = self.training
+        return own(*args, **kwargs)
+
+
+def _evaluates(model: nn.Module) -> bool:
+    return not (model.training or torch.is_grad_enabled())
+
+
+def lend_in_its_modes(lender: Lender) -> nn.Module:
+    """The script's own module, each of whose modules trains or evaluates as the parallel model's does."""
+    module = lender.lend()
+    modes = {name: each.training for name, each in lender.parallel.named_modules()}
+    for name, each in module.named_modules():
+        each.training = modes.get(name, lender.parallel.training)
+    return module
+
+
+def as_one_device(parallel: ParallelModel, optimizer: torch.optim.Optimizer) -> Lender:
+    """Makes ``parallel`` evaluate as the script's own module, and gives what lends that."""
+    lender = Lender(parallel)
+    parallel.__dict__.update(_lender=lender, _optimizer=optimizer)
+    _come_before(_AsOneDevice, parallel)
+    return lender
+
+
+def without_loss_in_evaluation(model: nn.Module) -> nn.Module:
+    """Makes a model with a loss evaluate as the script's own module."""
+    _come_before(_WithLoss, model)
+    return model
+
+
+def _come_before(kind: type, model: nn.Module) -> None:
+    was = type(model)
+    model.__class__ = type(was.__name__, (kind, was), {"__module__": was.__module__})

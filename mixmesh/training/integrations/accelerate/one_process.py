@@ -1,0 +1,67 @@
+"""N ranks that look like one process to Accelerate.
+
+It would otherwise wrap the model in DistributedDataParallel, cut the data once more, and divide or multiply
+by the number of processes. Which rank writes files and prints stays as it is: only the first one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, DistributedType, PartialState
+
+from ....errors import InputError
+from ....runtime.comm import default_device, release_last_tensors
+
+
+def look_like_one_process(state: PartialState) -> None:
+    """Makes ``state``, and every Accelerator that is made after it, those of a single process. Raises
+    InputError if they are for another device than the plan's."""
+    device, planned = state.device, default_device()
+    if device.type != planned.type or (device.type == "cuda" and device.index != planned.index):
+        raise InputError(
+            "Accelerate and the plan would run on different devices",
+            expected=f"{planned}, as this process has it",
+            got=f"{device} in the arguments",
+            hint="leave use_cpu and cpu out; to train on CPUs: CUDA_VISIBLE_DEVICES= torchrun ...",
+        )
+    state.distributed_type, state.num_processes = DistributedType.NO, 1
+    # without GPUs Accelerate counts processes only where it is told to use CPUs
+    state.process_index = int(os.environ["RANK"])
+    state.local_process_index = int(os.environ.get("LOCAL_RANK", "0"))
+    made = AcceleratorState._shared_state  # left by an earlier Accelerator
+    if (made.get("num_processes"), made.get("process_index")) != (1, state.process_index):
+        AcceleratorState._reset_state()
+    atexit.register(release_last_tensors)
+
+
+def keep_to_first_rank(state: PartialState) -> None:
+    """Has ``state`` wait for all ranks, and leave what is decorated with ``on_main_process`` and the like to
+    the first one, which in a single process it would not. All that Accelerate makes of its state shares
+    this."""
+    state.wait_for_everyone = dist.barrier
+    on_first = partial(_only_where, state.is_main_process)
+    state.on_main_process = state.on_last_process = state.on_process = on_first
+    on_first_of_machine = partial(_only_where, state.is_local_main_process)
+    state.on_local_main_process = state.on_local_process = on_first_of_machine
+
+
+def _only_where(is_here: bool, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    return function if is_here else lambda *args, **kwargs: None
+
+
+@contextmanager
+def as_first_process(state: PartialState) -> Iterator[None]:
+    """Within it this process is the first one for Accelerate: what depends on the rank is alike on all."""
+    before = state.process_index
+    state.process_index = 0
+    try:
+        yield
+    finally:
+        state.process_index = before

@@ -1,0 +1,109 @@
+"""The arguments of an Accelerator, and calls of it, that cannot be kept exactly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedType
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from ....errors import InputError
+
+PLAN_DECIDES = "the plan decides which parameters are cut, and where"
+WITHOUT = "leave {} out"
+REFUSED = {
+    "fsdp_plugin": PLAN_DECIDES,
+    "deepspeed_plugin": PLAN_DECIDES,
+    "deepspeed_plugins": PLAN_DECIDES,
+    "megatron_lm_plugin": PLAN_DECIDES,
+    "torch_tp_plugin": PLAN_DECIDES,
+    "parallelism_config": PLAN_DECIDES,
+    "dynamo_backend": "the program is compiled by mixmesh",
+    "dynamo_plugin": "the program is compiled by mixmesh",
+}
+# variables that `accelerate launch` sets
+VARIABLES = (
+    "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)  # fmt: skip
+PRECISIONS = ("no", "bf16")
+LOADER_OPTIONS = ("dispatch_batches", "use_stateful_dataloader")
+TOGETHER = (
+    "model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)"
+    "  # the training loader first, in one call"
+)
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raises InputError for the first argument, or variable of ``accelerate launch``, that cannot be kept."""
+    for name, reason in REFUSED.items():
+        if arguments.get(name) is not None:
+            raise _without(name, repr(arguments[name]), reason)
+    for name in VARIABLES:
+        if os.environ.get(name, "false").lower() == "true":
+            raise _without(name, f"{name}=true", "torchrun --nproc-per-node gpu script.py")
+    config = arguments.get("dataloader_config")
+    for name in LOADER_OPTIONS:
+        if getattr(config, name, None):
+            raise _without(name, f"{name}=True", WITHOUT.format(name))
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises InputError for what only a finished Accelerator knows: its precision and its compiler."""
+    if accelerator.mixed_precision not in PRECISIONS:
+        raise InputError(
+            "a parallel Accelerator does not take this mixed_precision",
+            expected=" or ".join(PRECISIONS),
+            got=str(accelerator.mixed_precision),
+            hint='Accelerator(mixed_precision="bf16")',
+        )
+    if accelerator.state.dynamo_plugin.backend != "NO" or accelerator.distributed_type != DistributedType.NO:
+        raise _without(
+            "dynamo_backend",
+            f"{accelerator.state.dynamo_plugin.backend}, {accelerator.distributed_type}",
+            REFUSED["dynamo_backend"],
+        )
+
+
+def check_prepared(
+    models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer], loaders: Sequence[Any]
+) -> None:
+    """Raises InputError unless ``prepare`` was given a model, its optimizer and its loader, or nothing that
+    is trained."""
+    for loader in loaders:
+        if isinstance(loader.dataset, IterableDataset):
+            raise InputError(
+                "a parallel Accelerator does not read iterable data sets",
+                expected="a data set with __getitem__ and __len__",
+                got=type(loader.dataset).__name__,
+                hint="a loop of your own, with mixmesh.prepare(model, optimizer, loader)",
+            )
+    if optimizers and (len(models), len(optimizers)) != (1, 1) or optimizers and not loaders:
+        raise InputError(
+            "prepare plans one model with its optimizer, by a batch of its loader",
+            expected="one model, one optimizer and its training loader in one call",
+            got=f"{len(models)} models, {len(optimizers)} optimizers, {len(loaders)} loaders",
+            hint=TOGETHER,
+        )
+
+
+def check_model(model: nn.Module) -> None:
+    """Raises InputError for a model that is spread over devices already."""
+    marks = ("hf_device_map", "is_distributed_loading_by_transformers")
+    if any(getattr(model, mark, None) for mark in marks):
+        raise InputError(
+            "the model is spread over devices already",
+            expected="a model as on a single device",
+            got="from_pretrained(..., device_map=...) or distributed_config=...",
+            hint="from_pretrained(...) without them: the plan places the model",
+        )
+
+
+def _without(name: str, got: str, hint: str) -> InputError:
+    return InputError(
+        f"a parallel Accelerator does not take {name}", expected="it left out", got=got, hint=hint
+    )

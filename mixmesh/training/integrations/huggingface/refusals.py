@@ -1,0 +1,151 @@
+"""The arguments of a Trainer that cannot be kept exactly, with what to write instead of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+from torch.utils.data import IterableDataset
+
+from ....errors import InputError
+from ..launched import unlike_in_steps
+
+# methods of Trainer that this package extends, by the names that they have in transformers 5.23
+EXTENDED = (
+    "_prepare_for_training", "_wrap_model", "_get_dataloader", "_finalize_training", "_load_best_model",
+    "_save", "_save_checkpoint", "_save_rng_state", "_save_optimizer_and_scheduler",
+)  # fmt: skip
+EXACT_OPTIMIZERS = frozenset(("adafactor", "adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"))
+# attributes that change from step to step, in compute_loss -> what to write instead
+OF_TRAINING = {
+    "state": "a buffer of the model that its forward updates in place: self.step += 1",
+    "control": "a callback",
+    "callback_handler": "a callback",
+    "optimizer": "leave it out: compute_loss is called for a batch, before the step",
+    "lr_scheduler": "leave it out: compute_loss is called for a batch, before the step",
+    "log": "compute_metrics, or a callback's on_step_end",
+    "evaluate": "eval_strategy='steps'",
+}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An argument that is refused where ``is_set`` says so, and what to write instead."""
+
+    name: str
+    is_set: Callable[[Any], Any]
+    hint: str
+
+
+def _flag(name: str, hint: str) -> Refusal:
+    return Refusal(name, lambda args: getattr(args, name, None), hint)
+
+
+REFUSALS = (
+    _flag("fsdp", "leave fsdp out: the plan decides which parameters are cut, and where"),
+    _flag("deepspeed", "leave deepspeed out: the plan decides which parameters are cut, and where"),
+    _flag("parallelism_config", "leave parallelism_config out: the plan decides the parallelism"),
+    _flag("torch_compile", "leave torch_compile out"),
+    _flag("fp16", "bf16=True, or leave fp16 out"),
+    _flag("fp16_full_eval", "leave fp16_full_eval out"),
+    _flag("bf16_full_eval", "leave bf16_full_eval out"),
+    _flag("use_liger_kernel", "leave use_liger_kernel out"),
+    _flag("neftune_noise_alpha", "leave neftune_noise_alpha out"),
+    _flag("auto_find_batch_size", "per_device_train_batch_size=N, which is then the batch of all devices"),
+    _flag("debug", "leave debug out"),
+    _flag("enable_jit_checkpoint", "leave enable_jit_checkpoint out, and write save_steps=N"),
+    _flag("push_to_hub", "leave push_to_hub out, and call trainer.push_to_hub() on rank 0 after train()"),
+    Refusal(
+        "optim",
+        lambda args: str(getattr(args.optim, "value", args.optim)) not in EXACT_OPTIMIZERS,
+        f"optim= one of {', '.join(sorted(EXACT_OPTIMIZERS))}, or Trainer(..., optimizers=(optimizer, None))",
+    ),
+)
+
+
+def check_version() -> None:
+    """Raises InputError for a transformers whose Trainer has other methods than those that are extended."""
+    missing = [name for name in EXTENDED if not hasattr(transformers.Trainer, name)]
+    if missing:
+        raise InputError(
+            "this version of transformers has another Trainer",
+            expected=f"transformers 5.23: Trainer.{', Trainer.'.join(missing)}",
+            got=f"transformers {transformers.__version__}",
+            hint="pip install 'transformers>=5.23,<6'",
+        )
+
+
+def check_args(args: transformers.TrainingArguments) -> None:
+    """Raises InputError for the first argument that cannot be kept."""
+    for refusal in REFUSALS:
+        if refusal.is_set(args):
+            raise InputError(
+                f"a parallel Trainer does not take this {refusal.name}",
+                expected="an optimizer known to be exact" if refusal.name == "optim" else "it left out",
+                got=f"{refusal.name}={getattr(args, refusal.name)!r}",
+                hint=refusal.hint,
+            )
+
+
+def check_methods(kind: type, ours: type) -> None:
+    """Raises InputError for a subclass with a training step of its own, which would not run in training."""
+    if kind.training_step is not ours.training_step:
+        raise InputError(
+            f"{kind.__name__}.training_step would not run: forward and backward are the planned program",
+            expected="Trainer.training_step",
+            got="a training_step of your own",
+            hint=(
+                "a compute_loss of your own, with the arguments of Trainer.compute_loss",
+                "a model whose forward returns the loss",
+            ),
+        )
+
+
+def check_own_methods(trainer: Any) -> None:
+    """Raises InputError for a ``compute_loss`` that was set on the Trainer itself: the loss of a step is that
+    of its class."""
+    if "compute_loss" in vars(trainer):
+        raise InputError(
+            "trainer.compute_loss was set on the Trainer, and would not be the loss that trains",
+            expected="a compute_loss of a subclass",
+            got="trainer.compute_loss = ...",
+            hint=(
+                "class MyTrainer(mixmesh.hf.Trainer): def compute_loss(self, model, inputs, **kwargs): ...",
+                "Trainer(..., compute_loss_func=...), for a loss of the outputs and the labels",
+            ),
+        )
+
+
+def in_compute_loss(name: str, hint: str) -> InputError:
+    """The error for a use of what is not alike in every step."""
+    return unlike_in_steps("compute_loss", name, hint)
+
+
+def check_model(model: Any) -> None:
+    """Raises InputError for a model that is spread over devices already."""
+    marks = ("hf_device_map", "is_distributed_loading_by_transformers")
+    if any(getattr(model, mark, None) for mark in marks):
+        raise InputError(
+            "the model is spread over devices already",
+            expected="a model as on a single device",
+            got="from_pretrained(..., device_map=...) or distributed_config=...",
+            hint="from_pretrained(...) without them: the plan places the model",
+        )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Raises InputError for data without indices, which Accelerate would read on the first rank alone."""
+    if isinstance(dataset, IterableDataset):
+        raise InputError(
+            "a parallel Trainer does not read iterable data sets",
+            expected="a data set with __getitem__ and __len__",
+            got=type(dataset).__name__,
+            hint="a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)",
+        )
+
+
+def refused(what: str, hint: str) -> InputError:
+    """The error for a call that a parallel Trainer does not answer."""
+    return InputError(what, hint=hint)

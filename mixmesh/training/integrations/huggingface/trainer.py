@@ -1,0 +1,205 @@
+"""``Trainer``: the Hugging Face Trainer, with every training step run by a plan on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from ....errors import InputError
+from ....runtime.first_rank import from_first_rank
+from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
+from ...preparation.loading import load, same_random_numbers
+from ...preparation.script import prepare
+from ..accelerate.one_process import as_first_process, look_like_one_process
+from ..launched import check_alike, is_launched
+from ..weights import fill, whole_weights
+from .loss import NUM_ITEMS, with_trainer_loss
+from .refusals import (
+    check_args,
+    check_dataset,
+    check_methods,
+    check_model,
+    check_own_methods,
+    check_version,
+    refused,
+)
+
+
+class Trainer(transformers.Trainer):
+    """``transformers.Trainer`` for a script that every rank of ``torchrun`` runs.
+
+    A step trains with ``per_device_train_batch_size`` samples times ``gradient_accumulation_steps`` **on all
+    devices together**, as on a single device, and has its loss, gradients and clipping. All ranks read the
+    same batches. The devices are detected and the step is planned when ``train`` starts; ``planning`` holds
+    arguments for that, as ``mixmesh.prepare`` takes them (``{"profile_s": 0}``). While it trains, the weights
+    are in the ranks' parts alone, and callbacks that read them are refused; evaluation, files and the end of
+    ``train`` have them whole in ``trainer.model``, on every rank. Without torchrun nothing is changed.
+
+    Raises InputError when it is made, for arguments that cannot be kept exactly.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: transformers.TrainingArguments | None = None,
+        *others: Any,
+        planning: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.planning = dict(planning or {})
+        self.parallel: ParallelModel | None = None  # while it trains
+        self._has_trained, self._example = False, None
+        if is_launched():
+            check_version()
+            args = args or transformers.TrainingArguments(output_dir="tmp_trainer")
+            check_args(args)
+            check_methods(type(self), Trainer)
+            look_like_one_process(args.distributed_state)  # Accelerate joins the other processes here
+            args.average_tokens_across_devices = False  # every rank sees all tokens
+        super().__init__(model, args, *others, **kwargs)
+        if is_launched():
+            check_model(self.model)
+            check_dataset(self.train_dataset)
+
+    # ---- data
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_launched():
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        check_dataset(dataset)
+        with as_first_process(self.args.distributed_state):  # workers are seeded by the rank
+            return super()._get_dataloader(dataset, *args, **kwargs)
+
+    def _example_batch(self, loader: Any) -> dict[str, Any]:
+        """A batch of the full size, as ``compute_loss`` gets it. Random numbers are as they were before."""
+        size = min(self._train_batch_size, len(loader.dataset))
+        with same_random_numbers():
+            batch = self._prepare_inputs(load(loader, list(range(size))))
+        num_items = self._get_num_items_in_batch([batch], self.args.device)
+        return dict(batch) if num_items is None else {**batch, NUM_ITEMS: num_items}
+
+    # ---- training
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        if is_launched() and self._has_trained:
+            raise refused("this Trainer has trained already", "make a new Trainer(model, args, ...)")
+        return super().train(*args, **kwargs)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        if is_launched():
+            raise refused("a parallel Trainer trains once", "search without torchrun, on a single device")
+        return super().hyperparameter_search(*args, **kwargs)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_launched():
+            self._example = self._example_batch(train_dataloader)
+        return super()._prepare_for_training(max_steps, train_dataloader, *args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        """The parallel model, in training; the optimizer steps on its parameters from then on."""
+        if not (is_launched() and training):
+            return super()._wrap_model(model, training, dataloader)
+        check_own_methods(self)
+        model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        model.train()  # as every training step has it
+        wrapped = with_trainer_loss(model, self)
+        parallel, optimizer, _ = prepare(wrapped, self.optimizer, [self._example], **self.planning)
+        self.optimizer = self.accelerator.prepare_optimizer(optimizer, device_placement=False)
+        self._example, self._has_trained, self.parallel = None, True, parallel
+        return parallel
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.parallel is None:
+            return super().training_step(model, *args, **kwargs)
+        follows = not self.accelerator.sync_gradients  # another batch of the same optimizer step
+        # ranks draw other numbers here, and must draw their next batches alike
+        with same_random_numbers(), self.parallel.no_sync() if follows else nullcontext():
+            # a subclass's is in the program
+            self.compute_loss = MethodType(Trainer.compute_loss, self)
+            try:
+                return super().training_step(model, *args, **kwargs)
+            finally:
+                del self.compute_loss
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
+    ) -> Any:
+        if model is not self.parallel or model is None:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if return_outputs:
+            raise refused("outputs are not kept in training", "trainer.predict(dataset), or compute_metrics")
+        if num_items_in_batch is not None:
+            inputs = {**inputs, NUM_ITEMS: num_items_in_batch}
+        check_alike(inputs)
+        return model(**inputs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.parallel is not None:  # the best model is loaded into the script's own, and callbacks see it
+            fill(self.model, self.parallel)
+            self.parallel, self.model_wrapped = None, self.model
+        return super()._finalize_training(*args, **kwargs)
+
+    # ---- evaluation and files
+
+    def _whole(self) -> Any:
+        return nullcontext() if self.parallel is None else whole_weights(self.model, self.parallel)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        with self._whole():
+            output = super().evaluation_loop(*args, **kwargs)
+        if self.parallel is None:
+            return output
+        # devices may round otherwise, and what is decided by a metric must be decided alike on all ranks
+        return output._replace(metrics=from_first_rank(lambda: output.metrics))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self.parallel is None or state_dict is not None:
+            return super()._save(output_dir, state_dict)
+        with self._whole():
+            super()._save(output_dir)
+        return None
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.parallel is not None:  # another rank may have looked for the folder before it was written
+            self.state.best_model_checkpoint = from_first_rank(lambda: self.state.best_model_checkpoint)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.parallel is None:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        state = full_optimizer_state_dict(self.parallel, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+        return None
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save or not is_launched():  # they are alike on all ranks
+            super()._save_rng_state(output_dir)
+
+    def _load_best_model(self) -> None:
+        try:
+            super()._load_best_model()
+        except OSError as error:
+            raise InputError(
+                "the best checkpoint cannot be read on this rank",
+                expected="an output_dir that all machines share",
+                got=str(error),
+                hint="leave load_best_model_at_end out, or share the folder",
+            ) from error
+
+
+class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer`` likewise: every rank generates for the whole set."""

@@ -1,0 +1,107 @@
+"""Refuses what a Trainer or a LightningModule asks for and cannot be kept exactly, and says what to write
+instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from ....errors import InputError
+from ..launched import unlike_in_steps
+
+LOOP = "a loop of your own: model, optimizer, loader = mixmesh.prepare(model, optimizer, loader)"
+# callbacks -> what to do instead
+CALLBACKS = {
+    BatchSizeFinder: "choose batch_size on a single device; it is that of all devices together",
+    LearningRateFinder: "find the learning rate on a single device, without the strategy",
+    StochasticWeightAveraging: "leave it out: it reads weights while they are in parts",
+    WeightAveraging: "leave it out: it reads weights while they are in parts",
+}
+# attributes that only the Trainer knows, in training_step -> the line to write instead
+OF_TRAINER = {
+    "trainer": LOOP,
+    "global_step": "a buffer that training_step updates in place: self.step += 1",
+    "current_epoch": "a buffer that training_step updates in place",
+    "logger": "self.log(name, tensor)",
+    "loggers": "self.log(name, tensor)",
+    "global_rank": "leave it out: all ranks train on one batch",
+    "local_rank": "leave it out: all ranks train on one batch",
+}
+METHODS_OF_TRAINER = {
+    "optimizers": LOOP,
+    "lr_schedulers": LOOP,
+    "manual_backward": LOOP,
+    "toggle_optimizer": LOOP,
+    "clip_gradients": "Trainer(gradient_clip_val=...)",
+    "all_gather": "leave it out: training_step sees the whole batch",
+    "print": "print in on_train_batch_end, or self.log(name, tensor)",
+}
+
+
+def check_training(trainer: pl.Trainer, module: pl.LightningModule, optimizers: list) -> None:
+    """Raises InputError for the first thing that would not be trained as on a single device."""
+    if not module.automatic_optimization:
+        raise refused("automatic_optimization = False", "the planned step of automatic optimization", LOOP)
+    if len(optimizers) != 1:
+        raise refused(f"{len(optimizers)} optimizers", "one optimizer from configure_optimizers", LOOP)
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise refused("training_step(self, dataloader_iter)", "training_step(self, batch, batch_idx)", LOOP)
+    if getattr(module, "_compiler_ctx", None) is not None:
+        raise refused("torch.compile(module)", "the module itself", "leave torch.compile out")
+    for callback in trainer.callbacks:
+        for kind, hint in CALLBACKS.items():
+            if isinstance(callback, kind):
+                raise refused(kind.__name__, "a Trainer without it", hint)
+
+
+def check_precision(plugin: Precision) -> None:
+    """Raises InputError for a precision under which sums of ranks are not those of a single device."""
+    is_bf16 = isinstance(plugin, MixedPrecision) and plugin.precision == "bf16-mixed"
+    if type(plugin) not in (Precision, DoublePrecision) and not is_bf16:
+        raise refused(
+            f"precision={plugin.precision!r}", "32-true, 64-true or bf16-mixed", 'precision="bf16-mixed"'
+        )
+
+
+def check_device(device: torch.device, planned: torch.device) -> None:
+    """Raises InputError if the Trainer was told to use another device than the plan's."""
+    if device.type != planned.type:
+        raise refused(
+            f"accelerator of {device.type}",
+            f"{planned}, as this process has it",
+            'leave accelerator= out; to train on CPUs: accelerator="cpu", CUDA_VISIBLE_DEVICES= torchrun ...',
+        )
+
+
+def refused(got: str, expected: str, hint: str) -> InputError:
+    """The error for what ``mixmesh.lightning.Strategy`` cannot keep."""
+    return InputError(
+        "mixmesh.lightning.Strategy cannot keep this exactly", expected=expected, got=got, hint=hint
+    )
+
+
+def in_training_step(name: str, hint: str) -> InputError:
+    """The error for a use of what is not alike in every step."""
+    return unlike_in_steps("training_step", name, hint)
+
+
+class BatchIndex:
+    """Stands for ``batch_idx`` while ``training_step`` is traced: it may be handed on, and not be used."""
+
+    def _refuse(self, *_: Any) -> Any:
+        raise in_training_step("batch_idx", "a buffer that training_step updates in place: self.step += 1")
+
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __int__ = __float__ = __index__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = __pow__ = __rpow__ = __neg__ = __str__ = _refuse
+    __format__ = __hash__ = __repr__ = _refuse

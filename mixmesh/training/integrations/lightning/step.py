@@ -1,0 +1,199 @@
+"""``training_step`` as the model that is planned: called with a batch, it returns a loss and what it logs."""
+
+from __future__ import annotations
+
+import inspect
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ....errors import InputError
+from ....runtime.outputs import Output
+from .refusals import METHODS_OF_TRAINER, OF_TRAINER, BatchIndex, in_training_step
+
+LOGGED = "logged"
+_LOG = inspect.signature(pl.LightningModule.log)
+SIMPLE = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A call of ``self.log`` in ``training_step``: the value is the loss, or the output of this ``key``."""
+
+    name: str
+    key: str | None
+    options: tuple[tuple[str, Any], ...]
+    batch_size: int | None = None
+
+    def log(self, module: pl.LightningModule, out: Any, batch_size: int | None) -> None:
+        """Logs this step's value."""
+        loss = out.loss if isinstance(out, Output) else out
+        value = loss if self.key is None else out[LOGGED][self.key]
+        size = None if self.batch_size is None else batch_size
+        module.log(self.name, value.detach(), batch_size=size, **dict(self.options))
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a batch is made of its tensors: its structure, and its values that are no tensors."""
+
+    spec: Any
+    constants: tuple[tuple[int, Any], ...]
+
+    @classmethod
+    def of(cls, batch: Any) -> tuple[Form, dict[str, Tensor]]:
+        """The form of a batch and its tensors by name. Raises InputError for values that cannot be
+        compared."""
+        leaves, spec = pytree.tree_flatten(batch)
+        others = [(n, leaf) for n, leaf in enumerate(leaves) if not isinstance(leaf, Tensor)]
+        for _, leaf in others:
+            if not isinstance(leaf, SIMPLE):
+                raise InputError(
+                    "the batch holds a value that is no tensor",
+                    expected="tensors, numbers and words in lists, tuples and dicts",
+                    got=type(leaf).__name__,
+                    hint="a collate_fn that returns a dict of tensors",
+                )
+        tensors = {f"batch_{n}": leaf for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        return cls(spec, tuple(others)), tensors
+
+    def batch(self, tensors: Mapping[str, Tensor]) -> Any:
+        """The batch that these tensors are of."""
+        known = dict(self.constants)
+        count = len(known) + len(tensors)
+        leaves = [known[n] if n in known else tensors[f"batch_{n}"] for n in range(count)]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+@dataclass
+class Log:
+    """The values that a step logs, once it was traced. An object of its own, as export takes back what is
+    assigned to modules."""
+
+    entries: tuple[Logged, ...] | None = None
+
+    def keep(self, entries: tuple[Logged, ...]) -> None:
+        """Remembers the entries. Raises InputError if they depend on the shape of the batch."""
+        if self.entries is None:
+            self.entries = entries
+        if [replace(x, batch_size=None) for x in entries] != [
+            replace(x, batch_size=None) for x in self.entries
+        ]:
+            raise in_training_step("self.log for some shapes of a batch alone", "log the same in every step")
+
+
+class TrainingStep(nn.Module):
+    """``module.training_step`` for batches of one ``form``. ``log``: what it logs, once it was traced."""
+
+    def __init__(self, module: pl.LightningModule, batch: Any, takes_index: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.form, self.tensors = Form.of(batch)
+        self.takes_index, self.batch_size = takes_index, size_of(batch)
+        self.log = Log()
+        self.training = module.training
+
+    def forward(self, **tensors: Tensor) -> dict[str, Any]:
+        batch = self.form.batch(tensors)
+        calls: list[dict[str, Any]] = []
+        with _traced(self.module, calls):
+            index = (BatchIndex(),) if self.takes_index else ()
+            loss = _loss_of(self.module.training_step(batch, *index))
+        logged, values = [], {}
+        for n, call in enumerate(calls):
+            value = call.pop("value")
+            key = None if value is loss else f"v{n}"
+            if key is not None:
+                values[key] = value.detach().reshape(())
+            logged.append(self._record(call, key, size_of(batch)))
+        self.log.keep(tuple(logged))
+        return {"loss": loss, **({LOGGED: values} if values else {})}
+
+    def _record(self, call: dict[str, Any], key: str | None, batch_size: int | None) -> Logged:
+        size = call.pop("batch_size", None)
+        if size is not None and size != batch_size:
+            raise in_training_step(
+                f"self.log({call['name']!r}, batch_size={size})", "leave batch_size= out, or give the batch's"
+            )
+        return Logged(call.pop("name"), key, tuple(call.items()), size)
+
+
+def size_of(batch: Any) -> int | None:
+    """How many samples Lightning takes a batch to have; None if it cannot tell."""
+    try:
+        return extract_batch_size(batch)
+    except Exception:  # MisconfigurationException: it has no tensor
+        return None
+
+
+def _loss_of(returned: Any) -> Tensor:
+    if isinstance(returned, Mapping) and set(returned) == {"loss"}:
+        returned = returned["loss"]
+    if not isinstance(returned, Tensor):
+        got = (
+            f"a dict with {', '.join(returned)}" if isinstance(returned, Mapping) else type(returned).__name__
+        )
+        raise InputError(
+            "training_step has to return its loss",
+            expected='a tensor, or {"loss": tensor}',
+            got=got,
+            hint="self.log(name, tensor) for what else is to be known of a step",
+        )
+    return returned
+
+
+@contextmanager
+def _traced(module: pl.LightningModule, calls: list[dict[str, Any]]) -> Iterator[None]:
+    """Within it ``module`` notes what it logs in ``calls``, and refuses what is not alike in every step."""
+
+    def log(self: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        call = dict(_LOG.bind(self, *args, **kwargs).arguments)
+        del call["self"]
+        value = call["value"]
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            kind = "a tensor of many numbers" if isinstance(value, Tensor) else type(value).__name__
+            raise in_training_step(
+                f"self.log({call['name']!r}, {kind})", f"self.log({call['name']!r}, a tensor of one number)"
+            )
+        calls.append(call)
+
+    def log_dict(self: pl.LightningModule, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def refuse(name: str, hint: str, *_: Any, **__: Any) -> Any:
+        raise in_training_step(f"self.{name}", hint)
+
+    members: dict[str, Any] = {"log": log, "log_dict": log_dict}
+    members |= {name: property(partial(refuse, name, hint)) for name, hint in OF_TRAINER.items()}
+    members |= {name: partial(refuse, name, hint) for name, hint in METHODS_OF_TRAINER.items()}
+    was, lengths = type(module), _lengths(module)
+    module.__class__ = type(was.__name__, (was,), {**members, "__module__": was.__module__})
+    try:
+        yield
+    finally:
+        module.__class__ = was
+    for name, length in _lengths(module).items():
+        if length != lengths.get(name, length):
+            raise in_training_step(
+                f"self.{name} to collect something of every step",
+                "self.log(name, tensor, on_epoch=True), or a callback's on_train_batch_end",
+            )
+
+
+def _lengths(module: nn.Module) -> dict[str, int]:
+    """How much is in each list and the like that is an attribute of a module."""
+    return {
+        f"{path}.{name}".lstrip("."): len(value)
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if isinstance(value, list | set | deque)
+    }

@@ -1,0 +1,82 @@
+"""Profiles of kinds of devices: with fewer devices, or more of known kinds, no operator is measured again.
+
+A kind is what PyTorch reports of a device, and its speed. Each machine keeps the kinds of the whole cluster,
+so that those that are left know them, whichever machine was lost. Collectives depend on which ranks there
+are, and are measured for each set of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import PurePath
+
+import torch
+
+from ...cluster import Cluster, Device
+from ...cluster.detection import Cache
+from ...cluster.detection.assemble import SAME_SPEED
+from ...cluster.detection.cache import key_of
+from ...cluster.detection.inventory import read_device
+from ...cost import DeviceProfile, Profile, device_key
+from ...runtime.first_rank import everyones
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The profiles of one job that this machine has of kinds of devices. ``key`` stands for the job and all
+    else that a profile depends on, but for devices; ``own`` for what PyTorch reports of this rank's
+    device."""
+
+    cache: Cache
+    key: str
+    own: str
+
+    @classmethod
+    def of(cls, cache: Cache, key: str, where: torch.device) -> Kinds:
+        """The kinds as this rank, whose device is ``where``, looks at them."""
+        found = read_device(where)
+        return cls(cache, key, key_of(found.kind, found.name, found.num_threads, found.emulated))
+
+    def load_all(self, cluster: Cluster, rank: int) -> dict[str, DeviceProfile] | None:
+        """The profiles of all devices of ``cluster`` by ``device_key``; None if no rank's machine has that of
+        one of them. Collective."""
+        own = cluster.devices[rank]
+        known: dict[str, DeviceProfile] = {}
+        for key, one in everyones((device_key(own), self._load(own))):
+            if one is not None:
+                known.setdefault(key, one)
+        return known if all(device_key(device) in known for device in cluster.devices) else None
+
+    def save_all(self, profile: Profile, cluster: Cluster, rank: int, is_first_here: bool) -> None:
+        """Keeps the profiles of all devices of ``cluster``. Collective; of the ranks of a machine the first
+        one writes."""
+        reported = everyones(self.own)
+        written = dict(zip(zip(reported, cluster.devices), range(cluster.world_size)))
+        for own, device in written if is_first_here else ():
+            devices = {key: p for key, p in profile.devices.items() if key == device_key(device)}
+            one = Profile(devices, (), profile.provenance)
+            self.cache.save(f"{self._folder(own)}/{device.flop_per_s:.6g}.json", one.save)
+
+    def _load(self, device: Device) -> DeviceProfile | None:
+        """The profile of the kind that ``device`` is of: the nearest in speed, if it is near enough."""
+        folder = self._folder(self.own)
+        for name in names_of_speed(self.cache.names(folder), device.flop_per_s):
+            profile = self.cache.load(f"{folder}/{name}", Profile.load)
+            if profile is not None and len(profile.devices) == 1:
+                return next(iter(profile.devices.values()))
+        return None
+
+    def _folder(self, reported: str) -> str:
+        return f"kinds/{key_of(self.key, reported)}"
+
+
+def names_of_speed(names: Iterable[str], flop_per_s: float) -> list[str]:
+    """The names that are numbers about as large as ``flop_per_s``, the nearest first."""
+    speeds: dict[str, float] = {}
+    for name in names:
+        with suppress(ValueError):
+            speeds[name] = float(PurePath(name).stem)
+    near = [n for n, s in speeds.items() if abs(s - flop_per_s) <= SAME_SPEED * max(s, flop_per_s)]
+    return sorted(near, key=lambda name: abs(speeds[name] - flop_per_s))

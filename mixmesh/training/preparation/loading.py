@@ -1,0 +1,199 @@
+"""Each rank's own rows of every batch of a script's DataLoader, in the order of the first rank's sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset
+
+from ...errors import InputError
+from ...lang.plan_file import Plan
+from ...runtime.data import own_rows, own_samples
+from ...runtime.first_rank import everyones, from_first_rank
+from .own_batches import OwnBatches
+from .own_loader import FirstKept, OwnIterator, OwnLoader, not_resumable
+from .resuming import numbers_of_process, set_numbers_of_process
+from .untouched import untouched
+
+PROBED_ROWS = 8  # enough that lengths differ, if they do
+KEPT_OPTIONS = "collate_fn", "pin_memory", "worker_init_fn", "generator"
+OPTIONS_OF_WORKERS = (
+    "num_workers", "prefetch_factor", "persistent_workers", "timeout", "multiprocessing_context",
+)  # fmt: skip
+
+
+def from_first_batch(loader: Iterable) -> tuple[Any, Iterable]:
+    """A batch like all of a loader, and a loader of all batches. An iterator has given one away, for which it
+    may have drawn random numbers that must not be drawn again."""
+    if not is_iterator(loader):
+        return example_batch(loader), loader
+    batch = next(loader, None)
+    _check_first(batch)
+    return batch, FirstKept(batch, loader)
+
+
+def is_iterator(loader: Iterable) -> bool:
+    """Whether a loader is asked by ``next``, as generators are, and classes that begin anew with ``iter``. It
+    is begun by this, as a loop would begin it."""
+    return hasattr(type(loader), "__next__") and iter(loader) is loader
+
+
+def example_batch(loader: Iterable) -> Any:
+    """A batch like all of a loader. Random numbers are as they were before, and so is what the loader holds
+    to choose samples by."""
+    with same_random_numbers():
+        if has_indices(loader) and loader.batch_size is not None:
+            # no sampler is asked: one with a generator of its own would go on from there
+            batch = load(loader, list(range(min(loader.batch_size, len(loader.dataset)))))
+        elif has_indices(loader):
+            indices = next(iter(untouched(loader.batch_sampler)), None)
+            batch = None if indices is None else load(loader, indices)
+        else:
+            batch = next(iter(untouched(loader)), None)
+    _check_first(batch)
+    return batch
+
+
+def _check_first(batch: Any) -> None:
+    if batch is None:
+        raise InputError("the loader has no batch", expected="at least one batch", got="nothing")
+
+
+def as_arguments(batch: Any) -> Any:
+    """A batch as a model is called with it: a dict of arguments, or a tuple; a tensor is the only one."""
+    if isinstance(batch, list):
+        return tuple(batch)
+    return (batch,) if isinstance(batch, torch.Tensor) else batch
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Gives back the numbers that are drawn inside, so that a script draws the same ones as without it."""
+    of_script = numbers_of_process()
+    try:
+        yield
+    finally:
+        set_numbers_of_process(of_script)
+
+
+def has_indices(loader: Iterable) -> bool:
+    """Whether batches are lists of indices into a data set, of which a rank may load its own alone."""
+    return (
+        isinstance(loader, DataLoader)
+        and not isinstance(loader.dataset, IterableDataset)
+        and loader.batch_sampler is not None
+    )
+
+
+def load(loader: DataLoader, indices: list[int]) -> Any:
+    """The samples of ``indices`` as one batch, loaded by this process."""
+    dataset = loader.dataset
+    many = getattr(dataset, "__getitems__", None)  # as PyTorch loads them
+    return loader.collate_fn(many(indices) if many is not None else [dataset[i] for i in indices])
+
+
+def depends_on_others(loader: DataLoader) -> bool:
+    """Whether the rows of a batch are others in a smaller batch: padded to its longest row, or mixed with
+    each other. Some samples from all over the data set are loaded together, the first half of them alone and
+    each alone, with the same random numbers. Rows that cannot be loaded in parts depend on others too."""
+    try:
+        size = len(loader.dataset)
+        count = min(loader.batch_size or PROBED_ROWS, PROBED_ROWS, size)
+        indices = [n * size // count for n in range(count)]
+        whole, half = load_again(loader, indices), load_again(loader, indices[: count // 2 or 1])
+        if any(not torch.equal(x[: len(y)], y) for x, y in zip(whole, half, strict=True)):
+            return True
+        alone = [load_again(loader, [i]) for i in indices]
+        return any(x.shape[1:] != y.shape[1:] for row in alone for x, y in zip(whole, row, strict=True))
+    except Exception:  # a collate function's own, of any kind: it has never seen such a batch
+        return True
+
+
+def load_again(loader: DataLoader, indices: list[int]) -> list[torch.Tensor]:
+    """The tensors with rows in a batch of these samples. Random numbers are as they were before."""
+    with same_random_numbers():
+        leaves = pytree.tree_leaves(load(loader, indices))
+    return [x for x in leaves if isinstance(x, torch.Tensor) and x.ndim]
+
+
+def whole_batch(num_samples: int) -> tuple[int, int]:
+    """All rows of a batch."""
+    return 0, num_samples
+
+
+def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> OwnLoader:
+    """The loader of this rank's rows. Where every input of the program is cut by samples alike, and no row of
+    a batch depends on the others, a rank loads no others; else it loads whole batches and cuts them. A loader
+    without indices (an iterable data set) must give the same batches on every rank, which is checked at every
+    batch, unless the caller does it (``is_compared=False``). Collective."""
+    program, rank = plan.program, dist.get_rank()
+    if is_iterator(loader):
+        return OwnIterator(loader, plan)
+    if not has_indices(loader):
+        check_same_workers(loader)
+        return OwnLoader(loader, loader, plan, is_whole=True, is_compared=is_compared)
+    _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
+    depends = from_first_rank(lambda: depends_on_others(loader))
+    # also of a rank without samples, whose empty tensors are cut out of a whole batch
+    is_whole = not size or depends
+    rows = whole_batch if is_whole else partial(own_rows, program, rank)
+    return OwnLoader(loader, loader_of_rows(loader, rows), plan, is_whole=is_whole)
+
+
+def resumable(loader: Iterable) -> Iterable:
+    """A loader that gives the batches of ``loader`` and has ``state_dict`` and ``load_state_dict``: for a
+    loop on one device, or one in which every rank has whole batches. A loader that has these, as the one of
+    ``mixmesh.prepare`` has under torchrun, is returned as it is. Collective where there are several ranks.
+
+    Every epoch's batches are those that ``loader`` itself would give, and where one goes on, those that
+    remain. Raises InputError for an iterator, which does not begin anew."""
+    if hasattr(loader, "state_dict"):
+        return loader
+    if is_iterator(loader):
+        raise not_resumable()
+    if not has_indices(loader):
+        check_same_workers(loader)
+        return OwnLoader(loader, loader, None, is_whole=False)
+    return OwnLoader(loader, loader_of_rows(loader, whole_batch), None, is_whole=False)
+
+
+def loader_of_rows(loader: DataLoader, rows: Callable[[int], tuple[int, int]]) -> DataLoader:
+    """A loader like ``loader`` of those rows of every batch of the first rank. Collective."""
+    batches = OwnBatches(loader, rows)
+    options = {name: getattr(loader, name) for name in KEPT_OPTIONS} | workers_like(loader)
+    own = DataLoader(loader.dataset, batch_sampler=batches, **options)
+    batches.ahead = max(everyones(own.num_workers * (own.prefetch_factor or 0)))
+    return own
+
+
+def check_same_workers(loader: Iterable) -> None:
+    """Raises InputError where a data set without indices is loaded by other numbers of workers on other
+    ranks: they decide the order of its samples and their random numbers. Collective."""
+    counts = everyones(loader.num_workers if isinstance(loader, DataLoader) else 0)
+    if len(set(counts)) > 1:
+        raise InputError(
+            "the ranks have other numbers of workers, which decide the order of an iterable data set",
+            expected=f"num_workers={counts[0]} on every rank, as on the first one",
+            got=", ".join(f"{count} on rank {rank}" for rank, count in enumerate(counts)),
+            hint=(
+                f"DataLoader(..., num_workers={counts[0]}), not a number that follows from os.cpu_count()",
+                "or a data set with __getitem__, for which every rank may have its own number",
+            ),
+        )
+
+
+def workers_like(loader: DataLoader) -> dict[str, Any]:
+    """The options of a loader's workers. A rank has as many as its own loader, one at least where the first
+    rank has some, and none where that has none: whether there are any decides when an epoch's order is drawn,
+    and whether they stay what a second iteration does. Collective."""
+    options = {name: getattr(loader, name) for name in OPTIONS_OF_WORKERS}
+    has_workers, stays = from_first_rank(lambda: (loader.num_workers > 0, loader.persistent_workers))
+    if not has_workers:
+        return {}
+    return options | {"num_workers": max(loader.num_workers, 1), "persistent_workers": stays}

@@ -1,0 +1,109 @@
+"""A model together with the loss that a script computes from its outputs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Collection
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...errors import InputError
+from ...frontend.trace.outputs import parts_of
+from ...lang.ir import Returned
+from ...runtime.outputs import Output
+from ...runtime.whole_model import IS_LENT, WITHOUT_LOSS
+
+
+def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[str | int] = ()) -> nn.Module:
+    """``model`` called with a whole batch, returning ``loss(outputs, targets)``; if any ``outputs`` are asked
+    for, an object with that ``.loss`` and all that the model returns: a tensor as ``.logits``, anything else
+    under its own names. Then a call without targets gives no loss, and the outputs.
+
+    A batch ``(x, y)`` gives the model as many values as its forward pass takes, and the rest to the loss
+    after the outputs; optional arguments of the forward pass get no value that the loss needs. A dict gives
+    the loss by name what it cannot do without, and the model what its forward pass has names for, such as
+    labels that both take. What is left goes to the loss, or into ``**kwargs`` of the forward pass, if it has
+    these. The parameters, their names and the class stay the model's own; a ``forward`` of the object alone
+    is called in place of the class's. Raises InputError where the forward pass does not say what it takes
+    (``*args``, or ``**kwargs`` alone).
+    """
+    original = type(model)
+    names = input_names(model)
+    takes_more = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(model.forward).parameters.values())
+    needed = needed_names(model)
+    targets_named = needed_names(loss)[1:]  # beside the outputs
+    needed_targets = len(targets_named)
+    patched = vars(model).get("forward")
+    own_forward = patched.__func__ if isinstance(patched, MethodType) else patched and _without_self(patched)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.__dict__.get(IS_LENT):
+            return (own_forward or original.forward)(self, *args, **kwargs)
+        others = {n: x for n, x in kwargs.items() if n in targets_named or not (n in names or takes_more)}
+        own = {n: x for n, x in kwargs.items() if n in names or n not in others}
+        count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
+        count = max(count, len([name for name in needed if name not in own]))
+        made = (own_forward or original.forward)(self, *args[:count], **own)
+        targets = args[count:]
+        if outputs and not _can_call(loss, made, *targets, **others):
+            return _beside(None, made)  # evaluation without targets
+        value = loss(made, *targets, **others)
+        return _beside(value, made) if outputs else value
+
+    wrapped = copy.copy(model)
+    wrapped.__dict__.pop("forward", None)
+    wrapped.__dict__[WITHOUT_LOSS] = model
+    wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
+    return wrapped
+
+
+def _without_self(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that was set as an object's ``forward``, as a method."""
+    return lambda self, *args, **kwargs: function(*args, **kwargs)
+
+
+def _can_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
+    """Whether a function takes these arguments; True where that is not known."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    except ValueError:  # not written in Python
+        return True
+    return True
+
+
+def _beside(loss: Any, made: Any) -> Output:
+    """The loss, and what a model returned."""
+    parts = [("logits", made)] if isinstance(made, Tensor) else parts_of(made)
+    values = {"loss": loss, **{str(name): value for name, value in parts if str(name) != "loss"}}
+    return Output(values, Returned(tuple(values)))
+
+
+def needed_names(function: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of arguments by place that a function, or a module's forward pass, cannot do without; none
+    where that is not known."""
+    called = function.forward if isinstance(function, nn.Module) else function
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except ValueError:  # not written in Python
+        return ()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in parameters if p.kind in by_place and p.default is p.empty)
+
+
+def input_names(model: nn.Module) -> tuple[str, ...]:
+    """The names of what a model's forward pass takes, without those that a batch cannot fill."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+    if not names or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        raise InputError(
+            f"{type(model).__name__}.forward does not say which values of a batch it takes",
+            expected="named arguments, so that the rest of a batch can go to the loss",
+            got=f"forward{inspect.signature(model.forward)}",
+            hint="a module of your own whose forward returns the loss, and no loss=",
+        )
+    return names

@@ -1,0 +1,149 @@
+"""The indices of this rank's part of every batch, in the order of the first rank's sampler."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from ...runtime.data import Followed
+from ...runtime.first_rank import from_first_rank
+from ...runtime.watch import in_call
+from .resuming import (
+    Numbers,
+    Progress,
+    check_skipped,
+    fingerprint,
+    numbers_of_process,
+    set_numbers_of_process,
+    skip,
+)
+
+Rows = Callable[[int], tuple[int, int]]  # a batch's size to a rank's first row and how many it has
+BATCHES_PER_MESSAGE = 64  # one message with indices for many steps, and none that grows with the data set
+
+
+@dataclass(frozen=True)
+class Given:
+    """One batch of indices that was given to be loaded: its rows, this rank's and all, and its digest."""
+
+    own_rows: int
+    num_samples: int
+    digest: str
+
+
+class Iteration:
+    """One iteration over the batches of the first rank's ``batch_sampler``; with ``state``, from there on.
+
+    ``ahead`` is how many batches the workers of any rank load before they are needed. All ranks receive
+    indices when their scripts ask for the same batch, so far ahead that none needs more until the next one:
+    ranks that received when their own workers run out would do so beside different steps of the script.
+
+    ``numbers`` are the first rank's random numbers that the order is drawn from, and ``last_numbers`` those
+    at its end; None until they are known."""
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        rows: Followed[Rows],
+        ahead: int,
+        state: Progress | None,
+    ) -> None:
+        self.loader, self.rows, self.ahead, self.state = loader, rows, ahead, state
+        self.received: deque[list[int]] = deque()  # and not yet given
+        self.given: deque[Given] = deque()  # and not yet counted
+        self.num_received = self.num_counted = 0
+        self.numbers: Numbers | None = None
+        self.last_numbers: Numbers | None = None
+        self.order: Iterator[list[int]] | None = None  # the first rank has one
+
+    def receive_ahead(self) -> None:
+        """Receives what any rank needs until the next batch was counted. Collective."""
+        if self.numbers is None:
+            state = self.state
+            self.numbers = from_first_rank(lambda: state.numbers if state else Numbers.of(self.loader))
+        while self.last_numbers is None and self.num_received <= self.num_counted + self.ahead:
+            with in_call("the order of the data"):
+                batches, self.last_numbers, drawn = from_first_rank(self.message)
+            if drawn is not None:
+                set_numbers_of_process(drawn)
+            self.received.extend(batches)
+            self.num_received += len(batches)
+
+    def own_indices(self) -> Iterator[list[int]]:
+        """This rank's indices in every batch. Where it has none one index is given, as nothing can be loaded
+        of none."""
+        if self.numbers is None:  # workers ask before the first batch is needed
+            self.receive_ahead()
+        while self.received:
+            indices = self.received.popleft()
+            start, size = self.rows.use()(len(indices))
+            self.given.append(Given(size, len(indices), indices_text(indices)))
+            yield indices[start : start + size] or indices[:1]
+
+    def count(self) -> Given:
+        """The indices that the batch that was loaded next is made of, in short."""
+        self.num_counted += 1
+        return self.given.popleft()
+
+    def message(self) -> tuple[list[list[int]], Numbers | None, dict[str, Any] | None]:
+        """The next batches of the first rank's sampler, and with the last of all the numbers after them. If
+        the sampler drew from the process's random numbers, these too: those of all ranks go on from there,
+        so that a number that the loop draws is the same on all."""
+        before = numbers_of_process()
+        if self.order is None:
+            self.order = self.begin_order()
+        batches = list(islice(self.order, BATCHES_PER_MESSAGE))
+        is_last = len(batches) < BATCHES_PER_MESSAGE
+        after = numbers_of_process()
+        drawn = after if fingerprint(before) != fingerprint(after) else None
+        return batches, Numbers.of(self.loader, with_process=False) if is_last else None, drawn
+
+    def begin_order(self) -> Iterator[list[int]]:
+        """The batches of the sampler from the start, or from the state on."""
+        sampler = self.loader.batch_sampler
+        if self.state is None:
+            return iter(sampler)
+        skipped = skip(lambda: iter(sampler), indices_text, self.state, self.loader)
+        check_skipped([skipped.reason])
+        return skipped.remaining
+
+
+class OwnBatches:
+    """A batch sampler: this rank's part of every batch of the first rank's ``batch_sampler``. ``rows`` gives
+    the rank's first row in a batch of so many, and how many it has; ``ahead`` is that of ``Iteration``, the
+    same on all ranks. ``iteration`` is the one that was begun last, which is given out."""
+
+    def __init__(self, loader: DataLoader, rows: Rows, ahead: int = 0) -> None:
+        self.loader, self.rows, self.ahead = loader, Followed(rows), ahead
+        self.iteration: Iteration | None = None
+
+    def settle(self) -> None:
+        """Has all that is asked for from now on be cut by the rows that were to follow."""
+        self.rows.settle()
+
+    def begin(self, state: Progress | None) -> Iteration:
+        """Has what asks next be given an iteration of its own."""
+        self.iteration = Iteration(self.loader, self.rows, self.ahead, state)
+        return self.iteration
+
+    def follow(self, rows: Rows) -> None:
+        """Has the batches after the next ``ahead`` ones that the script is given be cut by ``rows``. Those
+        before are being loaded already, on this rank or another."""
+        num_loading = 0 if self.iteration is None else len(self.iteration.given)
+        self.rows.follow(rows, self.ahead - num_loading)
+
+    def __len__(self) -> int:
+        return len(self.loader.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.iteration or self.begin(None)).own_indices()
+
+
+def indices_text(indices: Iterable[Any]) -> str:
+    """All indices of a batch, also where they are in an array, whose own text may leave some out."""
+    return repr([*indices])

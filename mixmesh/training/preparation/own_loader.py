@@ -1,0 +1,351 @@
+"""This rank's part of a script's loader, counted, so that another start can go on with it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
+
+from ...errors import InputError
+from ...lang.plan_file import Plan
+from ...runtime.data import Followed, own_rows, shard_batches_by
+from ...runtime.first_rank import everyones, from_first_rank
+from ...runtime.passes import Runtime
+from ...runtime.verdicts import START_OF_EPOCH
+from ...runtime.watch import in_call
+from .alike import digest, digested, same_on_all
+from .drawn import DrawWatch
+from .own_batches import OwnBatches
+from .own_rows import RowWatch
+from .resuming import (
+    Numbers,
+    Progress,
+    Resume,
+    check_skipped,
+    numbers_of_process,
+    set_numbers_of_process,
+    skip,
+)
+
+
+class Counted:
+    """An iterator over ``batches`` that tells of each, before it is asked for and when it is there, and of
+    the end. No generator, whose frame would keep the batch."""
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        on_batch: Callable[[Any], Any],
+        on_end: Callable[[], object],
+        before: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.batches, self.on_batch, self.on_end, self.before = batches, on_batch, on_end, before
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        self.before()
+        try:
+            return self.on_batch(next(self.batches))
+        except StopIteration:
+            self.on_end()
+            raise
+
+
+class LoopWatch(Protocol):
+    """A watch on the loop that asks a loader for batches. All its calls are made between two batches."""
+
+    def before_batch(self) -> None:
+        """Called before a batch is asked for, on all ranks alike."""
+
+    def on_batch(self) -> None:
+        """Called when it is there."""
+
+
+class OwnLoader:
+    """A script's loader, giving this rank's part of every batch. ``set_epoch`` goes to the script's sampler;
+    every other attribute is that of the script's loader.
+
+    ``state_dict`` says how far it has come, on every rank the same, and ``load_state_dict`` has the next
+    iteration give the batches that remain, on any number of ranks. Several iterations may go on beside each
+    other; the state is that of the one that gave the last batch."""
+
+    def __init__(
+        self, loader: Iterable, own: Iterable, plan: Plan | None, *, is_whole: bool, is_compared: bool = True
+    ) -> None:
+        self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
+        self._followed = Followed(plan)
+        self.draws, self._rows = DrawWatch(), None
+        self.watch: LoopWatch | None = None
+        self.num_old = 0  # batches that will still be given by the plan before the last one
+        self.is_single = True  # no two iterations have gone on beside each other
+        self._open: WeakSet[Counted] = WeakSet()  # iterations that have not ended
+        self._is_compared = is_compared  # batches without indices, each with those of the other ranks
+        sampler = getattr(own, "batch_sampler", None)
+        self._sampler = (
+            sampler if isinstance(sampler, OwnBatches) else None
+        )  # there is one for data with indices
+        self._progress, self._is_resumed = Progress(), False
+        self._resume: Resume | None = None  # where the iteration that was begun last went on
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.watch is not None:
+            self._settle()
+        with in_call(START_OF_EPOCH):
+            self._resume = from_first_rank(self._next_resume)
+        resumed = replace(self._resume.state) if self._resume is not None else None
+        self._is_resumed = False
+        self._progress = replace(self._progress)  # an iteration that goes on beside this one counts its own
+        self._progress.begin(resumed)
+        in_middle = resumed if resumed is not None and resumed.num_yielded else None
+        if resumed is not None and in_middle is None and resumed.numbers is not None:
+            resumed.numbers.restore(self._loader)
+        batches = (
+            self._whole(in_middle) if self._sampler is None else self._by_indices(self._sampler, in_middle)
+        )
+        own = batches
+        if self._is_whole:
+            own = shard_batches_by(self._followed, batches, dist.get_rank(), cuts_others=True)
+        watched = own if self._rows is None else self._rows.watching(iter(own))
+        return self._told(self.draws.watching(iter(watched)))
+
+    def watch_rows(self, runtime: Runtime) -> None:
+        """Notices from now on what the loop does to batches before the model is called with them."""
+        rows = self._rows = RowWatch(self._plan, dist.get_rank())
+
+        def before_call(args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+            self.draws.on_call()
+            return rows.on_call(args, kwargs)
+
+        runtime.before_call = before_call
+
+    def _told(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, of which the watch on the loop is told."""
+        if self.watch is None:
+            return batches
+
+        def count(batch: Any) -> Any:
+            self.num_old = max(self.num_old - 1, 0)
+            self.watch.on_batch()
+            return batch
+
+        watched = Counted(batches, count, self._open.clear, self.watch.before_batch)
+        self._open.add(watched)
+        return watched
+
+    def _settle(self) -> None:
+        """Has an iteration that begins be cut by the plan that was to follow: what the one before has loaded
+        and not given is left out."""
+        self.is_single = self.is_single and not self._open
+        self.num_old = 0
+        self._followed.settle()
+        if self._sampler is not None:
+            self._sampler.settle()
+
+    @property
+    def num_ahead(self) -> int:
+        """How many batches any rank may be loading before they are asked for, the same on all."""
+        return 0 if self._sampler is None else self._sampler.ahead
+
+    def follow(self, plan: Plan) -> None:
+        """Has the batches after the next ``num_ahead`` ones be cut by another plan of the same form. Every
+        rank calls it after the same batch."""
+        self._plan, self.num_old = plan, self.num_ahead
+        self._followed.follow(plan, self.num_ahead)
+        if self._sampler is not None and not self._is_whole:
+            self._sampler.follow(partial(own_rows, plan.program, dist.get_rank()))
+
+    def _next_resume(self) -> Resume | None:
+        """Where the next iteration goes on; None where it begins anew."""
+        if self._is_resumed:
+            return Resume(replace(self._progress))
+        return self._resume.after_look() if self._was_look() else None
+
+    def _was_look(self) -> bool:
+        """Whether what remained of a state's epoch was looked at, and not given."""
+        return self._resume is not None and self._resume.was_left_at(self._progress)
+
+    def _show(self, progress: Progress) -> None:
+        """Has ``state_dict`` tell of the iteration that went on last, unless another state was loaded."""
+        if not self._is_resumed:
+            self._progress = progress
+
+    def _by_indices(self, sampler: OwnBatches, resumed: Progress | None) -> Iterator[Any]:
+        """This rank's rows of every batch, or all where it cuts them itself."""
+        progress, iteration = self._progress, sampler.begin(resumed)
+
+        def before() -> None:
+            if self._own.persistent_workers and sampler.iteration is not iteration:
+                raise InputError(
+                    "an iteration over the loader goes on after another one has begun, and both have one set "
+                    "of workers",
+                    expected="one iteration at a time, or workers that each iteration starts for itself",
+                    got="persistent_workers=True",
+                    hint="DataLoader(..., persistent_workers=False), or a second DataLoader",
+                )
+            iteration.receive_ahead()
+
+        def count(batch: Any) -> Any:
+            given = iteration.count()
+            progress.numbers = iteration.numbers
+            progress.add(given.num_samples, given.digest)
+            self._show(progress)
+            if given.own_rows:
+                return batch
+            return pytree.tree_map_only(torch.Tensor, lambda x: x[:0], batch)
+
+        def end() -> None:
+            progress.end(iteration.last_numbers)
+            self._show(progress)
+
+        of_script = numbers_of_process()
+        batches = iter(self._own)
+        if resumed is not None:  # its workers' seed was drawn when the epoch began
+            set_numbers_of_process(of_script)
+        return Counted(batches, count, end, before)
+
+    def _whole(self, resumed: Progress | None) -> Iterator[Any]:
+        """Every batch whole, of data without indices. To go on with a state, the batches before are loaded
+        and left out."""
+        progress, digests = self._progress, deque(maxlen=1)
+        if resumed is None:
+            progress.numbers = Numbers.of(self._loader)
+            batches: Iterable[Any] = self._own
+        else:
+            skipped = skip(lambda: iter(self._own), digest, resumed, self._loader)
+            check_skipped(everyones(skipped.reason))
+            batches = skipped.remaining
+
+        def count(batch: Any) -> Any:
+            progress.add(num_rows(batch), digests[0])
+            self._show(progress)
+            return batch
+
+        def end() -> None:
+            progress.end(Numbers.of(self._loader, with_process=False))
+            self._show(progress)
+
+        give = same_on_all if self._is_compared else digested
+        return Counted(give(batches, digests.append), count, end)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the loader has come after the batch that it gave last. Not collective."""
+        return self._progress.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Has the next iteration give what remained when ``state`` was saved. Every rank calls it; the first
+        one's state counts. Raises InputError for what is no such state; where the batches that were given
+        cannot be left out exactly, the iteration does."""
+        self._progress, self._is_resumed = Progress.of_state(state), True
+        if self._progress.sampler_epoch is not None:
+            self._tell_epoch(self._progress.sampler_epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Has the script's sampler draw the order of ``epoch``. Raises InputError where a state in the middle
+        of another epoch was loaded."""
+        progress = self._progress
+        goes_on = self._is_resumed or self._was_look()
+        at = progress.epoch if progress.sampler_epoch is None else progress.sampler_epoch
+        if goes_on and progress.num_yielded and epoch != at:
+            raise InputError(
+                "the loader was to go on in the middle of another epoch",
+                expected=f"set_epoch({at})",
+                got=f"set_epoch({epoch})",
+                hint="for epoch in range(state['epoch'], num_epochs): ..., with the state that was loaded",
+            )
+        if not goes_on:
+            progress.start_at(epoch)
+        if not progress.num_yielded:
+            progress.epoch = epoch
+        progress.sampler_epoch = epoch
+        self._tell_epoch(epoch)
+
+    def _tell_epoch(self, epoch: int) -> None:
+        for holder in (getattr(self._loader, "sampler", None), getattr(self._loader, "batch_sampler", None)):
+            if callable(getattr(holder, "set_epoch", None)):
+                holder.set_epoch(epoch)
+
+
+class FirstKept:
+    """An iterator of which the first batch was taken: it gives this one, and what follows. ``iter`` is passed
+    on once something was given: a generator goes on then, and a class that begins anew does so. Every other
+    attribute is that of the iterator."""
+
+    def __init__(self, first: Any, batches: Iterator[Any]) -> None:
+        self._kept, self._batches, self._has_given = [first], batches, False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._has_given:
+            iter(self._batches)
+        return self
+
+    def __next__(self) -> Any:
+        self._has_given = True
+        return self._kept.pop() if self._kept else next(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+class OwnIterator(OwnLoader):
+    """``OwnLoader`` of an iterator over batches: an iterator too, which begins anew where that does, and has
+    no state to go on from."""
+
+    def __init__(self, loader: Iterator, plan: Plan) -> None:
+        own = Counted(loader, lambda batch: batch, lambda: None)  # its ``iter`` is not that of the loader
+        super().__init__(loader, own, plan, is_whole=True)
+        self._batches, self._has_given = super().__iter__(), False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._has_given:
+            iter(self._loader)
+            self._batches = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        self._has_given = True
+        return next(self._batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises InputError."""
+        raise not_resumable()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises InputError."""
+        self.state_dict()
+
+
+def not_resumable() -> InputError:
+    """The error for an iterator that another start is to go on with."""
+    return InputError(
+        "an iterator of batches cannot be gone on with in another start",
+        expected="a loader that begins anew in every epoch",
+        got="an iterator, such as a generator",
+        hint=(
+            "a class with __iter__ that makes the generator, or a DataLoader",
+            "or leave the loader out of what is saved",
+        ),
+    )
+
+
+def num_rows(batch: Any) -> int:
+    """The samples of a batch: dim 0 of its first tensor that has dims."""
+    leaves = pytree.tree_leaves(batch)
+    return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), 0)

@@ -1,0 +1,181 @@
+"""Notices what a loop makes of a rank's own rows in the first batches, and would be another one of the whole
+batch: a mean that goes into the model, rows chosen by their place, a sum that is counted or printed.
+
+Tensors of the first batches are of a class that goes through all that is computed of them. What joins rows
+(its result has no longer one for each sample) or picks them by their place is marked. A marked tensor is
+refused as an input of the model, and where a number is read from joined rows there is a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from ...errors import InputError
+from ...lang.plan_file import Plan
+from ...runtime.data import own_samples
+
+WATCHED_BATCHES = 3
+MESSAGE = (
+    "a number was read that {function} has made of a rank's own {rows} rows of the batch: other ranks have "
+    "other rows, and other numbers. Write model, optimizer, _ = mixmesh.prepare(...) and loop over your own "
+    "loader, which has whole batches on every rank, or take out.gather(), or sum it over ranks"
+)
+HINTS = (
+    "model, optimizer, _ = mixmesh.prepare(...)  # and the script's own loader: whole batches on every rank",
+    "mixmesh.prepare(..., inputs=function), with the function that does this to a whole batch",
+)
+# they choose rows by their places, or put them elsewhere, along the dim that they are given
+ALONG_A_DIM = frozenset("roll flip sort argsort gather take_along_dim narrow select index_select".split())
+# the same, if what they give has other rows
+IN_PARTS = frozenset(
+    "cat concat concatenate stack vstack row_stack split chunk tensor_split unbind repeat tile".split()
+)
+# they join rows, if the dim that they are given is that of the rows
+JOINING_A_DIM = frozenset("cumsum cumprod logcumsumexp cummax cummin softmax log_softmax normalize".split())
+# the same rows in another form
+FORMS = frozenset(
+    "view reshape flatten unflatten transpose permute movedim t squeeze unsqueeze expand view_as reshape_as "
+    "repeat_interleave ravel masked_select nonzero __get__ __getitem__".split()
+)
+READING = frozenset("item tolist __float__ __int__ __bool__ __format__ __repr__".split())
+
+
+class OwnRows(Tensor):
+    """A tensor that was made of a rank's own ``rows``; ``joined`` and ``picked`` name the function that has
+    joined some or chosen them by their place, if one has."""
+
+    rows: int = 0
+    watch: RowWatch | None = None
+    joined: str = ""
+    picked: str = ""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        sources = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, OwnRows)]
+        joined = next((x.joined for x in sources if x.joined), "")
+        picked = next((x.picked for x in sources if x.picked), "")
+        if name in READING:
+            if joined and sources[0].watch is not None:
+                sources[0].watch.warn(joined, sources[0].rows)
+            return func(*pytree.tree_map(plain, args), **pytree.tree_map(plain, kwargs))
+        result = super().__torch_function__(func, types, args, kwargs)
+        for made in pytree.tree_leaves(result) if sources else ():
+            if isinstance(made, OwnRows):
+                source = max(sources, key=Tensor.dim)
+                made.watch, made.rows = source.watch, _rows_of(name, source, made)
+                made.joined = joined or (name if _joins(name, source, made, args, kwargs) else "")
+                made.picked = picked or (name if _picks(name, source, made, args, kwargs) else "")
+        return result
+
+
+def plain(x: Any) -> Any:
+    """A tensor of a rank's rows as one of PyTorch's own class; anything else as it is."""
+    if not isinstance(x, OwnRows):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _rows_of(name: str, source: OwnRows, made: OwnRows) -> int:
+    """How many rows of ``made`` are samples, or k of them each sample."""
+    length = len(plain(made)) if plain(made).ndim else 0
+    return length if name in FORMS and source.rows and length % source.rows == 0 else source.rows
+
+
+def _joins(name: str, source: OwnRows, made: OwnRows, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    before, after = plain(source).shape, plain(made).shape
+    if not before or name in FORMS or name in ALONG_A_DIM or name in IN_PARTS:
+        return False
+    if name in JOINING_A_DIM:
+        return _is_along_rows(len(before), args, kwargs)
+    return not after or (before[0] == source.rows and after[0] != before[0])
+
+
+def _picks(name: str, source: OwnRows, made: OwnRows, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    if name == "__getitem__":
+        return _is_picking_index(args[1])
+    if name in ALONG_A_DIM:
+        return _is_along_rows(plain(source).ndim, args, kwargs)
+    return name in IN_PARTS and plain(made).shape[:1] != plain(source).shape[:1]
+
+
+def _is_along_rows(num_dims: int, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a dim that a function is given is the first. Where it is given by place it is the first number,
+    or the last one of ``roll``."""
+    told = kwargs.get("dim", kwargs.get("dims"))
+    if told is None:
+        numbers = [x for x in args[1:] if isinstance(x, int | tuple | list) and not isinstance(x, bool)]
+        told = numbers[-1 if len(numbers) > 1 and len(args) == 3 else 0] if numbers else -1
+    return any(dim % max(num_dims, 1) == 0 for dim in (told if isinstance(told, tuple | list) else (told,)))
+
+
+def _is_picking_index(index: Any) -> bool:
+    """Whether an index chooses rows by their places: a number, a part of them, a tensor of numbers."""
+    first = index[0] if isinstance(index, tuple) and index else index
+    if isinstance(first, slice):
+        return first != slice(None)
+    if isinstance(first, Tensor):
+        return first.dtype != torch.bool
+    return first is not None and first is not Ellipsis
+
+
+def _shown(function: str) -> str:
+    """The name of a function as a script writes it."""
+    return "an index" if function == "__getitem__" else f"{function}()"
+
+
+class RowWatch:
+    """Watches the first batches of a rank that is given some rows of each."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        own = own_samples(plan.program, rank)
+        self._left = WATCHED_BATCHES if own is not None and 0 < own[1] < own[2] else 0
+        self._has_warned = rank != 0
+
+    def warn(self, function: str, rows: int) -> None:
+        """Warns of a number that was read, once, on the first rank."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(MESSAGE.format(function=_shown(function), rows=rows), stacklevel=4)
+
+    def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches, the tensors of the first ones as ``OwnRows``."""
+        return map(self.watched, batches)
+
+    def watched(self, batch: Any) -> Any:
+        """A batch whose tensors are watched if it is one of the first."""
+        if not self._left:
+            return batch
+        self._left -= 1
+        leaves = [x for x in pytree.tree_leaves(batch) if isinstance(x, Tensor) and x.ndim]
+        rows = max((len(x) for x in leaves), key=[len(x) for x in leaves].count, default=0)
+
+        def watched(x: Any) -> Any:
+            if type(x) is not Tensor or not x.ndim or len(x) != rows:
+                return x
+            made = x.as_subclass(OwnRows)
+            made.rows, made.watch = rows, self
+            return made
+
+        return pytree.tree_map(watched, batch)
+
+    def on_call(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, Mapping[str, Any]]:
+        """The arguments of a model's call as plain tensors. Raises InputError for rows that were joined, or
+        picked by their place."""
+        for x in pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, OwnRows) and (x.joined or x.picked):
+                raise InputError(
+                    "an input of the model is made of several of this rank's own rows, or of some by their "
+                    "place: of the whole batch it would be another one",
+                    expected="rows as the loader gives them, each changed by itself",
+                    got=f"{_shown(x.joined or x.picked)} of {x.rows} rows",
+                    hint=HINTS,
+                )
+        return pytree.tree_map(plain, args), pytree.tree_map(plain, kwargs)

@@ -1,0 +1,72 @@
+"""Loaders that ``prepare`` refuses at once, as their data would be left out or could not be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from ...errors import InputError
+from ...lang.ir import samples_of
+from ...lang.ir.placement import shard_sizes
+from ...lang.plan_file import Plan
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raises InputError for a model within what would deal its batches out again."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise InputError(
+            f"{type(model).__name__} is around the model that is to be prepared",
+            expected="the model itself: mixmesh deals samples out to ranks",
+            got=f"{type(model).__name__}({type(model.module).__name__})",
+            hint="leave the wrapper out, or mixmesh.prepare(model.module, ...)",
+        )
+
+
+def check_gives_all(loader: Iterable) -> None:
+    """Raises InputError for a loader whose sampler deals samples out to ranks: each rank would get a part of
+    the first rank's part, and nobody the rest."""
+    sampler = getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    for holder in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
+        num_ranks = getattr(holder, "num_replicas", None)
+        if isinstance(num_ranks, int) and num_ranks > 1:
+            raise InputError(
+                "the loader gives a rank a part of the samples, which prepare would deal out again",
+                expected="a loader of global batches, the same on every rank, as on one device",
+                got=f"{type(holder).__name__} for {num_ranks} ranks",
+                hint=(
+                    "DataLoader(data, batch_size=B, shuffle=True), B of all ranks together, without it",
+                    f"or {type(holder).__name__}(..., num_replicas=1, rank=0), to keep its set_epoch",
+                ),
+            )
+
+
+def check_last_batch(loader: Any, plan: Plan) -> None:
+    """Raises InputError where a plan is a pipeline whose micro-batches cannot be cut out of a loader's
+    smaller last batch. It would be refused at the end of an epoch otherwise."""
+    batch_size = getattr(loader, "batch_size", None)
+    if plan.order is None or not plan.micro_batches or not isinstance(loader, DataLoader) or not batch_size:
+        return
+    steps = max(row.steps for row in plan.micro_batches)
+    try:
+        left = len(loader.sampler) % batch_size
+    except TypeError:  # its length is not known
+        return
+    if loader.drop_last or not left:
+        return
+    samples = samples_of(plan.program)
+    shares = [[samples.counts[rank] / samples.batch_size for rank in ranks] for ranks in samples.stages]
+    sizes = [size for stage in shares for size in shard_sizes(left, tuple(stage))]
+    if any(size % steps or not size for size in sizes):
+        raise InputError(
+            f"the plan is a pipeline of {steps} micro-batches, which the last batch cannot be cut into",
+            expected=f"a multiple of {steps} samples for every device of a stage in every batch",
+            got=f"{left} samples in the last one, {', '.join(map(str, sizes))} for the devices",
+            hint=(
+                "DataLoader(..., drop_last=True)",
+                'mixmesh.prepare(..., planner="ddp-tuned"), which takes batches of any size',
+            ),
+        )

@@ -1,0 +1,228 @@
+"""How far a loader has come, and how another start goes on from there with the batches that remain.
+
+A state holds the random numbers from which the order of its epoch was drawn, how many batches of that order
+were given, and a digest of them. To go on, the order is drawn again from the same numbers and as many batches
+are left out; where these are not the ones of the digest, the start is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from ...errors import InputError
+
+T = TypeVar("T")
+END = object()
+LOOK = 1  # batches: an iteration that is left after so many was a look at the data, and no epoch
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """States of random numbers: the process's (None where they do not matter), and those of the generators
+    that a loader was given, by place."""
+
+    of_process: dict[str, Any] | None
+    generators: dict[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, loader: Any, *, with_process: bool = True) -> Numbers:
+        """The numbers as they are now."""
+        generators = {place: g.get_state() for place, g in generators_of(loader).items()}
+        return cls(numbers_of_process() if with_process else None, generators)
+
+    def restore(self, loader: Any) -> None:
+        """Sets everything to what it was."""
+        if self.of_process is not None:
+            set_numbers_of_process(self.of_process)
+        for place, generator in generators_of(loader).items():
+            if place in self.generators:
+                generator.set_state(self.generators[place])
+
+
+def generators_of(loader: Any) -> dict[str, torch.Generator]:
+    """The generators that a loader and its samplers draw from."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    holders = {
+        "loader": loader,
+        "sampler": getattr(loader, "sampler", None),
+        "batch_sampler": batch_sampler,
+        "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+    }
+    found = {place: getattr(holder, "generator", None) for place, holder in holders.items()}
+    return {place: g for place, g in found.items() if isinstance(g, torch.Generator)}
+
+
+def numbers_of_process() -> dict[str, Any]:
+    """The states of torch, random and numpy.random, as ``torch.load(weights_only=True)`` reads them."""
+    name, keys, *rest = np.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *rest),
+    }
+
+
+def set_numbers_of_process(states: dict[str, Any]) -> None:
+    """Sets what ``numbers_of_process`` gave."""
+    torch.set_rng_state(states["torch"])
+    version, keys, gauss = states["python"]
+    random.setstate((version, tuple(keys), gauss))
+    name, keys, *rest = states["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+
+
+def fingerprint(states: dict[str, Any]) -> str:
+    """A text that is another one where any number was drawn."""
+    return repr((states["torch"].tolist(), states["python"], states["numpy"][1].tolist(), states["numpy"][2]))
+
+
+@dataclass
+class Progress:
+    """How far a loader has come: in epoch ``epoch`` it has given ``num_yielded`` batches of
+    ``samples_yielded`` samples, all ranks' rows together. Between epochs it stands at the start of the
+    next one."""
+
+    epoch: int = 0
+    sampler_epoch: int | None = None  # given to set_epoch last: the order of this epoch and those after it
+    num_yielded: int = 0
+    samples_yielded: int = 0
+    digest: str = ""  # over all that was given
+    numbers: Numbers | None = field(default=None, repr=False)  # that the epoch's order is drawn from
+    is_open: bool = False  # an epoch has begun and not ended
+
+    def begin(self, resumed: Progress | None) -> None:
+        """Begins an epoch, or goes on with one; one that was left in the middle is over. A look at the data
+        begins again; so does an epoch that was set, whose order the sampler draws until another is set."""
+        if resumed is not None:
+            self.__dict__.update(vars(resumed))
+        elif self.is_open:
+            begins_again = self.num_yielded <= LOOK or self.sampler_epoch is not None
+            self.start_at(self.epoch if begins_again else self.epoch + 1)
+            self.numbers = None
+        self.is_open = True
+
+    def add(self, num_samples: int, digest: str) -> None:
+        """Counts a batch."""
+        self.num_yielded += 1
+        self.samples_yielded += num_samples
+        self.digest = joined(self.digest, digest)
+
+    def end(self, numbers: Numbers | None) -> None:
+        """Stands at the start of the next epoch; ``numbers`` are as the last one left them."""
+        if self.is_open:
+            self.start_at(self.epoch + 1)
+            self.numbers = numbers
+
+    def start_at(self, epoch: int) -> None:
+        """Stands at the start of ``epoch``."""
+        self.epoch, self.num_yielded, self.samples_yielded, self.digest = epoch, 0, 0, ""
+        self.is_open = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as plain values and tensors of bytes."""
+        numbers = None if self.numbers is None else dict(vars(self.numbers))
+        return {**vars(self), "numbers": numbers}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> Progress:
+        """The progress that ``state_dict`` gave. Raises InputError for another dict."""
+        names = set(cls.__dataclass_fields__)
+        if not isinstance(state, dict) or set(state) != names:
+            raise InputError(
+                "this is not the state of a loader of mixmesh.prepare",
+                expected=f"what loader.state_dict() gave: {', '.join(sorted(names))}",
+                got=", ".join(map(str, state)) if isinstance(state, dict) else type(state).__name__,
+            )
+        numbers = state["numbers"]
+        return cls(**{**state, "numbers": None if numbers is None else Numbers(**numbers)})
+
+
+def joined(so_far: str, digest: str) -> str:
+    """The digest of all batches so far and one more."""
+    return hashlib.blake2b(f"{so_far} {digest}".encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where an iteration went on in the middle of an epoch, and whether another one was left there before."""
+
+    state: Progress
+    follows_look: bool = False
+
+    def was_left_at(self, progress: Progress) -> bool:
+        """Whether the iteration, which has come as far as ``progress``, was left after a look at the data:
+        what remained of the epoch is still to be given."""
+        num_given = progress.num_yielded - self.state.num_yielded
+        return bool(self.state.num_yielded and progress.is_open and num_given <= LOOK)
+
+    def after_look(self) -> Resume:
+        """Where the next iteration goes on. A second look may be a script that takes one batch of every
+        iteration, which would be given the same batch for ever: it is refused with InputError."""
+        if self.follows_look:
+            raise InputError(
+                "two iterations that went on in the middle of an epoch were left after their first batch",
+                expected="one look at the data at most after load_state_dict, and then the rest of the epoch",
+                got="a third iteration, which would give the same batch again",
+                hint=(
+                    "look at the data before loader.load_state_dict(state)",
+                    "for one batch at a time make the iterator once: batches = iter(loader); next(batches)",
+                ),
+            )
+        return replace(self, follows_look=True)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """The batches that remain after those of a state were left out. ``reason`` says why one cannot go on with
+    them; it is empty where one can."""
+
+    remaining: Iterator[Any]
+    reason: str
+
+
+def check_skipped(reasons: Iterable[str]) -> None:
+    """Raises InputError if one of the ``reasons`` is not empty."""
+    for reason in filter(None, reasons):
+        raise InputError(
+            f"the loader cannot go on in the middle of an epoch: {reason}",
+            expected="the batches of the start that saved the state, in their order",
+            hint=(
+                "a generator of its own: DataLoader(..., generator=torch.Generator().manual_seed(0))",
+                "or go on from a state that was saved between two epochs",
+            ),
+        )
+
+
+def skip(
+    begin: Callable[[], Iterator[T]], digest: Callable[[T], str], state: Progress, loader: Any
+) -> Skipped:
+    """Draws an epoch's order again, without the batches that were given. The process's random numbers, which
+    a script may have restored, are as before. An order that is drawn from those as it goes depends on all
+    else that draws from them, and is refused."""
+    of_script = numbers_of_process()
+    state.numbers.restore(loader)
+    batches = begin()
+    so_far, after_first, reason = "", "", ""
+    for number in range(state.num_yielded):
+        batch = next(batches, END)
+        if batch is END:
+            reason = f"it has {number} batches, and {state.num_yielded} were given"
+            break
+        so_far = joined(so_far, digest(batch))
+        if number == 0:
+            after_first = fingerprint(numbers_of_process())
+    following = next(batches, END)
+    if not reason and so_far != state.digest:
+        reason = "it gives other batches, or another order"
+    if not reason and state.num_yielded and fingerprint(numbers_of_process()) != after_first:
+        reason = "it draws from the process's random numbers as it goes"
+    set_numbers_of_process(of_script)
+    return Skipped(batches if following is END else chain([following], batches), reason)

@@ -1,0 +1,240 @@
+"""``mixmesh.prepare``: one line in a script that was written for a single device."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...cluster.detection import Cache
+from ...cluster.detection.cache import default_folder
+from ...errors import TraceError
+from ...explain.headline import headline
+from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
+from ...frontend.trace.autocast import autocast_for
+from ...frontend.trace.capture import CALL_ONCE
+from ...frontend.trace.compiled import is_compiled, uncompiled
+from ...frontend.trace.words import is_words
+from ...lang.optimizer_states import OptimizerStates
+from ...measure.testbed import enter_device
+from ...runtime.calls import Signature
+from ...runtime.optimizer_check import check_can_be_prepared
+from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
+from ..rebalance import LoopBalancer, Solver
+from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
+from .outside_loss import needed_names, with_loss
+from .own_loader import OwnLoader
+from .refusals import check_gives_all, check_last_batch, check_unwrapped
+from .start import Options, Prepared, prepare_job
+
+WITHOUT_LOSS = (
+    "the model returns no loss: give every rank whole batches, as this loader does; outputs are gathered for "
+    "the loss that the loop computes. loss=... moves less"
+)
+
+
+def prepare(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    loader: Iterable,
+    *,
+    loss: Callable[..., Any] | None = None,
+    inputs: Callable[..., Any] | None = None,
+    planner: str = "auto",
+    profile_s: float = 15.0,
+    cache: str | Path | None = None,
+    cluster: str | Path | None = None,
+    timeout_s: float = 300.0,
+    heartbeat_s: float = 20.0,
+    seed: int = 0,
+    batch_norm: str = "exact",
+    outputs: tuple[str | int, ...] = (),
+    autocast: Any = None,
+    compile: bool = False,
+    rebalance: bool = True,
+) -> tuple[nn.Module, torch.optim.Optimizer | None, Iterable]:
+    """This process's part of a script's ``model``, ``optimizer`` and ``loader``; the loop stays as it is.
+
+    Call it in every process of ``torchrun``, after the same code has made the same model. ``loader`` gives
+    global batches; the one that is returned gives this rank's rows of the same batches. ``model(*batch)``,
+    or ``model(**batch)`` for a dict, returns the loss of the whole batch; with ``loss`` that is
+    ``loss(outputs, targets)`` (``outside_loss.with_loss``). The devices are detected, the job profiled for
+    about ``profile_s`` seconds and planned; what was found is kept in the folder ``cache`` for the next
+    start. A file ``cluster`` describes the devices and links in place of what would be detected.
+    ``batch_norm="local"`` takes each rank's own statistics (``mm.plan``). ``outputs`` names what of
+    the model's own output is returned beside the loss, ``("logits",)`` for instance: this rank's rows, and
+    by ``out.gather()`` all. ``autocast`` is the ``torch.autocast`` that the loop calls the model under, or
+    its dtype; without one it is the context that ``prepare`` is called under. A rank that is silent for
+    ``heartbeat_s`` seconds is lost, and ends the others; 0 turns that off. Without torchrun the model,
+    with its loss, and the other two come back as they are.
+
+    A model that returns no loss, without ``loss``, gives all its outputs whole on every rank, with a
+    gradient: any loss that the loop computes of them is right, of several calls or models too. The script
+    keeps its loader then, with whole batches on every rank, of which the model gets what its forward takes.
+
+    On CPUs the speeds of devices are watched: where one gets slower or faster than planned for long enough,
+    ranks get other numbers of rows between two batches, and parameters that are cut move with them, if the
+    loop goes on exactly (``rebalance.own_loop``). ``rebalance=False`` keeps shares as planned, and so does
+    ``inputs``, or a model without a loss.
+
+    ``inputs`` is for loops that make something else of a batch before they call the model, such as noise or
+    mixtures of samples: the function that does so, called as ``inputs(*batch)`` or ``inputs(**batch)``, whose
+    result the model is called with. The script keeps its loader then, with whole batches on every rank, and
+    draws the same numbers on all of them, from one seed; the first three steps are compared, and refused if
+    they differ.
+
+    With ``compile`` the operators between collectives are compiled by ``torch.compile``, which takes a minute
+    or more when a shape first comes; predictions stay those of operators one by one.
+
+    Batches of other sizes and lengths than the first, the smaller last one of an epoch too, are served by the
+    same plan. Raises TraceError for a model that cannot be exported, Infeasible if nothing fits in memory.
+    """
+    if "RANK" not in os.environ:
+        alone = model if loss is None else on_one_device(model, loss, outputs)
+        if compile and alone is uncompiled(alone):
+            alone.compile()
+        return alone, optimizer, loader
+    model = uncompiled(model)
+    check_unwrapped(model)
+    check_not_parallel(model, "prepare")
+    check_supported(optimizer)
+    check_can_be_prepared(optimizer)
+    check_gives_all(loader)
+    batch, loader = from_first_batch(loader)
+    with same_random_numbers():
+        arguments = as_arguments(batch)
+        example = taken_by(model, loss, arguments) if inputs is None else made_inputs(inputs, arguments)
+    model = model if loss is None else with_loss(model, loss, outputs)
+    with same_random_numbers():
+        job = Job(model, example, optimizer=maker_like(optimizer), outputs=outputs)
+        options = Options(
+            profile_s=profile_s,
+            planner=planner,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            batch_norm=batch_norm,
+            autocast=autocast_for(model, autocast),
+            whole_parameters=optimizer is not None and not is_elementwise(optimizer),
+            may_be_outside=loss is None and not outputs,
+        )
+        try:
+            prepared = prepare_job(
+                job,
+                int(os.environ["WORLD_SIZE"]),
+                options=options,
+                cache=Cache(Path(cache) if cache is not None else default_folder()),
+                cluster_file=None if cluster is None else Path(cluster),
+            )
+        except TraceError as error:
+            if inputs is None and CALL_ONCE in error.hint:
+                error.hint = (*error.hint, *another_call(batch))
+            raise
+        check_last_batch(loader, prepared.plan)
+        if os.environ["RANK"] == "0":
+            print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
+            if not prepared.plan.returned.has_loss:
+                print(f"mixmesh: {WITHOUT_LOSS}", file=sys.stderr, flush=True)
+        parallel, optimizer = parallelize(
+            model,
+            optimizer,
+            prepared.plan,
+            timeout_s=timeout_s,
+            heartbeat_s=heartbeat_s,
+            seed=seed,
+            compile=compile,
+            check_model=False,  # it was traced just now
+        )
+    enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
+    if inputs is not None or not prepared.plan.returned.has_loss:
+        return parallel, optimizer, loader
+    own = own_loader(loader, prepared.plan)
+    own.watch_rows(parallel._runtime)
+    if rebalance and optimizer is not None and int(os.environ["WORLD_SIZE"]) > 1:
+        follow_devices(parallel, optimizer, own, prepared, optimizer_states(job.optimizer))
+    return parallel, optimizer, own
+
+
+def follow_devices(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    loader: OwnLoader,
+    prepared: Prepared,
+    states: OptimizerStates,
+) -> None:
+    """Has the shares of a loop follow its devices; not on GPUs, where a rank's own seconds are not known."""
+    if model.comm.device.type != "cpu":
+        return
+    is_first = os.environ["RANK"] == "0"
+
+    def say(text: str) -> None:
+        if is_first:
+            print(f"mixmesh: {text}", file=sys.stderr, flush=True)
+
+    solver = Solver(prepared.cluster, prepared.profile, states) if is_first else None
+    LoopBalancer(model, optimizer, loader, solver, say)
+
+
+def another_call(batch: Any) -> tuple[str, ...]:
+    """A hint for loops that hand a model some of a batch alone, or in another order."""
+    names = tuple(batch) if isinstance(batch, Mapping) else tuple("abcdefgh"[: len(as_arguments(batch))])
+    if not all(isinstance(name, str) and name.isidentifier() for name in names):
+        return ()
+    given = ", ".join(names)
+    return (
+        f"if the loop calls the model with other values than the loader gives ({given}): "
+        f"mixmesh.prepare(..., inputs=lambda {given}: ({names[0]}, ...))",
+    )
+
+
+def made_inputs(inputs: Callable[..., Any], batch: Any) -> Any:
+    """The arguments that a model is called with for a batch of the loader: a tuple, or a dict by name."""
+    if isinstance(batch, Mapping):
+        made = inputs(**batch)
+    else:
+        made = inputs(*batch) if isinstance(batch, tuple) else inputs(batch)
+    return made if isinstance(made, Mapping | tuple) else (made,)
+
+
+def taken_by(model: nn.Module, loss: Callable[..., Any] | None, batch: Any) -> Any:
+    """The part of a batch that a model's forward pass takes, and the ``loss``. Without one the rest is for
+    the loss that the loop computes; with one words behind what both need are for the loop."""
+    if loss is not None:
+        least = len(needed_names(model)) + len(needed_names(loss)[1:])
+        while isinstance(batch, tuple) and len(batch) > least and is_words(batch[-1]):
+            batch = batch[:-1]
+        return batch
+    taken = Signature.of(model)
+    if isinstance(batch, Mapping):
+        return batch if taken.more_names else {k: v for k, v in batch.items() if k in taken.names}
+    if not isinstance(batch, tuple) or taken.more_positions:
+        return batch
+    return batch[: len(taken.positions)]
+
+
+def on_one_device(model: nn.Module, loss: Callable[..., Any], outputs: tuple[str | int, ...]) -> nn.Module:
+    """``model`` with its loss, compiled if it was."""
+    made = with_loss(uncompiled(model), loss, outputs)
+    if is_compiled(model):
+        made.compile()
+    return made
+
+
+def maker_like(
+    optimizer: torch.optim.Optimizer | None,
+) -> Callable[[Iterable], torch.optim.Optimizer] | None:
+    """A function that makes an optimizer of the same class and settings for other parameters. Defaults that
+    the class sets by itself, as AdamW does, are not among its arguments. None for no optimizer."""
+    if optimizer is None:
+        return None
+    kind, settings = type(optimizer), optimizer.defaults
+    arguments = signature(kind).parameters.values()
+    if not any(a.kind is a.VAR_KEYWORD for a in arguments):
+        names = {a.name for a in arguments}
+        settings = {name: value for name, value in settings.items() if name in names}
+    return lambda params: kind(params, **settings)

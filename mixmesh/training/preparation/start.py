@@ -1,0 +1,262 @@
+"""Everything between a job and its first step, with nothing made by hand: the cluster is detected, the job
+profiled and planned. What an earlier start found out is kept, so that the next one takes seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ...api import plan_traced
+from ...cluster import Cluster
+from ...cluster.detection import Cache, detect, read_inventory
+from ...cluster.detection.cache import key_of
+from ...cost import Profile
+from ...errors import InputError
+from ...frontend.job import needs_whole_parameters, optimizer_states
+from ...frontend.trace import Traced, trace
+from ...lang.plan_devices import planned_devices
+from ...lang.plan_file import Plan
+from ...measure.profiler import profile as measure_profile
+from ...measure.profiler import profile_links
+from ...measure.testbed import enter_device, leave_device
+from ...runtime.comm import LEAST_S, default_device, initialise
+from ...runtime.first_rank import from_first_rank
+from ...runtime.original import traceable
+from ...runtime.start import compare_first
+from ...runtime.taking_part import taking_part
+from ...runtime.watch import watch_of_process
+from .kinds import Kinds
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is measured and searched. With ``profile_s`` 0 plans are made from the devices' figures."""
+
+    profile_s: float = 15.0
+    planner: str = "auto"
+    search_s: float | None = None
+    timeout_s: float = 300.0
+    heartbeat_s: float = 20.0  # a rank that is silent for so long is lost; 0 looks at none
+    batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
+    autocast: tuple[str, str] | None = None  # the context that the model is called under
+    whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    may_be_outside: bool = False  # the script computes the loss, where the model returns none
+
+
+@dataclass(frozen=True)
+class Device:
+    """Callbacks around computing on a rank's device: ``on_start`` before, ``on_end`` after. By default they
+    enter and leave the CPU quota of an emulated device; outside of the testbed these do nothing."""
+
+    on_start: Callable[[], object] = enter_device
+    on_end: Callable[[], object] = leave_device
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of the preparation: its seconds, and whether the result is of an earlier start."""
+
+    name: str
+    time_s: float
+    was_kept: bool
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The result of a preparation. ``profile`` is None where none was asked for."""
+
+    cluster: Cluster
+    profile: Profile | None
+    plan: Plan
+    phases: tuple[Phase, ...]
+
+
+@taking_part("the preparation")
+def prepare_job(
+    job: Any,
+    world_size: int,
+    *,
+    options: Options | None = None,
+    cache: Cache | None = None,
+    device: Device | None = None,
+    cluster_file: Path | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Prepared:
+    """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
+    Collective; initialises ``torch.distributed``.
+
+    Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
+    devices and links, which are detected without one. An error of the first rank is raised on all ranks:
+    TraceError for a model that cannot be exported, Infeasible if nothing fits, InputError for a cluster file
+    of another number of devices; CollectiveError for a rank that is lost meanwhile.
+    """
+    options, device = options or Options(), device or Device()
+    where = default_device()
+    initialise(world_size, where, options.timeout_s)
+    if options.heartbeat_s:
+        watch_of_process(options.heartbeat_s, max(options.timeout_s, LEAST_S))
+    phases = _Phases(cache or Cache(None), progress)
+    phases.new("comparison of the ranks", lambda: compare_first(job.model))
+    versions = version("mixmesh"), torch.__version__
+    if cluster_file is not None:
+        cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))
+    else:
+        cluster = detected_cluster(where, phases, device, versions)
+    traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
+    whole_parameters = needs_whole_parameters(job.optimizer) or options.whole_parameters
+    optimizer = optimizer_states(job.optimizer), whole_parameters
+    job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
+    profile = None
+    if options.profile_s:
+        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s)
+        kinds = Kinds.of(phases.cache, kind_key, where)
+        profile = phases.kept(
+            "profile",
+            f"profiles/{key_of(job_key, options.profile_s)}.json",
+            (Profile.load, lambda made, path: made.save(path)),
+            lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
+        )
+    what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
+    plan = phases.kept(
+        "plan",
+        f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
+        (Plan.load, lambda made, path: made.save(path)),
+        lambda: from_first_rank(lambda: _planned(traced, job, cluster, profile, options, progress)),
+    )
+    # a plan that was kept may be of a start on equal machines of other names
+    plan = replace(plan, devices=planned_devices(cluster))
+    return Prepared(cluster, profile, plan, tuple(phases.done))
+
+
+def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
+    """The plan for ``job`` on a cluster as it is known by now. By one process alone."""
+    return _planned(traced_job(job, options), job, cluster, profile, options, lambda _: None)
+
+
+def _planned(
+    traced: Traced,
+    job: Any,
+    cluster: Cluster,
+    profile: Profile | None,
+    options: Options,
+    progress: Callable[[str], None],
+) -> Plan:
+    return plan_traced(
+        traced,
+        cluster,
+        profile=profile,
+        planner=options.planner,
+        search_s=options.search_s,
+        optimizer_states=optimizer_states(job.optimizer),
+        whole_parameters=needs_whole_parameters(job.optimizer) or options.whole_parameters,
+        progress=progress,
+    )
+
+
+def described_cluster(file: Path, world_size: int) -> Cluster:
+    """The cluster in a file, whose devices are the ranks in their order."""
+    cluster = Cluster.load(file)
+    if cluster.world_size != world_size:
+        raise InputError(
+            "the cluster file describes another number of devices",
+            expected=f"{world_size} devices, one for each rank",
+            got=f"{cluster.world_size} devices",
+            where=str(file),
+            hint=f"torchrun --nproc-per-node {cluster.world_size} ..., or mixmesh detect --out FILE",
+        )
+    return cluster
+
+
+def detected_cluster(
+    where: torch.device, phases: _Phases, device: Device, versions: tuple[str, ...]
+) -> Cluster:
+    """The cluster of all ranks, as an earlier start with these ``versions`` or this one measured it."""
+    inventory = read_inventory(where)
+    key = key_of(inventory.fingerprint, dist.get_backend(), *versions)
+    return phases.kept(
+        "devices and links",
+        f"clusters/{key}.toml",
+        (Cluster.load, lambda made, path: path.write_text(made.to_toml())),
+        lambda: detect(
+            where,
+            inventory=inventory,
+            on_start=device.on_start,
+            on_end=device.on_end,
+            progress=phases.progress,
+        ),
+    )
+
+
+def traced_job(job: Any, options: Options) -> Traced:
+    """The job's model as it will be called."""
+    with traceable(job.model):  # parts of it may be parallel already, as a generator and its critic are
+        return trace(
+            job.model,
+            job.batch,
+            batch_norm=options.batch_norm,
+            outputs=job.outputs,
+            autocast=options.autocast,
+            may_be_outside=options.may_be_outside,
+        )
+
+
+def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Device, progress) -> Profile:
+    rank = dist.get_rank()
+    known = kinds.load_all(cluster, rank)
+    common = {"budget_s": options.profile_s, "on_start": device.on_start, "progress": progress}
+    try:
+        if known is not None:
+            progress("operators: kept of devices of these kinds")
+            return profile_links(graph, cluster, known, **common)
+        made = measure_profile(graph, job, cluster, **common)
+    finally:
+        device.on_end()
+    is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
+    kinds.save_all(made, cluster, rank, is_first_here)
+    return made
+
+
+class _Phases:
+    """Runs phases one after the other and remembers what each took."""
+
+    def __init__(self, cache: Cache, progress: Callable[[str], None]) -> None:
+        self.cache, self.progress = cache, progress
+        self.done: list[Phase] = []
+
+    def new(self, name: str, make: Callable[[], T]) -> T:
+        """The value of a phase of which nothing is kept."""
+        self.progress(name)
+        started = time.perf_counter()
+        value = make()
+        self.done.append(Phase(name, time.perf_counter() - started, was_kept=False))
+        return value
+
+    def kept(
+        self,
+        name: str,
+        file: str,
+        form: tuple[Callable[[Path], T], Callable[[T, Path], object]],
+        make: Callable[[], T],
+    ) -> T:
+        """The value in a ``file`` of the first rank's cache, or else a new one, written there. ``form`` reads
+        and writes it; ``make`` is collective."""
+        self.progress(name)
+        started = time.perf_counter()
+        read, write = form
+        value = from_first_rank(lambda: self.cache.load(file, read))
+        was_kept = value is not None
+        if value is None:
+            value = make()
+            if dist.get_rank() == 0:
+                self.cache.save(file, lambda path: write(value, path))
+        self.done.append(Phase(name, time.perf_counter() - started, was_kept))
+        return value

@@ -1,0 +1,288 @@
+"""A run whose shares follow its devices: observes between steps, decides, and changes shares."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...errors import MixmeshError
+from ...lang.plan_file import MicroBatch, Plan
+from ...measure.testbed import enter_device, leave_device
+from ...runtime.comm import Comm
+from ...runtime.data import Feed
+from ...runtime.first_rank import everyones, from_first_rank
+from ...runtime.parallel import ParallelModel
+from ...runtime.reshare import change_shares, why_other_form
+from .decide import Decision, Terms, decide
+from .observe import Observed, Sensitivity, window_steps
+from .replan import OtherPlan, Replanner
+from .solve import Solver, sample_ratio
+
+PURPOSE = "rebalance"  # a group of its own, for messages that nobody waits for
+LEAST_GAIN = 0.05  # share of a step: less is within the error of a prediction
+LEAST_PAUSE_S = 0.5  # for the first change of shares; later ones are expected to take as long as the last one
+LEAST_LEFT = 100  # steps, where a run does not say how many it makes: as many as were made, or these
+
+
+@dataclass(frozen=True)
+class NewShares:
+    """The part of a plan that differs under other shares."""
+
+    ratios: tuple[tuple[str, tuple[float, ...]], ...]
+    micro_batches: tuple[MicroBatch, ...] | None
+    predicted_step_s: float
+    predicted_peak_memory_bytes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> NewShares:
+        peaks = plan.predicted_peak_memory_bytes
+        return cls(plan.program.ratios, plan.micro_batches, plan.predicted_step_s, peaks)
+
+    def on(self, plan: Plan) -> Plan:
+        """``plan`` with these shares."""
+        return replace(
+            plan,
+            program=plan.program.changed(ratios=self.ratios),
+            micro_batches=self.micro_batches,
+            predicted_step_s=self.predicted_step_s,
+            predicted_peak_memory_bytes=self.predicted_peak_memory_bytes,
+            measured_step_s=None,
+        )
+
+
+@dataclass(frozen=True)
+class Change:
+    """Shares that take effect when ``at_step`` steps were made, and what each rank is to compute then."""
+
+    at_step: int
+    plan: Plan
+    own_s: tuple[float, ...]
+
+
+class RunBalancer:
+    """The balancer of one run. ``solver`` is asked on the first rank, and may be None on the others; ``say``
+    is told of each decision in one line, on every rank. ``num_steps`` is how many steps the run makes, None
+    where that is open. ``on_window`` is told the step and every rank's own seconds at the end of a window,
+    ``on_change`` the step and the pause of a change of shares. ``why_not`` is asked on every rank why shares
+    cannot change now, and gives an empty text where they can. ``replanner`` is asked on the first
+    rank for a plan of another form."""
+
+    def __init__(
+        self,
+        solver: Solver | None,
+        num_steps: int | None,
+        say: Callable[[str], None] = lambda _: None,
+        settings: Sensitivity | None = None,
+        on_window: Callable[[int, list[float]], object] = lambda step, own_s: None,
+        on_change: Callable[[int, float], object] = lambda step, pause_s: None,
+        why_not: Callable[[], str] = lambda: "",
+        replanner: Replanner | None = None,
+    ) -> None:
+        self._why_not, self._replanner = why_not, replanner
+        self._made_at = time.perf_counter()
+        self._restart_s = 0.0  # that a start is expected to take in these processes
+        self.following: OtherPlan | None = None  # a plan of another form to go on with
+        self._on_window, self._on_change = on_window, on_change
+        self._solver, self._num_steps, self._say = solver, num_steps, say
+        self._settings = settings or Sensitivity()
+        self._pause_s = 0.0  # seconds of the last change of shares
+        self._times: list[tuple[float, float]] = []  # in this window, own and in all
+        self._length = self._settings.least_steps
+        self._pending: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
+        self._change: Change | None = None
+        self._skips_window = True  # the first one, and those after a change, which compile
+        self._since = 0  # step from which on windows were kept
+        self.decisions: list[Decision] = []
+        self.changes: list[dict[str, Any]] = []
+
+    def begin(self, model: ParallelModel, optimizer: torch.optim.Optimizer, feed: Feed) -> None:
+        """Takes note of what each rank is expected to compute. Collective."""
+        self._model, self._optimizer, self._feed = model, optimizer, feed
+        comm = model.comm
+        comm.add([(PURPOSE, comm.everyone)], backend="gloo")
+        with self._off_device(), comm.call("rebalancing"):
+            expected_s = from_first_rank(lambda: self._solver.planned_own_s(self._plan))
+        self._observed = Observed(expected_s)
+        self._restart_s = LEAST_PAUSE_S + 2 * (time.perf_counter() - self._made_at)  # it saves before it
+
+    def after_step(self, num_steps: int, step_s: float, own_s: float) -> bool:
+        """Observes a step, and changes shares where that was decided. True if the training is to stop here,
+        for another plan to go on from a checkpoint (``following``). Collective."""
+        self._observe(num_steps, step_s, own_s)
+        return self.following is not None
+
+    def stay(self) -> None:
+        """Goes on under the same plan, as no checkpoint could be written."""
+        self.following = None
+        self._say("the checkpoint could not be written: the training goes on under the same plan")
+
+    def _observe(self, num_steps: int, step_s: float, own_s: float) -> None:
+        if self._change is not None:
+            if self.is_due(num_steps):
+                self.apply()
+            return
+        if self._pending is not None:
+            self._window_is_over(num_steps)
+            if self._change is not None and self.is_due(num_steps):
+                self.apply()
+            return
+        self._times.append((own_s, step_s))
+        if len(self._times) >= self._length:
+            self._send()
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether shares are to change after ``num_steps`` steps: the next batch is cut by the new ones."""
+        return self._change is not None and num_steps == self._change.at_step
+
+    def close(self) -> None:
+        """Lets go of the model and its optimizer, when they are trained no more."""
+        del self._model, self._optimizer, self._feed
+
+    def followed_by(self, later: RunBalancer | None) -> RunBalancer:
+        """The balancer of the plan that followed, with what this one has decided; this one, which wants no
+        other plan any more, where that has none."""
+        if later is None:
+            self.following = None
+            return self
+        later.decisions, later.changes = self.decisions + later.decisions, self.changes + later.changes
+        return later
+
+    def figures(self) -> dict[str, Any]:
+        """Decisions with their numbers, and the changes of shares with the seconds that each held up the
+        training."""
+        told = [{**asdict(d.terms), "reason": d.reason, "is_applied": d.is_applied} for d in self.decisions]
+        return {"rebalancing": {"decisions": told, "changes": self.changes}}
+
+    @property
+    def _plan(self) -> Plan:
+        return self._model._runtime.forms.plan
+
+    @property
+    def _comm(self) -> Comm:
+        return self._model.comm
+
+    def _send(self) -> None:
+        """Tells all ranks the medians of this window; they are read one step later, when they are there."""
+        own_s, step_s = (statistics.median(column) for column in zip(*self._times))
+        self._times.clear()
+        mine = torch.tensor([own_s, step_s], dtype=torch.float64)
+        table = torch.zeros(self._comm.world_size, 2, dtype=torch.float64)
+        channel = self._comm.channel(self._comm.everyone, "own seconds of a step", PURPOSE)
+        self._pending = channel.start(dist.all_gather, list(table.unbind()), mine), mine, table
+
+    def end(self) -> None:
+        """Waits for the last message. Collective."""
+        if self._pending is not None:
+            (work, _, _), self._pending = self._pending, None
+            self._comm.channel(self._comm.everyone, "own seconds of a step", PURPOSE).finish(work)
+
+    def _window_is_over(self, num_steps: int) -> None:
+        table = self._pending[2]
+        with self._comm.call("the end of a window"):
+            self.end()
+        own_s, step_s = table[:, 0].tolist(), max(table[:, 1].tolist())
+        self._on_window(num_steps, own_s)
+        self._length = window_steps(step_s, self._settings)
+        if self._skips_window:
+            self._skips_window, self._since = False, num_steps
+            return
+        self._observed = self._observed.add(own_s, self._settings)
+        if self._observed.drifts(step_s, self._settings):
+            self._decide(num_steps, step_s)
+
+    def _decide(self, num_steps: int, step_s: float) -> None:
+        """Decides what to do about a drift, as the first rank does. Collective."""
+        with self._off_device(), self._comm.call("rebalancing"):
+            why_not = next(filter(None, everyones(self._why_not())), "")
+            made = from_first_rank(lambda: self._decision(num_steps, step_s, why_not))
+        decision, shares, own_s, self.following = made
+        self.decisions.append(decision)
+        self._say(decision.text())
+        self._since = num_steps
+        if not decision.is_applied or self.following is not None:
+            self._observed = self._observed.settled()
+            return
+        plan = shares.on(self._plan)
+        self._feed.follow(plan)
+        self._change = Change(num_steps + self._feed.num_ahead, plan, own_s)
+
+    def _decision(
+        self, num_steps: int, step_s: float, why_not: str
+    ) -> tuple[Decision, NewShares | None, tuple[float, ...], OtherPlan | None]:
+        """The decision, with the shares and each rank's own seconds under them if it is to change them, or
+        with a plan of another form; ``why_not`` says why nothing is to change, on any rank."""
+        decision, shares, own_s = self._in_place(num_steps, step_s, why_not)
+        if self._replanner is not None and not why_not:
+            observed_s = self._observed.own_s()
+            is_other = lambda made: bool(why_other_form(self._plan, made, self._optimizer))  # noqa: E731
+            with suppress(MixmeshError):  # nothing fits, for instance: then shares alone may change
+                other = self._replanner.better(
+                    self._solver, self._plan, observed_s, decision, self._restart_s, LEAST_GAIN, is_other
+                )
+                if other is not None:
+                    return other[0], None, (), other[1]
+        return decision, shares, own_s, None
+
+    def _in_place(
+        self, num_steps: int, step_s: float, why_not: str
+    ) -> tuple[Decision, NewShares | None, tuple[float, ...]]:
+        """The decision on other shares for the same program."""
+        plan, own_s = self._plan, self._observed.own_s()
+        name = sample_ratio(plan.program) or plan.program.ratios[0][0]
+        shares = plan.program.ratio_of[name]
+        left = None if self._num_steps is None else self._num_steps - num_steps
+        terms = Terms(
+            num_steps,
+            num_steps - self._since,
+            self._solver.factors(plan, own_s),
+            shares,
+            shares,
+            step_s,
+            step_s,
+            max(num_steps, LEAST_LEFT) if left is None else left - self._feed.num_ahead,
+            self._pause_s,
+        )
+        if why_not:
+            return decide(replace(terms, problem=why_not), LEAST_GAIN), None, ()
+        try:
+            solved = self._solver.solve(plan, own_s)
+            problem = why_other_form(plan, solved.plan, self._optimizer)
+        except MixmeshError as error:
+            return decide(replace(terms, problem=error.message), LEAST_GAIN), None, ()
+        pause_s = self._pause_s or LEAST_PAUSE_S + self._solver.pause_s(solved.moved_bytes)
+        terms = replace(
+            terms,
+            new_shares=solved.plan.program.ratio_of[name],
+            new_step_s=step_s * solved.relative_step,
+            pause_s=pause_s,
+            problem=problem,
+        )
+        return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
+
+    def apply(self) -> None:
+        """Changes shares. Collective."""
+        started, change = time.perf_counter(), self._change
+        with self._off_device():
+            change_shares(self._model, self._optimizer, change.plan)
+        self._pause_s = time.perf_counter() - started
+        self.changes.append({"step": change.at_step, "pause_s": self._pause_s})
+        self._on_change(change.at_step, self._pause_s)
+        self._observed = self._observed.moved(change.own_s, self._settings)
+        self._change, self._skips_window = None, True
+
+    @contextmanager
+    def _off_device(self) -> Iterator[None]:
+        """Within it an emulated device's quota is not spent: solving and moving is the host's work."""
+        was_on = leave_device()
+        try:
+            yield
+        finally:
+            if was_on:
+                enter_device()

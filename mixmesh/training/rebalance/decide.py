@@ -1,0 +1,87 @@
+"""Whether other shares pay for the rest of a run, and the line that says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...base.units import seconds_text
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The numbers that a decision rests on. ``factors``: per rank, seconds of computing over those that were
+    planned. ``step_s`` is the step as measured and ``new_step_s`` as predicted under ``new_shares``;
+    ``problem`` says why there are no other shares, where there are none."""
+
+    step: int
+    num_steps: int
+    factors: tuple[float, ...]
+    shares: tuple[float, ...]
+    new_shares: tuple[float, ...]
+    step_s: float
+    new_step_s: float
+    steps_left: int
+    pause_s: float
+    problem: str = ""
+    other_plan: str = ""  # the planners of this plan and of one of another form, where that is to follow
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The decision on these ``terms``; ``reason`` says why shares stay, and is empty where they do
+    not."""
+
+    terms: Terms
+    reason: str
+
+    @property
+    def is_applied(self) -> bool:
+        return not self.reason
+
+    def text(self) -> str:
+        """In one line, with all numbers."""
+        t = self.terms
+        rank = max(range(len(t.factors)), key=lambda r: abs(_relative(t.factors, r) - 1))
+        head = (
+            f"step {t.step}: beside the others device {rank} takes {_relative(t.factors, rank):.2f}x "
+            f"of what was planned for {t.num_steps} steps"
+        )
+        if t.problem:
+            return f"{head}; shares {_percent(t.shares)} % stay: {t.problem}"
+        if t.other_plan:
+            return (
+                f"{head}; plan {t.other_plan}, step {seconds_text(t.step_s)} -> {seconds_text(t.new_step_s)} "
+                f"predicted, {t.steps_left} steps left, pause {seconds_text(t.pause_s)}: "
+                f"{self.reason or 'applied, going on from a checkpoint'}"
+            )
+        return (
+            f"{head}; shares {_percent(t.shares)} -> {_percent(t.new_shares)} %, "
+            f"step {seconds_text(t.step_s)} -> {seconds_text(t.new_step_s)} predicted, "
+            f"{t.steps_left} steps left, pause {seconds_text(t.pause_s)}: {self.reason or 'applied'}"
+        )
+
+
+def decide(terms: Terms, least_gain: float) -> Decision:
+    """Shares change if a step becomes shorter by ``least_gain`` of itself, and the steps that are left by
+    more than the pause."""
+    gain_s = terms.step_s - terms.new_step_s
+    if terms.problem:
+        return Decision(terms, terms.problem)
+    if gain_s < least_gain * terms.step_s:
+        return Decision(terms, f"not applied, gains less than {least_gain:.0%}")
+    if gain_s * terms.steps_left <= terms.pause_s:
+        return Decision(terms, "not applied, the steps left do not pay for the pause")
+    return Decision(terms, "")
+
+
+def _relative(factors: Sequence[float], rank: int) -> float:
+    """The factor of a rank over the median of those of the others that compute."""
+    others = sorted(f for r, f in enumerate(factors) if r != rank and f > 0)
+    if not others or factors[rank] <= 0:
+        return 1.0
+    return factors[rank] / others[(len(others) - 1) // 2]
+
+
+def _percent(shares: Sequence[float]) -> str:
+    return "/".join(f"{100 * share:.0f}" for share in shares)

@@ -1,0 +1,107 @@
+"""A plan of another form where other shares alone do not do: planned again under the speeds that devices
+turned out to have, and gone on with from a checkpoint.
+
+Planning takes a while, in which nobody trains. So it is asked for only where it can pay: as long as a step is
+about as far from perfect balance as the plan at the start was, another form of plan is not expected to be
+better, and where it is further, no more is expected of another plan than to be as close again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...base.units import plural
+from ...cluster import Cluster
+from ...cost import Profile
+from ...lang.plan_file import Plan
+from .decide import Decision, Terms, decide
+from .solve import Solver
+
+PlanFor = Callable[[Cluster, Profile | None], Plan]
+
+
+@dataclass(frozen=True)
+class OtherPlan:
+    """A plan of another form, and the corrected cluster and profile that it was made for."""
+
+    plan: Plan
+    cluster: Cluster
+    profile: Profile | None
+
+
+class Replanner:
+    """Plans again on the first rank, by ``plan_for``; that is expected to take ``planning_s`` seconds, and
+    then what it took last."""
+
+    def __init__(self, plan_for: PlanFor, planning_s: float) -> None:
+        self._plan_for, self._planning_s = plan_for, planning_s
+
+    def better(
+        self,
+        solver: Solver,
+        plan: Plan,
+        own_s: Sequence[float],
+        in_place: Decision,
+        restart_s: float,
+        least_gain: float,
+        is_other_form: Callable[[Plan], bool],
+    ) -> tuple[Decision, OtherPlan] | None:
+        """The decision for another plan that gains more than ``in_place`` does, after a restart that takes
+        ``restart_s``; None where there is none (``is_other_form``), or where it does not pay to look for
+        one."""
+        if not has_room(plan):
+            return None
+        terms = in_place.terms
+        step_s = terms.new_step_s if in_place.is_applied else terms.step_s
+        before_s, restored_s = solver.balanced_step_s(plan, own_s)
+        hoped_s = terms.step_s * restored_s / before_s
+        hoped = replace(
+            terms, step_s=step_s, new_step_s=hoped_s, pause_s=self._planning_s + restart_s, problem=""
+        )
+        if not decide(hoped, least_gain).is_applied:
+            return None
+        costs = solver.costs(plan, own_s)
+        started = time.perf_counter()
+        made = self._plan_for(costs.cluster, costs.profile)
+        self._planning_s = time.perf_counter() - started
+        made = replace(made, devices=plan.devices)
+        if not is_other_form(made):
+            return None
+        decision = decide(
+            replace(
+                terms,
+                new_step_s=terms.step_s * made.predicted_step_s / before_s,
+                pause_s=restart_s,
+                problem="",
+                other_plan=f"{form_text(plan)} -> {form_text(made)}",
+            ),
+            least_gain,
+        )
+        if not decision.is_applied or gained_s(decision.terms) <= (
+            gained_s(terms) if in_place.is_applied else 0.0
+        ):
+            return None
+        return decision, OtherPlan(made, costs.cluster, costs.profile)
+
+
+def has_room(plan: Plan) -> bool:
+    """Whether the first device, which trains, has room for the job's model twice beside the plan: it is made
+    again to be planned, and traced. True where the plan does not know its memory."""
+    if not plan.usable_bytes or not plan.predicted_peak_memory_bytes:
+        return True
+    model_bytes = sum(i.type.value.size_bytes for i in plan.program.params)
+    return 2 * model_bytes <= plan.usable_bytes[0] - plan.predicted_peak_memory_bytes[0]
+
+
+def form_text(plan: Plan) -> str:
+    """The planner of a plan, and how many devices take part: ``ddp-tuned on 2 of 3 devices``."""
+    program = plan.program
+    ranks = {r for i in program.instructions for t in i.types for r in program.participants(t)}
+    return f"{plan.planner} on {len(ranks)} of {plural(program.world_size, 'device')}"
+
+
+def gained_s(terms: Terms) -> float:
+    """Seconds that the rest of the run is shorter by, pause included."""
+    return (terms.step_s - terms.new_step_s) * terms.steps_left - terms.pause_s

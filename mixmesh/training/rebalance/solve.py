@@ -1,0 +1,257 @@
+"""The shares for a program under the speeds that its devices turned out to have.
+
+Every rank is a device of its own kind here: what is known of the kind of device that it was planned as, times
+the factor by which it took longer. Under these costs the ratio LP is solved again (``ratios``). A program
+with several ratios has each of them scaled by speed. The simulator says what a step takes under either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ...cluster import Cluster, Device
+from ...cost import CostModel, Profile, device_key
+from ...cost.profile import links_fingerprint
+from ...errors import Infeasible, PlanError
+from ...lang.ir import Program, Shard, make_ratio, shard_sizes, support
+from ...lang.optimizer_states import OptimizerStates
+from ...lang.plan_file import MicroBatch, Plan, accumulation
+from ...measure.tuning.correct import corrected
+from ...search.ratios import optimal_ratio, usable_bytes, with_ratio
+from ...simulator import Simulation, Timeline
+
+HEADROOM = 0.05  # share of a device's memory that a plan leaves free, as the planner does
+MOST_MOVED = 32  # single samples, one after the other
+LEAST_FACTOR, MOST_FACTOR = 0.05, 50.0  # beyond, something else happened than computing
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Other shares for a plan: ``plan`` with them, ``step_s`` over that of the old ones, as simulated, and
+    the own seconds of every rank under them. ``moved_bytes`` go to other ranks for it."""
+
+    plan: Plan
+    relative_step: float
+    own_s: tuple[float, ...]
+    moved_bytes: int
+
+
+class Solver:
+    """The time that a plan is expected to take on its cluster, and which shares are right where devices take
+    longer."""
+
+    def __init__(self, cluster: Cluster, profile: Profile | None, optimizer_states: OptimizerStates) -> None:
+        self.cluster, self.profile, self.optimizer_states = cluster, profile, optimizer_states
+
+    def planned_own_s(self, plan: Plan) -> tuple[float, ...]:
+        """Per rank, the seconds of computing in a step as planned."""
+        return self._simulated(plan, CostModel(self.cluster, self.profile))[1].compute_s
+
+    def factors(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, ...]:
+        """Per rank, ``own_s`` over what was planned. A rank that does not compute, or has no measurement, has
+        the least factor of the others."""
+        pairs = list(zip(own_s, self.planned_own_s(plan)))
+        known = [own / planned if own > 0 and planned > 0 else 0.0 for own, planned in pairs]
+        least = min((f for f in known if f), default=1.0)
+        return tuple(min(max(f or least, LEAST_FACTOR), MOST_FACTOR) for f in known)
+
+    def solve(self, plan: Plan, own_s: Sequence[float]) -> Solved:
+        """The best shares found. Raises Infeasible where nothing but the old ones fits."""
+        costs = self.costs(plan, own_s)
+        simulation, before = self._simulated(plan, costs)
+        room = plan.usable_bytes or [usable_bytes(costs, r, HEADROOM) for r in range(len(own_s))]
+        best: tuple[Plan, Timeline] | None = None
+        for made in self._proposed(plan, costs, simulation):
+            timeline = simulation.run(made.program, made.micro_batches)
+            fits = all(peak <= limit for peak, limit in zip(timeline.peak_memory_bytes, room))
+            if fits and (best is None or timeline.step_s < best[1].step_s):
+                best = made, timeline
+        if best is None:
+            raise Infeasible("no other shares fit in memory, or in the plan's micro-batches")
+        made, timeline = best
+        made = replace(
+            made,
+            predicted_step_s=timeline.step_s,
+            predicted_peak_memory_bytes=timeline.peak_memory_bytes,
+        )
+        moved = moved_bytes(plan.program, made.program, self.optimizer_states)
+        return Solved(made, timeline.step_s / before.step_s, timeline.compute_s, moved)
+
+    def costs(self, plan: Plan, own_s: Sequence[float]) -> CostModel:
+        """The costs of the cluster as its devices turned out to be."""
+        return corrected_costs(self.cluster, self.profile, self.factors(plan, own_s))
+
+    def balanced_step_s(self, plan: Plan, own_s: Sequence[float]) -> tuple[float, float]:
+        """Seconds of a step of ``plan`` on the devices as they are, and those of one that is as close to
+        perfect balance as it was planned to be: all devices compute all the time, by speed, and communicate
+        for free."""
+        planned = self._simulated(plan, CostModel(self.cluster, self.profile))[1]
+        now_s = self._simulated(plan, self.costs(plan, own_s))[1].step_s
+        speeds = [device.flop_per_s for device in self.cluster.devices]
+        slowed = [v / f for v, f in zip(speeds, self.factors(plan, own_s))]
+        return now_s, planned.step_s * sum(speeds) / sum(slowed)
+
+    def pause_s(self, moved_bytes: int) -> float:
+        """About what it takes to move ``moved_bytes`` between ranks, over the slowest link."""
+        ranks = range(self.cluster.world_size)
+        slowest = min(self.cluster.bandwidth_between(a, b) for a in ranks for b in ranks)
+        return moved_bytes / slowest
+
+    def _simulated(self, plan: Plan, costs: CostModel) -> tuple[Simulation, Timeline]:
+        accumulating = accumulation(plan) is not None
+        simulation = Simulation(plan.program, costs, self.optimizer_states, accumulating=accumulating)
+        return simulation, simulation.run(plan.program, plan.micro_batches)
+
+    def _proposed(self, plan: Plan, costs: CostModel, simulation: Simulation) -> Iterator[Plan]:
+        program = plan.program
+        scaled = program.changed(ratios=tuple(_by_speed(program, costs, self.cluster)))
+        proposed = [scaled]
+        name = sample_ratio(program)
+        if name is not None and program.ratios[0][0] == name:
+            ranks = support(program.ratio_of[name])
+            ratio = optimal_ratio(
+                program, costs, ranks, optimizer_states=self.optimizer_states, headroom=HEADROOM
+            )
+            proposed.append(with_ratio(program, name, _all_take_part(ratio, ranks, program)))
+        for made in proposed:
+            if plan.micro_batches is None and name is not None:
+                made = polished(made, name, simulation)
+            if (fitted := with_micro_batches(plan, made)) is not None:
+                yield fitted
+
+
+def corrected_costs(cluster: Cluster, profile: Profile | None, factors: Sequence[float]) -> CostModel:
+    """The costs of a cluster in which each rank computes ``factors`` as long as it was measured, or as is
+    declared of it."""
+    devices = [_slower(d, r, f, profile) for r, (d, f) in enumerate(zip(cluster.devices, factors))]
+    left = iter(devices)
+    machines = tuple(replace(m, devices=tuple(next(left) for _ in m.devices)) for m in cluster.machines)
+    made = replace(cluster, machines=machines)
+    if profile is None:
+        return CostModel(made)
+    known = {
+        device_key(new): (profile.devices[device_key(old)], factor)
+        for old, new, factor in zip(cluster.devices, devices, factors)
+        if device_key(old) in profile.devices
+    }
+    provenance = dict(profile.provenance)
+    if profile.describes_links_of(cluster):
+        provenance["links"] = links_fingerprint(made)
+    spread = replace(profile, devices={key: d for key, (d, _) in known.items()}, provenance=provenance)
+    return CostModel(made, corrected(spread, {key: factor for key, (_, factor) in known.items()}))
+
+
+def _slower(device: Device, rank: int, factor: float, profile: Profile | None) -> Device:
+    """A device that only ``rank`` has. Its share of a core says what a launch takes where nothing was
+    measured, and stays where something was, as links were measured by processes with such shares."""
+    share = device.cpu_share
+    if profile is None and share is not None:
+        share = min(1.0, share / factor)
+    return replace(
+        device,
+        name=f"{device.name} (rank {rank})",
+        flop_per_s=device.flop_per_s / factor,
+        half_flop_per_s=device.half_flop_per_s / factor,
+        memory_bytes_per_s=device.memory_bytes_per_s / factor,
+        cpu_share=share,
+    )
+
+
+def sample_ratio(program: Program) -> str | None:
+    """The one ratio that computations are cut by; None where there are several."""
+    names = computed_ratios(program)
+    return names.pop() if len(names) == 1 else None
+
+
+def computed_ratios(program: Program) -> set[str | None]:
+    """The ratios that computations are cut by, and not alone what is stored."""
+    computed = (i for i in program.instructions if not (i.is_leaf or i.is_sink or i.is_redistribution))
+    return {t.ratio for i in computed for t in i.types if isinstance(t.placement, Shard)}
+
+
+def _by_speed(
+    program: Program, costs: CostModel, cluster: Cluster
+) -> Iterator[tuple[str, tuple[float, ...]]]:
+    """Every ratio of computations with shares that are divided by the factors of ``costs``."""
+    computed, pairs = computed_ratios(program), zip(cluster.devices, costs.cluster.devices)
+    factors = [planned.flop_per_s / found.flop_per_s for planned, found in pairs]
+    for name, ratio in program.ratios:
+        yield name, make_ratio([s / f for s, f in zip(ratio, factors)]) if name in computed else ratio
+
+
+def _all_take_part(ratio: Sequence[float], ranks: Sequence[int], program: Program) -> tuple[float, ...]:
+    """``ratio`` in which every one of ``ranks`` has a sample at least: who takes part stays the same."""
+    least = 1 / samples_of_batch(program)
+    return make_ratio([max(s, least) if r in ranks else 0.0 for r, s in enumerate(ratio)])
+
+
+def samples_of_batch(program: Program) -> int:
+    """The size of dim 0 of the inputs: the grain of shares."""
+    shapes = [i.type.value.shape for i in program.instructions if i.op == "input"]
+    return max((shape[0] for shape in shapes if shape), default=1000)
+
+
+def polished(program: Program, name: str, simulation: Simulation) -> Program:
+    """``program`` with single samples moved between ranks while that shortens the simulated step."""
+    total, ranks = samples_of_batch(program), support(program.ratio_of[name])
+    counts = list(shard_sizes(total, program.ratio_of[name]))
+    if any(not counts[r] for r in ranks):
+        return program
+    at = partial(_with_counts, program, name)
+    best_s = simulation.step_s(program)
+    for _ in range(MOST_MOVED):
+        load = simulation.run(at(counts)).compute_s
+        givers = sorted((r for r in ranks if counts[r] > 1), key=lambda r: -load[r])[:2]
+        takers = sorted(ranks, key=lambda r: load[r])[:2]
+        moves = [_moved(counts, giver, taker) for giver in givers for taker in takers if giver != taker]
+        step_s, moved = min(((simulation.step_s(at(m)), m) for m in moves), default=(best_s, counts))
+        if step_s >= best_s:
+            break
+        best_s, counts, program = step_s, moved, at(moved)
+    return program
+
+
+def _with_counts(program: Program, name: str, counts: Sequence[int]) -> Program:
+    return with_ratio(program, name, make_ratio(counts))
+
+
+def _moved(counts: Sequence[int], giver: int, taker: int) -> list[int]:
+    return [n - (r == giver) + (r == taker) for r, n in enumerate(counts)]
+
+
+def with_micro_batches(plan: Plan, program: Program) -> Plan | None:
+    """``plan`` with the shares of ``program``. A rank that accumulates keeps its largest micro-batch, by
+    which its memory was planned, and takes more or fewer of them; None where the program does not allow
+    that."""
+    made = replace(plan, program=program)
+    if plan.micro_batches is None:
+        return made
+    name = sample_ratio(program)
+    if name is None or plan.order is not None:
+        return None
+    counts = shard_sizes(samples_of_batch(program), program.ratio_of[name])
+    rows = []
+    for old, count in zip(plan.micro_batches, counts):
+        size = min(old.micro_batch, count)
+        steps = -(-count // size) if size else 0
+        rows.append(MicroBatch(size, steps, count - size * (steps - 1) if steps else 0))
+    made = replace(made, micro_batches=tuple(rows))
+    try:
+        accumulation(made)
+    except PlanError:
+        return None
+    return made
+
+
+def moved_bytes(old: Program, new: Program, states: OptimizerStates) -> int:
+    """The bytes of parameters and their optimizer state that are on other ranks under ``new``."""
+    total = 0.0
+    for i in old.params:
+        held = old.owned.get(i.result, i.type)
+        if held.ratio is None or not isinstance(held.placement, Shard):
+            continue
+        one, two = old.ratio_of[held.ratio], new.ratio_of[held.ratio]
+        total += sum(max(b - a, 0.0) for a, b in zip(one, two)) * i.type.value.size_bytes
+    return round(total * (1 + states.kept))
