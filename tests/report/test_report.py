@@ -21,13 +21,28 @@ from benchmarks.demo.job import job
 from mixmesh.__main__ import execute
 from mixmesh.base.run_log import mark_line, parse_log, step_line
 from mixmesh.base.timeline import Event, Timeline, save_trace, to_chrome_trace
+from mixmesh.base.units import seconds_text
+from mixmesh.cli.plan import bound
 from mixmesh.cluster import Cluster
+from mixmesh.cost import CostModel
 from mixmesh.errors import InputError
 from mixmesh.explain.report import Page, bench_page, facts_of, page_text, plan_page, run_page
-from mixmesh.explain.report.facts import Facts, what_if
+from mixmesh.explain.report.facts import Facts, bounds_of, what_if
 from mixmesh.explain.report.measured import read_trace
+from mixmesh.explain.report.page import asset
 from mixmesh.explain.report.pair import differences, side_by_side
-from mixmesh.explain.report.parts import EXCHANGES, GATHERS, GRADIENTS, OTHERS, waits
+from mixmesh.explain.report.parts import (
+    AGAIN,
+    COMPUTES,
+    EXCHANGES,
+    GATHERS,
+    GRADIENTS,
+    OTHERS,
+    PARTS,
+    Bounds,
+    Parts,
+    waits,
+)
 from mixmesh.explain.report.path import critical_path
 from mixmesh.explain.report.plan_page import rank_object
 from mixmesh.explain.report.recognise import Bench, Run
@@ -128,6 +143,46 @@ def test_the_parts_are_the_whole_step(facts):
         assert rival.remade.parts.step_s == pytest.approx(rival.remade.timeline.step_s)
 
 
+def test_the_bound_is_that_of_the_plan(facts):
+    """The page's first bar is what ``mixmesh plan`` prints."""
+    plan, parts = facts.plan, facts.parts
+    assert plan.bound_s < plan.ideal_s < facts.timeline.step_s and not plan.is_bound_measured
+    assert (parts.bounds.bound_s, parts.bounds.ideal_s) == (plan.bound_s, plan.ideal_s)
+    assert parts.named()[0] == (
+        "the bound: all devices compute all the time, at the peaks of their figures",
+        plan.bound_s,
+    )
+    page = page_text(plan_page([facts]))
+    assert f"<b>The bound is {seconds_text(plan.bound_s)}</b>: no plan for these devices is faster" in page
+    assert f"{seconds_text(plan.ideal_s)}, the ideal." in page
+    assert bound(plan).startswith(f"no plan can be faster than {seconds_text(plan.bound_s)} ")
+
+
+def test_a_plan_of_other_costs_has_their_bound(facts):
+    """The page of a plan that was made from a profile, without one: the bound is of what it simulates."""
+    plan = replace(facts.plan, cost_source="profile", bound_s=1e3, ideal_s=2e3)
+    bounds = bounds_of(plan, CostModel(facts.cluster))
+    assert bounds.bound_s == pytest.approx(facts.plan.bound_s, rel=1e-9) and not bounds.is_measured
+    assert bounds_of(plan, CostModel(facts.cluster)).ideal_s == pytest.approx(facts.plan.ideal_s, rel=1e-9)
+
+
+def test_what_is_computed_again_is_a_part():
+    """By hand: rank 1 computes 5 s, one of them again, where an even part would be 3."""
+    events = (
+        Event(0, "compute", "a", 0, 2), Event(1, "compute", "a", 0, 4), Event(1, "compute", "a again", 5, 6),
+        Event(1, "communication", "b", 4, 5),
+    )  # fmt: skip
+    timeline = Timeline(6.0, (), (2.0, 5.0), 1.0, events)
+    kinds = {"compute": {"a": COMPUTES, "a again": AGAIN}, "communication": {"b": EXCHANGES}}
+    parts = Parts.of(timeline, Bounds(1.5, 3.0, False), lambda e: kinds[e.stream][e.name])
+    assert dict(zip(PARTS, parts.seconds)) == {
+        "bound": 1.5, "below the peaks": 1.5, "computed again": 1.0, "imbalance": 1.0,
+        "waits for sums of gradients": 0, "waits for gathers of parameters": 0,
+        "waits for other exchanges": 1.0, "waits for other devices": 0,
+    }  # fmt: skip
+    assert parts.step_s == 6.0 and parts.busiest == 1
+
+
 def test_sentences_where_a_device_sets_the_pace(facts):
     pace, why, links = sentences(facts)
     assert re.fullmatch(
@@ -204,7 +259,7 @@ def test_why_what_does_not_fit_lost(facts):
     assert not single.fits
     assert re.search(
         r" more, as rank 0 \(small, machine new & fast\) computes for .*s; and rank 0 \(small, .*\) "
-        r"would need 1\d+ MiB and may use 1\d+ MiB$",
+        r"would need 1\.\d+ GiB and may use 1\.\d+ GiB$",
         single.why,
     )
 
@@ -214,7 +269,7 @@ def test_why_what_does_not_fit_lost(facts):
 
 def test_the_page_asks_nobody_and_shows_names_as_text(facts):
     page = page_text(plan_page([facts]))
-    own = page.replace((Path(mixmesh.__file__).parent / "report/assets/echarts.min.js").read_text(), "")
+    own = page.replace(asset("echarts.min.js"), "")
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//|@import|url\(""", own)
     assert "<b>two</b>" not in own and "&lt;b&gt;two&lt;/b&gt; boxes" in own and "new &amp; fast" in own
     assert "@@" not in own and len(page) < 2e6

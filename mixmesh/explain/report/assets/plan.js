@@ -1,17 +1,17 @@
 let plan = data.variants[0];
-const PARTS = ['ideal', 'busiest device above it', ...data.waits.map(w => 'waits for ' + w)];
-const CHOSEN_FIRST = [0, 1, 3, 4, 5, 2];  // colours of the parts, so that gradients are the same everywhere
+const FIRST_WAIT = data.parts.length - data.waits.length;
+const PART_COLOURS = [0, 7, 6, 1, 3, 4, 5, 2];  // so that gradients are the same everywhere
 function rankName(r) { return 'rank ' + r + ' ' + plan.ranks[r].name; }
-function partColour(n) { return colours()[CHOSEN_FIRST[n]]; }
+function partColour(n) { return colours()[PART_COLOURS[n]]; }
 
 // an axis that ends with the step has no label there: it could stand on that of the last tick
 let wholeTicks;
 
 function drawWaterfall() {
-  const rows = plan.waterfall.filter(([, s], n) => n < 2 || s > plan.step_s / 1000);
+  const rows = plan.waterfall.filter(([, s], n) => !n || s > plan.step_s / 1000);
   const names = [...rows.map(r => r[0]), 'the step'], values = [...rows.map(r => r[1]), plan.step_s];
   const before = values.map((_, n) => (n === rows.length ? 0 : values.slice(0, n).reduce((a, b) => a + b, 0)));
-  draw('waterfall', `From the ideal to the step of ${plan.name}: ` + names.map((n, i) => `${n} ${seconds(values[i])}`).join(', '), {
+  draw('waterfall', `From the bound to the step of ${plan.name}: ` + names.map((n, i) => `${n} ${seconds(values[i])}`).join(', '), {
     grid: { ...GRID, top: 8, right: 72 }, xAxis: timeAxis(), yAxis: bars(names),
     tooltip: tip({ trigger: 'item', formatter: p => `${escaped(names[p.dataIndex])}: ${seconds(values[p.dataIndex])}` }),
     series: [{ type: 'bar', stack: 's', silent: true, itemStyle: { color: 'transparent' }, data: before },
@@ -23,7 +23,7 @@ function drawWaterfall() {
 
 function drawRanks() {
   const names = plan.ranks.map((_, r) => rankName(r));
-  const waited = data.waits.map((name, k) => ({ name: 'waits for ' + name, colour: partColour(k + 2), values: plan.ranks.map(r => r.waits_s[k]) }))
+  const waited = data.waits.map((name, k) => ({ name: 'waits for ' + name, colour: partColour(FIRST_WAIT + k), values: plan.ranks.map(r => r.waits_s[k]) }))
     .filter(w => w.values.some(s => s > plan.step_s / 1000));
   const parts = [{ name: 'computes', colour: partColour(0), values: plan.ranks.map(r => r.computes_s) }, ...waited];
   draw('busy', 'Seconds that each device computes, and waits', {
@@ -55,7 +55,7 @@ function drawCandidates() {
   if (section.hidden) return;
   const rows = plan.candidates;
   const title = row => row.name + (row.chosen ? ' (chosen)' : row.fits ? '' : ' (does not fit)');
-  const used = PARTS.map((name, n) => ({ name, n })).filter(p => rows.some(r => r.parts && r.parts[p.n] > plan.step_s / 1000));
+  const used = data.parts.map((name, n) => ({ name, n })).filter(p => rows.some(r => r.parts && r.parts[p.n] > plan.step_s / 1000));
   const series = used.map(p => ({ name: p.name, type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: partColour(p.n) }, data: rows.map(r => (r.parts ? r.parts[p.n] : 0)) }));
   if (rows.some(r => !r.parts)) series.push({ name: 'step', type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: style('--line') }, data: rows.map(r => (r.parts ? 0 : r.step_s)) });
   draw('candidates', 'The step of each plan that was considered: ' + rows.map(r => `${title(r)} ${seconds(r.step_s)}`).join(', '), {
