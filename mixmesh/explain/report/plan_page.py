@@ -7,18 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...base.timeline import STREAMS, Timeline
+from ...base.timeline import STREAMS
 from ...base.units import seconds_text
 from ...simulator.memory import MemoryCourse
 from ..headline import headline
 from .drawing import cluster_html
 from .facts import Facts
+from .packing import packed_timeline
 from .page import Page, asset, filled, section_html
-from .parts import KINDS, PARTS, WAITS, KindOf, Parts, waits
+from .parts import KINDS, PARTS, WAITS, Parts, waits
 from .words import sentences
 
-SHORTEST_S = 1e-9  # the shortest event that is drawn
-NS = 1e9
 MOMENTS = 240  # moments of a step at which the memory of a device is drawn
 MILLION = 1_000_000
 
@@ -105,7 +104,7 @@ def what_if_html(facts: Facts) -> str:
 
 
 def page_object(shown: Sequence[Facts]) -> dict[str, Any]:
-    """All that the script draws. Times are in seconds, those of events in nanoseconds."""
+    """All that the script draws. Times are in seconds, those of packed events in nanoseconds."""
     names = {"streams": STREAMS, "kinds": KINDS, "waits": WAITS, "parts": PARTS}
     return {**names, "variants": [variant(f) for f in shown]}
 
@@ -122,8 +121,8 @@ def variant(facts: Facts) -> dict[str, Any]:
         "ranks": [rank_object(facts, rank) for rank in range(facts.cluster.world_size)],
         "waterfall": facts.parts.named(),
         "candidates": candidates(facts),
-        "predicted": timeline_object(timeline, facts.critical, facts.kind_of),
-        "measured": None if measured is None else timeline_object(measured, (), facts.kind_of),
+        "predicted": packed_timeline(timeline, facts.critical, facts.kind_of),
+        "measured": None if measured is None else packed_timeline(measured, (), facts.kind_of),
         "program": [[line.text, line.source, line.name, line.time_s] for line in facts.lines],
         "what_if": what_if_rows(facts),
     }
@@ -197,24 +196,3 @@ def what_if_rows(facts: Facts) -> list[list[Any]]:
         ]
         for a in (now, *ranked)
     ]
-
-
-def timeline_object(timeline: Timeline, critical: Sequence[int], kind_of: KindOf) -> dict[str, Any]:
-    """Events as rows: rank, stream, name, operator, start and duration, bytes, kind, whether it is on the
-    critical path. Names are numbers of a table."""
-    on_path = set(critical)
-    names: dict[str, int] = {}
-
-    def number(name: str) -> int:
-        return names.setdefault(name, len(names))
-
-    rows = []
-    for index, e in enumerate(timeline.events):
-        if not math.isfinite(e.end_s) or e.end_s - e.start_s < SHORTEST_S:
-            continue
-        start_ns, end_ns = round(e.start_s * NS), round(e.end_s * NS)
-        size_bytes = -1 if e.size_bytes is None else e.size_bytes
-        place = [e.rank, STREAMS.index(e.stream), number(e.name), number(e.op)]
-        kind = KINDS.index(kind_of(e))
-        rows.append([*place, start_ns, end_ns - start_ns, size_bytes, kind, int(index in on_path)])
-    return {"step_s": timeline.step_s, "names": list(names), "events": rows}

@@ -81,14 +81,29 @@ function drawWhatIf() {
 
 // --- the timeline: rows of predicted events above those of measured ones ---------------------------------
 const KIND_COLOURS = [0, 1, 2, 3, 4, 5];
-function rowsOf(timeline) {
-  return timeline.events.map(e => ({ rank: e[0], stream: e[1], name: timeline.names[e[2]], op: timeline.names[e[3]],
-    start: e[4] / 1e9, end: (e[4] + e[5]) / 1e9, size: e[6], kind: e[7], critical: e[8] === 1 }));
+// the inverse of report/packing.py
+function eventsOf(timeline) {
+  const letters = atob(timeline.events), events = [];
+  let at = 0;
+  function number() {
+    let value = 0, scale = 1, byte;
+    do { byte = letters.charCodeAt(at++); value += (byte & 127) * scale; scale *= 128; } while (byte > 127);
+    return value;
+  }
+  for (const [rank, stream, count] of timeline.lanes) {
+    for (let n = 0, end = 0; n < count; n++) {
+      const code = number(), gap = number(), [name, op, size, kind] = timeline.rows[Math.floor(code / 2)];
+      const start = end + (gap % 2 ? -(gap + 1) / 2 : gap / 2);
+      end = start + number();
+      events.push({ rank, stream, name: timeline.names[name], op: timeline.names[op], start: start / 1e9, end: end / 1e9, size, kind, critical: code % 2 === 1 });
+    }
+  }
+  return events;
 }
 let lanes = [], marked = '';
 function takeLanes() {
   lanes = [['predicted', plan.predicted], ['measured', plan.measured]].filter(t => t[1])
-    .map(([name, t]) => ({ name, step_s: t.step_s, events: rowsOf(t) }));
+    .map(([name, t]) => ({ name, step_s: t.step_s, events: eventsOf(t) }));
 }
 const near = (a, b) => Math.abs(a - b) < 2e-9;
 function waitsFor(lane, event) {
@@ -137,7 +152,7 @@ function drawTimeline() {
     dataZoom: [{ type: 'inside', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter' },
                { type: 'slider', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter', bottom: 8, height: 18, left, right: 24, showDetail: false }] },
     64 + lanes.length * (height + 80));
-  table('path-table', ['event', 'device', 'begins', 'takes'], lanes[0].events.filter(e => e.critical)
+  table('path-table', ['event', 'device', 'begins', 'takes'], lanes[0].events.filter(e => e.critical).sort((a, b) => a.start - b.start)
     .map(e => [e.name, rankName(e.rank) + (e.stream ? ', links' : ''), seconds(e.start), seconds(e.end - e.start)]), [0, 1]);
 }
 function zoom(begin, end) {
