@@ -133,10 +133,10 @@ class Parts:
     def named(self) -> list[tuple[str, float]]:
         """Every part with its name, in the order of the waterfall."""
         about = (
-            f"the bound: all devices compute all the time, {self.bounds.basis}",
-            "devices compute below that, as estimated",
-            "the busiest device computes again what was not kept",
-            "the busiest device computes longer than an even part",
+            "the bound",
+            "devices below their peaks, as estimated",
+            "the busiest device computes again",
+            "it computes more than an even part",
             *(f"it waits for {kind}" for kind in WAITS),
         )
         return list(zip(about, self.seconds))

@@ -12,11 +12,11 @@ function drawWaterfall() {
   const names = [...rows.map(r => r[0]), 'the step'], values = [...rows.map(r => r[1]), plan.step_s];
   const before = values.map((_, n) => (n === rows.length ? 0 : values.slice(0, n).reduce((a, b) => a + b, 0)));
   draw('waterfall', `From the bound to the step of ${plan.name}: ` + names.map((n, i) => `${n} ${seconds(values[i])}`).join(', '), {
-    grid: { ...GRID, top: 8, right: 72 }, xAxis: timeAxis(), yAxis: bars(names),
+    grid: { ...GRID, right: 72 }, xAxis: timeAxis(), yAxis: bars(names),
     tooltip: tip({ trigger: 'item', formatter: p => `${escaped(names[p.dataIndex])}: ${seconds(values[p.dataIndex])}` }),
     series: [{ type: 'bar', stack: 's', silent: true, itemStyle: { color: 'transparent' }, data: before },
              { type: 'bar', stack: 's', barMaxWidth: 24, label: { show: true, position: 'right', color: style('--text'), formatter: p => seconds(p.value) },
-               data: values.map((value, n) => ({ value, itemStyle: { color: n === rows.length ? colours()[2] : partColour(plan.waterfall.findIndex(w => w[0] === names[n])) } })) }] },
+               data: values.map((value, n) => ({ value, itemStyle: { color: n === rows.length ? style('--text') : partColour(plan.waterfall.findIndex(w => w[0] === names[n])) } })) }] },
     barHeight(names, 40));
   table('waterfall-table', ['part', 'seconds', 'of the step'], names.map((n, i) => [n, seconds(values[i]), percent(values[i] / plan.step_s)]));
 }
@@ -38,7 +38,7 @@ function drawMemory() {
   const most = Math.max(1, ...plan.ranks.map(r => Math.max(r.peak_bytes, ...r.memory.map(m => m[1])) / r.limit_bytes));
   const names = plan.ranks.map((_, r) => rankName(r));
   draw('memory', 'Share of its memory that each device holds over the step: at most ' + plan.ranks.map((r, n) => `rank ${n} ${percent(r.peak_bytes / r.limit_bytes)}`).join(', '), {
-    grid: { ...GRID, top: 40 }, legend: legend(names),
+    grid: GRID, legend: legend(names),
     xAxis: timeAxis({ min: 0, max: plan.step_s, axisLabel: wholeTicks }), yAxis: axis({ type: 'value', min: 0, max: Math.ceil(most * 10 + 0.5) / 10, axisLabel: { color: style('--text'), formatter: percent } }),
     tooltip: tip({ trigger: 'axis', formatter: found => seconds(found[0].value[0]) + '<br>' + found.map(p => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value[1] * plan.ranks[p.seriesIndex].limit_bytes)} (${percent(p.value[1])})`).join('<br>') }),
     series: plan.ranks.map((r, n) => ({ name: names[n], type: 'line', step: 'end', symbol: 'none', lineStyle: { width: 1.5 },
@@ -69,7 +69,7 @@ function drawWhatIf() {
   if (!rows.length) return;
   const names = rows.map(r => r[0]);
   draw('what-if', 'Samples per second after each change, as times those now: ' + rows.map(r => `${r[0]} ${r[3].toFixed(2)}`).join(', '), {
-    grid: { ...GRID, top: 8, right: 56 }, xAxis: axis({ type: 'value', axisLabel: { color: style('--text'), formatter: x => x + 'x', hideOverlap: true } }), yAxis: bars(names),
+    grid: { ...GRID, right: 56 }, xAxis: axis({ type: 'value', axisLabel: { color: style('--text'), formatter: x => x + 'x', hideOverlap: true } }), yAxis: bars(names),
     tooltip: tip({ trigger: 'axis', valueFormatter: x => x.toFixed(2) + 'x the samples per second' }),
     series: [{ type: 'bar', barMaxWidth: 20, label: { show: true, position: 'right', color: style('--text'), formatter: p => p.value.toFixed(2) + 'x' },
       data: rows.map((r, n) => ({ value: r[3], itemStyle: { color: n ? colours()[0] : colours()[2] } })),
@@ -121,20 +121,22 @@ function described(lane, e) {
     after.length ? `when it ends ${after[0].name} (rank ${after[0].rank})${after.length > 1 ? ` and ${after.length - 1} more begin` : ' begins'}` : ''].filter(Boolean);
 }
 function drawTimeline() {
-  const categories = plan.ranks.flatMap((_, r) => data.streams.map(s => (s === 'compute' ? rankName(r) : 'rank ' + r + ' links')));
+  const left = isNarrow() ? 96 : 170;
+  // names of devices where they fit; on a phone they are told by the chart of devices below
+  const fits = plan.ranks.every((_, r) => echarts.format.getTextRect(rankName(r), '11px system-ui').width <= left - 14);
+  const categories = plan.ranks.flatMap((_, r) => data.streams.map(s => (s === 'compute' ? (fits ? rankName(r) : 'rank ' + r) : 'rank ' + r + ' links')));
   const place = document.getElementById('timeline');
   const row = Math.max(14, Math.min(24, 480 / categories.length)), height = row * categories.length;
   const longest = Math.max(...lanes.map(l => l.step_s));
-  const left = isNarrow() ? 96 : 170;
   const grids = [], xs = [], ys = [], series = [], titles = [];
   lanes.forEach((lane, n) => {
-    const top = 64 + n * (height + 80);
+    const top = 32 + n * (height + 80);
     grids.push({ left, right: 24, top, height });
     titles.push({ text: `${lane.name}, ${seconds(lane.step_s)}`, top: top - 26, left: left - 4, textStyle: { fontSize: 13, color: style('--text') } });
     xs.push(timeAxis({ gridIndex: n, min: 0, max: longest, axisLabel: wholeTicks }));
-    ys.push(Object.assign(bars(categories), { gridIndex: n, axisLabel: { color: style('--text'), width: left - 12, overflow: 'truncate', fontSize: 11, interval: 0 } }));
+    ys.push(Object.assign(bars(categories), { gridIndex: n, axisLabel: { color: style('--text'), fontSize: 11, interval: 0 } }));
     const kinds = new Set(lane.events.map(e => e.kind));
-    data.kinds.forEach((kind, k) => kinds.has(k) && series.push({ name: kind, type: 'custom', xAxisIndex: n, yAxisIndex: n, clip: true,
+    data.kinds.forEach((kind, k) => kinds.has(k) && series.push({ name: kind, type: 'custom', xAxisIndex: n, yAxisIndex: n, clip: true, progressive: 0,
       itemStyle: { color: colours()[KIND_COLOURS[k]] }, encode: { x: [1, 2], y: 0 },
       data: lane.events.map((e, i) => [2 * e.rank + e.stream, e.start, e.end, i]).filter(found => lane.events[found[3]].kind === k),
       tooltip: { formatter: p => described(lane, lane.events[p.value[3]]).map(escaped).join('<br>') },
@@ -151,7 +153,7 @@ function drawTimeline() {
     title: titles, grid: grids, xAxis: xs, yAxis: ys, series, legend: legend([...new Set(series.map(s => s.name))]), tooltip: tip({ trigger: 'item' }),
     dataZoom: [{ type: 'inside', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter' },
                { type: 'slider', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter', bottom: 8, height: 18, left, right: 24, showDetail: false }] },
-    64 + lanes.length * (height + 80));
+    32 + lanes.length * (height + 80));
   table('path-table', ['event', 'device', 'begins', 'takes'], lanes[0].events.filter(e => e.critical).sort((a, b) => a.start - b.start)
     .map(e => [e.name, rankName(e.rank) + (e.stream ? ', links' : ''), seconds(e.start), seconds(e.end - e.start)]), [0, 1]);
 }
