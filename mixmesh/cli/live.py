@@ -6,15 +6,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
-from ..base.run_log import CHECKPOINT, OWN, SHARES, START, mark_line, step_line
+from ..base.run_log import CHECKPOINT, FAULT, OWN, PLAN, SHARES, START, STOP, mark_line, step_line
 from ..errors import InputError
 from .launch import meet
 from .output import seconds
@@ -22,6 +22,7 @@ from .output import seconds
 if TYPE_CHECKING:
     from ..lang.plan_file import Plan
 
+MOST_TOLD = 300  # letters of an error
 MOST_LAGS = 8  # ranks whose lags stand in a line
 LAST_STEPS = 20  # their median says how fast a training is now
 PrintEvery = Annotated[
@@ -109,6 +110,7 @@ class Live:
         self._log: TextIO | None = None if log is None else self._open.enter_context(log.open("a"))
         self._board = None if folder is None else self._open.enter_context(summary_writer()(str(folder)))
         self._is_quiet, self._bar = is_quiet, None
+        self._num_steps_made = 0
         self._own_s: tuple[float, ...] = ()  # by rank, of the last window that was told
 
     def mark(self, event: str, step: int, **facts: Any) -> None:
@@ -117,11 +119,14 @@ class Live:
             self._log.write(mark_line(event, step, time.time(), **facts))
             self._log.flush()
 
-    def started(self, step: int) -> None:
-        """Notes that the training begins, or goes on, after ``step`` steps."""
+    def started(self, step: int, cause: str = "") -> None:
+        """Notes that the training begins, or goes on, after ``step`` steps; where it goes on in the same
+        processes under another plan, the ``cause`` of that."""
         plan = self._plan
+        self._num_steps_made = step
         facts = {"world_size": plan.program.world_size, "planner": plan.planner, "bound_s": plan.bound_s}
-        self.mark(START, step, predicted_step_s=plan.predicted_step_s, **facts)
+        facts |= {"predicted_step_s": plan.predicted_step_s, **({"cause": cause} if cause else {})}
+        self.mark(PLAN if cause else START, step, **facts)
 
     def follow(self, plan: Plan) -> None:
         """Tells of another plan from now on."""
@@ -131,9 +136,23 @@ class Live:
         """Notes that the state after ``step`` steps is kept."""
         self.mark(CHECKPOINT, step)
 
-    def shares_changed(self, step: int, pause_s: float) -> None:
+    def shares_changed(self, step: int, pause_s: float, cause: str) -> None:
         """Notes that shares changed after ``step`` steps, which held up the training for a while."""
-        self.mark(SHARES, step, pause_s=pause_s)
+        self.mark(SHARES, step, pause_s=pause_s, cause=cause)
+
+    @contextmanager
+    def faults_noted(self) -> Iterator[None]:
+        """Within it an error that ends the training is noted; it is raised again."""
+        try:
+            yield
+        except Exception as error:
+            why = str(getattr(error, "message", "") or error)
+            self.mark(FAULT, self._num_steps_made, why=why[:MOST_TOLD])
+            raise
+
+    def stopped(self, signal_name: str) -> None:
+        """Notes that a signal has ended the training."""
+        self.mark(STOP, self._num_steps_made, cause=signal_name)
 
     def own_seconds(self, step: int, own_s: Sequence[float]) -> None:
         """Takes note of the seconds of a step in which each rank waited for nobody."""
@@ -143,6 +162,7 @@ class Live:
     def after_step(self, number: int, loss: float, step_s: float) -> None:
         """Tells of the step ``number``, counted from 0."""
         self._times.append(step_s)
+        self._num_steps_made = number + 1
         samples_per_s = None if self._samples is None or step_s <= 0 else self._samples / step_s
         step = Step(number + 1, loss, step_s, samples_per_s)
         if self._log is not None:

@@ -6,7 +6,9 @@ import gc
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -25,6 +27,7 @@ from .checkpoint import (
     checkpoint_stays,
     keeper_of,
 )
+from .faults import note_faults
 from .launch import launched_plan, meet
 from .live import Live, LogJson, PrintEvery, TensorBoard, check_targets
 from .on_nan import AllowNan, OnNanName, on_nan_of
@@ -163,6 +166,7 @@ def run(
         loaded_plan, batch_size(jobs[0].batch), num_steps, goes_to, is_quiet=is_quiet, print_every=print_every
     )
     earlier: Trained | None = None
+    at_start = partial(note_faults, log, is_shared=kept is not None and log == kept.folder / RUN_LOG)
     while True:
         balancer = balancer_of(is_rebalanced, loaded_plan, jobs[0], known, num_steps, live, again)
         keeper = keeper_of(
@@ -174,24 +178,25 @@ def run(
             may_follow=balancer is not None,
             on_saved=live.saved,
         )
-        report = train(
-            jobs.pop(),
-            loaded_plan,
-            steps=num_steps,
-            epochs=epochs,
-            timeout_s=timeout_s,
-            heartbeat_s=heartbeat_s,
-            record=trace is not None,
-            check_model=plan is not None,
-            compile=compiles,
-            on_nan=what_on_nan,
-            keeper=keeper,
-            balancer=balancer,
-            initial=initial,
-            on_start=starter(live, keeper),
-            on_step=live.after_step,
-            on_end=writer(save),
-        )
+        with live.faults_noted():
+            report = train(
+                jobs.pop(),
+                loaded_plan,
+                steps=num_steps,
+                epochs=epochs,
+                timeout_s=timeout_s,
+                heartbeat_s=heartbeat_s,
+                record=trace is not None,
+                check_model=plan is not None,
+                compile=compiles,
+                on_nan=what_on_nan,
+                keeper=keeper,
+                balancer=balancer,
+                initial=initial,
+                on_start=starter(live, keeper, at_start, "" if earlier is None else earlier.cause),
+                on_step=live.after_step,
+                on_end=writer(save),
+            )
         if earlier is not None and keeper is not None and balancer is not None:
             report = earlier.report.followed_by(report)
             keeper.goes_on_from(earlier.keeper)
@@ -208,6 +213,8 @@ def run(
         gc.collect()  # the model before, of which nothing is needed any more
         kept = replace(kept, is_fresh=False)
         jobs.append(load_job(job))
+    if keeper is not None and keeper.stopped_by:
+        live.stopped(Signals(keeper.stopped_by).name)
     live.close()
     leave()
     status = keeper.close() if keeper is not None else 0
@@ -233,6 +240,11 @@ class Trained:
     balancer: RunBalancer
     following: OtherPlan
 
+    @property
+    def cause(self) -> str:
+        """The cause of the other plan, in words."""
+        return self.balancer.decisions[-1].cause
+
 
 def to_go_on(
     report: RunReport, keeper: RunCheckpoints | None, balancer: RunBalancer | None
@@ -248,12 +260,16 @@ def found_costs(other: OtherPlan) -> Callable[[], tuple[Cluster | None, Profile 
     return lambda: (other.cluster, other.profile)
 
 
-def starter(live: Live, keeper: RunCheckpoints | None) -> Callable[[], None]:
-    """A function that is called before the first step: the log has its start, and the process its device."""
+def starter(
+    live: Live, keeper: RunCheckpoints | None, at_start: Callable[[], None], cause: str
+) -> Callable[[], None]:
+    """A function that is called before the first step: the log has its start, with the ``cause`` of another
+    plan, and the process its device."""
     from ..measure.testbed import enter_device
 
     def start() -> None:
-        live.started(0 if keeper is None else keeper.first_step)
+        live.started(0 if keeper is None else keeper.first_step, cause)
+        at_start()
         enter_device()
 
     return start
