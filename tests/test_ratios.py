@@ -154,7 +154,7 @@ return %loss
 
 def test_memory_binds():
     """The fast device is small: it gets what fits and no more."""
-    costs = CostModel(slow_pair((0.9, 4.0)))
+    costs = CostModel(slow_pair((1.69, 4.8)))
     program = data_parallel(graph(WIDE, 128), costs, even_ratio(2))
     free = optimal_ratio(program, CostModel(slow_pair((64, 64))), (0, 1))
     bound = optimal_ratio(program, costs, (0, 1))
