@@ -54,7 +54,7 @@ def orders_of(task: Task, found: Proposal) -> Mapping[str, Program]:
 def first_come(program: Program, costs: CostModel) -> Program:
     """In the order of readiness, without buckets of its own."""
     plain = _with_buckets(program, {})
-    return in_order(plain, Orders(plain, Simulation(plain, costs).sheet).first_come())
+    return in_order(plain, Orders(plain, Simulation(plain, costs).step).first_come())
 
 
 def ddp_buckets(program: Program) -> Program:

@@ -40,7 +40,7 @@ def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
             candidate = task.best_buckets(proposal.planner, program)
             best = min(best, in_order(task, candidate), key=lambda p: p.key)
     with task.timed("order"):
-        ready_s = ready_seconds(best.program, best.simulation.sheet)
+        ready_s = ready_seconds(best.program, best.simulation.step)
         program = merged(best.program, task.costs, ready_s)
         faster = best.simulation.step_s(program) < best.timeline.step_s
     if faster:
@@ -57,7 +57,7 @@ def waits(proposal: Proposal) -> bool:
 def in_order(task: Task, proposal: Proposal) -> Proposal:
     """The proposal in the fastest of its orders."""
     with task.timed("order"):
-        programs = reordered(proposal.program, proposal.simulation.sheet)
+        programs = reordered(proposal.program, proposal.simulation.step)
     candidates = [task.best_buckets(proposal.planner, program) for program in programs]
     return min((proposal, *candidates), key=lambda p: p.key)
 

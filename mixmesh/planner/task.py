@@ -506,7 +506,7 @@ class Task:
                     ranks,
                     optimizer_states=self.optimizer_states,
                     headroom=headroom,
-                    sheet=simulation.sheet,
+                    step=simulation.step,
                     memory=simulation.memory,
                     limited=limited,
                 )

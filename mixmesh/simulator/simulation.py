@@ -70,7 +70,7 @@ class Simulation:
         loss = self._loss(program)
         model = like if like is not None and self.sheet.ranks and like.sheet.ranks else None
         if model is None:
-            self.step: Step = step_of(self.sheet, program)
+            self.step: Step[Sheet] = step_of(self.sheet, program)
         else:
             self.step = model.step.on(self.sheet, self.sheet.ranks)
         self.memory: PeakMemory = PeakMemory(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from ..cost.outline import Outline
 from ..cost.sums import Summed, gradient_sums, order_of_sums, with_other_owners
@@ -14,15 +15,17 @@ from .ready import Readiness, completing, ready_points
 from .reductions import Reductions, reductions_of
 from .repeats import Repeat, repeats
 
+Facts = TypeVar("Facts", bound=Outline)
+
 
 @dataclass(frozen=True)
-class Step:
+class Step(Generic[Facts]):
     """The events of all ranks in a step, whatever the values of the ratios and the buckets; the ranks that
     take part must stay the same. ``summed`` are the parameters whose gradients are summed, in the order in
     which their sums start, and ``ready`` says where each is complete; ``completes`` where the gradient of
     every such parameter's value is, copies too. ``later`` are the computations whose weight's gradient comes
     after their input's, by index, with the point where it does, and ``repeats`` the regions that run again.
-    """
+    ``outline`` are the facts of the program, with or without costs, that the step was made from."""
 
     program: Program
     forward: Pass
@@ -32,9 +35,9 @@ class Step:
     completes: Mapping[str, float]
     later: Mapping[int, float]
     repeats: Mapping[int, Repeat]
-    outline: Outline = field(compare=False, repr=False)
+    outline: Facts = field(compare=False, repr=False)
 
-    def on(self, outline: Outline, ranks: tuple[int, ...]) -> Step:
+    def on(self, outline: Facts, ranks: tuple[int, ...]) -> Step[Facts]:
         """The step of the same instructions on other ranks, all of which meet in every collective."""
         program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
@@ -49,7 +52,7 @@ class Step:
             outline=outline,
         )
 
-    def with_owners(self, outline: Outline) -> Step:
+    def with_owners(self, outline: Facts) -> Step[Facts]:
         """The step of the same program with other owners of its parameters, whose gradients are complete
         where they were."""
         program = outline.program
@@ -64,7 +67,7 @@ class Step:
         return reductions_of(tuple(s for s in sums if s.stage == 2 or not scattered), self.ready)
 
 
-def step_of(outline: Outline, whole: Program | None = None) -> Step:
+def step_of(outline: Facts, whole: Program | None = None) -> Step[Facts]:
     """The step of a program; ``whole`` is the whole batch's, where the program is that of a micro-batch."""
     program = outline.program
     later, regions = weight_points(program), repeats(program)
