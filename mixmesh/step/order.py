@@ -9,16 +9,15 @@ from ..cost.exchanges import Exchange
 from ..cost.outline import (
     Outline,
     is_factored,
-    is_resharded,
     is_stored,
     purpose_of,
 )
 from ..lang.ir import (
     Instruction,
     beside_points,
-    release_points,
     returned,
 )
+from .again import gathers_again
 from .events import (
     BACKWARD,
     FORWARD,
@@ -37,7 +36,7 @@ from .events import (
     Use,
     computes_of,
 )
-from .keeps import keeps
+from .kept import kept
 from .repeats import Repeat
 
 
@@ -146,7 +145,7 @@ class _Backward(Writer):
 
     def write(self) -> None:
         program = self.program
-        again, moved = self._gathers_again(), returned(program)
+        again, moved = gathers_again(program), returned(program)
         overlapped: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
         for n, at in beside_points(program).items():
             overlapped.setdefault(at.collective, []).append(n)
@@ -154,7 +153,7 @@ class _Backward(Writer):
             i = program.instructions[n] if n < len(program.instructions) else None
             if i is not None and i.is_leaf:
                 continue
-            for gather in again.get(n, ()):
+            for gather in reversed(again.get(n, ())):  # as autograd comes to what stands last first
                 self._gather_again(gather)
             if i is not None:
                 self._compute(n, i, self.regions.get(n))
@@ -181,11 +180,13 @@ class _Backward(Writer):
             self.events.append(Await(gradient_name(i.result), BACKWARD, n))
         if region is not None:
             self._compute_again(region)
-        if not self.outline.flows[n] or self.outline.kinds[n] is None:
+        kind = self.outline.kinds[n]
+        if not self.outline.flows[n] or kind is None:
             return
         if self.coming and not self.coming.isdisjoint(i.inputs):
-            for name in dict.fromkeys(i.inputs):
-                if name in self.coming and keeps(self.program, i, name):
+            needed = [i.inputs[k] for what, k in kept(kind.call, kind.takes) if what == "input"]
+            for name in dict.fromkeys(needed):
+                if name in self.coming:
                     self._await_again(name)
         if is_factored(i):
             self._factors(n, i)
@@ -212,20 +213,6 @@ class _Backward(Writer):
         for name in [name for name in region.inputs if name in self.coming]:
             self._await_again(name)
         self.events += [Compute(REPEATED, n) for n in region.members]
-
-    def _gathers_again(self) -> dict[int, list[Instruction]]:
-        """Gathers that are repeated, by the instruction before whose backward they start, last first."""
-        program = self.program
-        out: dict[int, list[Instruction]] = {}
-        gathers = [i for i in program.instructions if i.op == "all_gather" and is_resharded(program, i)]
-        points = release_points(program, [i.result for i in gathers])
-        for i in gathers:
-            if i.result in program.requires_grad and i.result in points:
-                last = program.instructions[points[i.result]]
-                plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
-                if plain and last.results[0] in program.requires_grad:
-                    out.setdefault(points[i.result], []).insert(0, i)
-        return out
 
     def _gradient(self, i: Instruction) -> None:
         """The gradient of a redistribution goes back: that of a stored parameter is awaited at the end."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
 from ..cost.outline import Outline, summed_params, synchronised
 from ..lang.ir import Program
 from .alike import Alike, membership
+from .reach import Ranks, reach, taking, uses_of
 
 Points = tuple[tuple[float, tuple[int, ...]], ...]
 
@@ -45,30 +46,31 @@ def ready_points(program: Program, outline: Outline, later: Mapping[int, float])
     its pass ends.
     """
     out: dict[str, Points] = {}
+    on = reach(outline)
     for first in summed_params(program):
-        found: list[tuple[float, tuple[int, ...]]] = []
-        if first.args[0] in program.late:
-            out[first.result] = ()
-            continue
-        for p in program.copies.get(first.args[0], (first,)):
-            everyone = program.participants(p.type)
-            left = set(everyone)
-            for n in outline.uses.get(p.result, ()):
-                user = program.instructions[n]
-                if not outline.flows[n]:
-                    continue
-                types = (p.type,) if user.is_redistribution else user.types
-                taking = [program.participants(t) for t in types]
-                if len(left) == len(everyone) and taking.count(everyone) == len(taking):
-                    late = n in later and p.result == user.inputs[1]
-                    found.append((later[n] if late else n, everyone))  # nearly always
-                    break
-                who = left.intersection(*taking)
-                if who:
-                    found.append((n, tuple(sorted(who))))
-                    left -= who
-        out[first.result] = tuple(found)
+        points: list[tuple[float, tuple[int, ...]]] = []
+        if first.args[0] not in program.late:
+            for p in program.copies.get(first.args[0], (first,)):
+                points += _points(outline, p.result, later, on)
+        out[first.result] = tuple(points)
     return out
+
+
+def _points(
+    outline: Outline, name: str, later: Mapping[int, float], on: Mapping[str, Ranks]
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Where the gradient of one copy of a parameter is complete: where its first use is, for each rank."""
+    program = outline.program
+    everyone = program.participants(program.types[name])
+    left = set(everyone)
+    for n, used in sorted(uses_of(outline, name)):
+        who = left & taking(outline, n, used, on)
+        if who:
+            is_late = n in later and used == program.instructions[n].inputs[1]
+            yield later[n] if is_late else n, everyone if len(who) == len(everyone) else tuple(sorted(who))
+            left -= who
+        if not left:
+            break
 
 
 def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:

@@ -118,7 +118,7 @@ def pipeline_plans() -> Iterator[tuple[str, Plan]]:
                 )
 
 
-def random_programs(seeds=RANDOM_MODELS) -> Iterator[tuple[str, Program]]:
+def random_programs(seeds=RANDOM_MODELS, world_sizes=(2, 3, 4)) -> Iterator[tuple[str, Program]]:
     """Random legal programs of random models, with random options."""
     for seed in seeds:
         rng = random.Random(seed)
@@ -130,7 +130,7 @@ def random_programs(seeds=RANDOM_MODELS) -> Iterator[tuple[str, Program]]:
                 continue  # a model of which nothing can be trained
             for number in range(PROGRAMS_PER_MODEL):
                 try:
-                    program = Walk(made, rng.choice((2, 3, 4)), rng).program()
+                    program = Walk(made, rng.choice(world_sizes), rng).program()
                     check_program(program)
                     program = with_options(program, rng)
                     check_program(program)
