@@ -34,6 +34,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     ({"lang.plan_file", "lang.plan_header", "lang.plan_devices"}, {"frontend.trace"}, {"frontend.job"}),
     ({"cost"},),
     ({"lang.check"}, {"step"}),
+    ({"step.memory"},),
     (
         {"passes.buckets"},
         {"passes.order"},

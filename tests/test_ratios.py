@@ -11,7 +11,6 @@ from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.calls import is_computation
-from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.errors import Infeasible
 from mixmesh.lang.ir import even_ratio, make_ratio
 from mixmesh.lang.optimizer_states import ADAM
@@ -27,6 +26,7 @@ from mixmesh.search.ratios import (
     with_ratio,
 )
 from mixmesh.search.synthesis import Prices, Problem, emit, search
+from mixmesh.step.memory import peak_memory_bytes
 
 
 def assert_certificate(lp: LinearProgram) -> None:

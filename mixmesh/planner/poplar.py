@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
 from ..lang.ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
@@ -30,6 +29,7 @@ from ..passes.zero import Allocation, allocate, with_stage
 from ..search.placement.lower import even_over
 from ..search.ratios import with_ratio
 from ..simulator import Simulation
+from ..step.memory import Held, PeakMemory
 from .device_sets import device_sets, sets_in_need
 from .recomputed import fewest
 from .room import Room

@@ -30,12 +30,12 @@ import numpy as np
 
 from ..base.solver import quiet_solver
 from ..cost import CostModel
-from ..cost.memory import PeakMemory
-from ..cost.memory.repeats import repeats
 from ..cost.placed import Sheet
 from ..errors import Infeasible
 from ..lang.ir import Program, Ratio, make_ratio
 from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..step.memory import PeakMemory
+from ..step.repeats import repeats
 
 MAX_REFITS = 4
 SAME_SHARE = 0.005

@@ -43,7 +43,7 @@ class TimedPass:
         """The work of what is computed when a collective is taken in, -1 without any, and its name."""
         if start.product is None:
             return -1, start.name
-        return self.product_work_of[start.product.index], self.order.name_of(start.product)[0]
+        return self.product_work_of[start.product.at], self.order.name_of(start.product)[0]
 
     def on(self, order: Pass, network: Channels) -> TimedPass:
         """The same pass on the ranks of ``order``."""

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
-from ..cost.outline import Outline, summed_params
-from ..lang.ir import Program, weight_points
+from ..cost.outline import Outline, summed_params, synchronised
+from ..lang.ir import Program
 from .alike import Alike, membership
 
 Points = tuple[tuple[float, tuple[int, ...]], ...]
@@ -37,15 +37,14 @@ class Readiness:
         }
 
 
-def ready_points(program: Program, outline: Outline) -> dict[str, Points]:
+def ready_points(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is, or where a weight's gradient is computed apart
-    (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when its pass
-    ends.
+    A point is the instruction after whose backward that is, or where a weight's gradient is computed
+    ``later`` (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when
+    its pass ends.
     """
     out: dict[str, Points] = {}
-    later = weight_points(program)
     for first in summed_params(program):
         found: list[tuple[float, tuple[int, ...]]] = []
         if first.args[0] in program.late:
@@ -69,4 +68,16 @@ def ready_points(program: Program, outline: Outline) -> dict[str, Points]:
                     found.append((n, tuple(sorted(who))))
                     left -= who
         out[first.result] = tuple(found)
+    return out
+
+
+def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:
+    """Where the backward pass comes to the first use of each parameter whose gradient is summed, every copy
+    of one counted: the last point at which it gets a gradient, whatever ranks do."""
+    out: dict[str, float] = {}
+    for p in program.params:
+        n = outline.uses.get(p.result, (None,))[0]
+        if n is not None and outline.flows[n] and synchronised(program, p):
+            is_late = n in later and p.result == program.instructions[n].inputs[1]
+            out[p.result] = later[n] if is_late else n
     return out

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from ...base.lazy import lazy
 from ...cost.exchanges import Exchange
-from ...cost.memory.repeats import repeats
 from ...cost.outline import purpose_of, synchronised
 from ...cost.placed import Sheet
 from ...lang.ir import Instruction, Program, cell_bytes, cells, owned_type
 from ...lang.ir.samples import draws_numbers
+from ...step.repeats import repeats
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
 
