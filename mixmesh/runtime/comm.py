@@ -17,7 +17,15 @@ import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Instruction, Program, print_instruction
-from .accelerator import indexed, take
+from .accelerator import (
+    HOST_BACKEND,
+    device_backend,
+    device_count,
+    indexed,
+    is_accelerator,
+    local_device,
+    take,
+)
 from .agreement import Facts, batch_disagreement
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
@@ -183,7 +191,7 @@ class Channel:
     @property
     def staged(self) -> bool:
         """gloo between processes that share a GPU: tensors travel through host memory."""
-        return self.comm.device.type != "cpu" and self.backend == "gloo"
+        return is_accelerator(self.comm.device) and self.backend == HOST_BACKEND
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
         try:
@@ -232,17 +240,16 @@ class Channel:
 
 
 def default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    """This process's device, by its number among those of its machine."""
+    return local_device()
 
 
 def backend_for(device: torch.device) -> str:
-    """NCCL where every process of this machine has a GPU of its own, gloo otherwise (NCCL refuses two
-    ranks on one GPU)."""
+    """The device's own (NCCL) where every process of this machine has a GPU of its own, gloo otherwise (NCCL
+    refuses two ranks on one GPU)."""
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
-    return "nccl" if own_gpu else "gloo"
+    has_own = is_accelerator(device) and local_world <= device_count()
+    return device_backend(device) if has_own else HOST_BACKEND
 
 
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:

@@ -24,7 +24,7 @@ from ..base.timeline import Timeline
 from ..errors import CollectiveError, JobError, MixmeshError
 from ..lang.ir import Program
 from ..lang.plan_file import Plan
-from .accelerator import peak_held_bytes
+from .accelerator import is_on_device, peak_held_bytes
 from .agreement import COMPARED_STEPS
 from .comm import Comm
 from .data import Feed, Followed, shard_batches_by
@@ -321,7 +321,7 @@ def train(
         on_end(parallel)
     timelines = () if recording is None else recording.finish(peaks)
     comm.close()
-    return RunReport(slowest(step_s), tuple(losses), peaks, timelines, guard.num_skipped)
+    return RunReport(slowest(step_s, comm.device), tuple(losses), peaks, timelines, guard.num_skipped)
 
 
 class _Recording:
@@ -357,13 +357,13 @@ class _Recording:
         return gather_steps(self._recorder, self._parallel.comm, peak_memory_bytes)
 
 
-def slowest(step_s: list[float]) -> tuple[float, ...]:
+def slowest(step_s: list[float], device: torch.device) -> tuple[float, ...]:
     """Per step, the seconds of the rank that took longest."""
     if not step_s:
         return ()
     times = torch.tensor(step_s, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        times = times.cuda()
+    if is_on_device():
+        times = times.to(device)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return tuple(times.tolist())
 

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from ....errors import InputError
+from ....runtime.accelerator import is_accelerator
 from ....runtime.comm import default_device, release_last_tensors
 
 
@@ -24,7 +25,7 @@ def look_like_one_process(state: PartialState) -> None:
     """Makes ``state``, and every Accelerator that is made after it, those of a single process. Raises
     InputError if they are for another device than the plan's."""
     device, planned = state.device, default_device()
-    if device.type != planned.type or (device.type == "cuda" and device.index != planned.index):
+    if device.type != planned.type or (is_accelerator(device) and device.index != planned.index):
         raise InputError(
             "Accelerate and the plan would run on different devices",
             expected=f"{planned}, as this process has it",
