@@ -91,6 +91,7 @@ ROWS: dict[str, Row] = {
     "usable_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank", optional=True),
     "gap": Row(_is_number, "a number", optional=True),
     "bound_s": SECONDS._replace(optional=True),
+    "ideal_s": SECONDS._replace(optional=True),
     "measured_step_s": SECONDS._replace(optional=True),
     "timings_s": Row(
         lambda v: isinstance(v, dict) and all(map(_is_seconds, v.values())),

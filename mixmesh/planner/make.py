@@ -348,6 +348,7 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
         passes=results_of(task, spelled),
         gap=proposal.gap,
         bound_s=task.bound_s,
+        ideal_s=task.ideal_s,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(
