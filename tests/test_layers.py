@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     (
         {"errors"},
         {"base.lazy"},
-        {"base.files"},
+        {"base.files", "base.callers"},
         {"base.units"},
         {"base.solver"},
         {"lang.operators"},
