@@ -21,8 +21,9 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.passes.order import Orders, in_order
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.make import PROPOSERS
-from mixmesh.planner.ordered import ordered
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.passes.order import ordered
+from mixmesh.planner.proposal import Proposal
+from mixmesh.planner.task import Task
 from mixmesh.simulator import Simulation
 
 from .contest import OURS, Contest, Programs

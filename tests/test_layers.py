@@ -23,7 +23,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     (
         {"errors"},
         {"base.lazy"},
-        {"base.files"},
+        {"base.files", "base.callers"},
         {"base.units"},
         {"base.solver"},
         {"lang.operators"},
@@ -40,7 +40,8 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"passes.order"},
         {"passes.algorithms"},
         {"passes.factors"},
-        {"passes.recomputation"},
+        {"passes.recomputation", "passes.checkpointing"},
+        {"passes.direct"},
         {"passes.zero"},
         {"search.ratios"},
         {"search.synthesis"},

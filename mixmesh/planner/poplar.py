@@ -31,9 +31,10 @@ from ..search.ratios import with_ratio
 from ..simulator import Simulation
 from ..step.memory import Held, PeakMemory
 from .device_sets import device_sets, sets_in_need
-from .recomputed import fewest
+from .passes import REMATERIALISATION
+from .proposal import Proposal
 from .room import Room
-from .task import Proposal, Task
+from .task import Task
 
 STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch waits for
@@ -78,7 +79,7 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
     staged = Staged(task, stage, ranks, program, best_s)
     best = min((p for p in staged.proposals() if p.feasible), key=lambda p: p.key, default=None)
     if best is not None and best.timeline.step_s < best_s:
-        yield fewest(task, best)
+        yield REMATERIALISATION(task, best, quick=task.quick)
 
 
 class Staged:
