@@ -15,6 +15,7 @@ from ..errors import PlanError
 from .ir.bounds import MAX_ELEMENTS, MAX_INTEGER, MAX_MICRO_STEPS
 from .plan_devices import is_row
 
+DEVICE_TYPES = ("cpu", "cuda", "xpu")  # that PyTorch casts on and has collectives for; cuda is ROCm's too
 SHOWN = 60  # characters of a value in an error
 
 
@@ -113,7 +114,7 @@ ROWS: dict[str, Row] = {
     "loss_name": TEXT._replace(optional=True),
     "returns_tuple": FLAG._replace(optional=True),
     "autocast": Row(
-        lambda v: _is_argument(v) and v[0] in ("cpu", "cuda") and v[1] in ("bf16", "f16"),
+        lambda v: _is_argument(v) and v[0] in DEVICE_TYPES and v[1] in ("bf16", "f16"),
         'a type of device and a dtype: ["cuda", "bf16"]',
         optional=True,
     ),

@@ -13,7 +13,8 @@ from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Candidate, Plan, accumulates
 from ...planner import make_plan
 from ...planner.make import PROPOSERS, SEARCHING, SLOW
-from ...planner.task import BASELINES, HEADROOM, Task
+from ...planner.proposal import BASELINES
+from ...planner.task import HEADROOM, Task
 from ...search.ratios import usable_bytes
 from ...simulator import Simulation
 from .drawing import busiest_link, device_name
