@@ -6,7 +6,7 @@ workloads   the package's own jobs, the only ones that import torch at once
 """
 
 from .checks import check_job
-from .job import WORKLOAD, Job, batch_size
+from .job import WORKLOAD, Job, batch_size, samples_of_data
 from .loading import load_job, split_name
 from .optimizers import (
     ELEMENTWISE,
@@ -29,5 +29,6 @@ __all__ = [
     "load_job",
     "needs_whole_parameters",
     "optimizer_states",
+    "samples_of_data",
     "split_name",
 ]

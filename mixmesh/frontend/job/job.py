@@ -34,3 +34,23 @@ def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
 
     leaves = pytree.tree_leaves(dict(batch) if isinstance(batch, Mapping) else tuple(batch))
     return next((x.shape[0] for x in leaves if isinstance(x, torch.Tensor) and x.ndim), None)
+
+
+def samples_of_data(data: Any) -> int | None:
+    """Samples of an epoch of a job's data: those that the sampler of a DataLoader draws, or all rows of a
+    list of batches. None where the data does not say how many it has, as an iterator; nothing is read."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if isinstance(data, list | tuple):
+        sizes = [batch_size(batch if isinstance(batch, Mapping) else (batch,)) for batch in data]
+        known_sizes = [size for size in sizes if size is not None]
+        return sum(known_sizes) if len(known_sizes) == len(sizes) else None
+    if not isinstance(data, DataLoader):
+        return None
+    drawn: Any = data.dataset if isinstance(data.dataset, IterableDataset) else data.sampler
+    try:
+        if data.drop_last and data.batch_size is not None:
+            return len(data) * data.batch_size
+        return len(drawn) if data.batch_size is not None else None
+    except TypeError:  # a dataset or a sampler without a length
+        return None
