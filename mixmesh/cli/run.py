@@ -213,8 +213,7 @@ def run(
         gc.collect()  # the model before, of which nothing is needed any more
         kept = replace(kept, is_fresh=False)
         jobs.append(load_job(job))
-    if keeper is not None and keeper.stopped_by:
-        live.stopped(Signals(keeper.stopped_by).name)
+    note_stop(live, keeper)
     live.close()
     leave()
     status = keeper.close() if keeper is not None else 0
@@ -253,6 +252,12 @@ def to_go_on(
     if balancer is None or balancer.following is None or keeper is None or keeper.stopped_by:
         return None
     return Trained(report, keeper, balancer, balancer.following)
+
+
+def note_stop(live: Live, keeper: RunCheckpoints | None) -> None:
+    """Notes the signal that has ended the training, if one has."""
+    if keeper is not None and keeper.stopped_by:
+        live.stopped(Signals(keeper.stopped_by).name)
 
 
 def found_costs(other: OtherPlan) -> Callable[[], tuple[Cluster | None, Profile | None]]:

@@ -72,42 +72,55 @@ def usual_step_s(log: RunLog) -> float | None:
 
 def sentences(run: Run) -> list[str]:
     """The training in a few sentences: how far it is, how fast, what went wrong, and who is waited for."""
-    log, lines = run.log, []
+    log = run.log
     if not log.steps:
         return ["No step was made."]
+    lines = [*progress_texts(log), *interruption_texts(log), *kept_texts(log)]
+    if own := log.of(OWN):
+        lines.append(slowest_text(own[-1].facts["own_s"]))
+    return lines
+
+
+def progress_texts(log: RunLog) -> Iterator[str]:
+    """How many steps, and their time beside that which was predicted last."""
     losses = [s.loss for s in log.steps if s.loss is not None]
     step_s = usual_step_s(log)
     course = f", loss {losses[0]:.4g} to {losses[-1]:.4g}" if losses else ""
-    lines.append(f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median).")
-    starts = log.of(START)
+    yield f"{plural(len(log.steps), 'step')}{course}; a step takes {seconds_text(step_s)} (median)."
     planned = [mark for mark in log.marks if mark.event in (START, PLAN)]
     predicted_s = planned[-1].facts.get("predicted_step_s") if planned else None
     if predicted_s:
         bound_s = planned[-1].facts.get("bound_s")
         share = f", and {bound_s / step_s:.0%} of what no plan can pass is reached" if bound_s else ""
-        lines.append(f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}.")
-    lines += [f"{fault_text(mark)}." for mark in log.of(FAULT)[-MOST_TOLD:]]
-    again = [mark for mark in starts if mark.step or mark.num_undone]
+        yield f"{seconds_text(predicted_s)} were predicted ({step_s / predicted_s:.2f}x){share}."
+
+
+def interruption_texts(log: RunLog) -> Iterator[str]:
+    """The faults, the starts after them, and the stop by a signal; or that there was none of them."""
+    faults, stops = log.of(FAULT), log.of(STOP)
+    again = [mark for mark in log.of(START) if mark.step or mark.num_undone]
+    yield from (f"{fault_text(mark)}." for mark in faults[-MOST_TOLD:])
     if again:
         undone = sum(mark.num_undone for mark in again)
         where = ", ".join(str(mark.step) for mark in again)
         twice = f"{plural(undone, 'step')} {'was' if undone == 1 else 'were'} made twice"
-        lines.append(f"It was started again after step {where}; {twice}.")
-    elif not log.of(FAULT) and not log.of(STOP):
-        lines.append("It was never interrupted.")
-    if stops := log.of(STOP):
+        yield f"It was started again after step {where}; {twice}."
+    if stops:
         cause = stops[-1].facts.get("cause", "a signal")
-        lines.append(f"It was stopped by {cause} after step {stops[-1].step}.")
+        yield f"It was stopped by {cause} after step {stops[-1].step}."
+    if not (again or faults or stops):
+        yield "It was never interrupted."
+
+
+def kept_texts(log: RunLog) -> Iterator[str]:
+    """How many checkpoints, and where the plan or its shares changed in mid-run."""
     if saved := log.of(CHECKPOINT):
-        lines.append(f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}.")
+        yield f"{plural(len(saved), 'checkpoint')}, the newest after step {saved[-1].step}."
     for event, text in CHANGES.items():
         if changed := log.of(event):
             where = ", ".join(str(mark.step) for mark in changed)
             cause = changed[-1].facts.get("cause")
-            lines.append(f"{text} after step {where}{f': {cause}' if cause else ''}.")
-    if own := log.of(OWN):
-        lines.append(slowest_text(own[-1].facts["own_s"]))
-    return lines
+            yield f"{text} after step {where}{f': {cause}' if cause else ''}."
 
 
 def slowest_text(own_s: Sequence[float]) -> str:

@@ -268,8 +268,10 @@ class RunBalancer:
         return decide(terms, LEAST_GAIN), NewShares.of(solved.plan), solved.own_s
 
     def apply(self) -> None:
-        """Changes shares. Collective."""
+        """Changes shares, where a change was decided. Collective."""
         started, change = time.perf_counter(), self._change
+        if change is None:
+            return
         with self._off_device():
             change_shares(self._model, self._optimizer, change.plan)
         self._pause_s = time.perf_counter() - started
