@@ -42,6 +42,13 @@ def check_job(made: Any, function_name: str = DEFAULT_FUNCTION, where: str = "")
             _describe(made.optimizer),
             "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
         )
+    if made.scheduler is not None and not callable(made.scheduler):
+        raise fail(
+            "returns a job whose scheduler cannot be called",
+            "a function from the optimizer to a learning rate scheduler",
+            _describe(made.scheduler),
+            "scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
+        )
     if made.data is not None and not isinstance(made.data, Iterable):
         raise fail(
             "returns data that cannot be iterated over", "an iterable of batches", _describe(made.data)

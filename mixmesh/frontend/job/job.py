@@ -16,8 +16,9 @@ class Job:
     ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with
     ``.loss``. ``batch`` is one global example batch, the samples in dim 0 of its tensors; tensors without
     dims stand for themselves. ``optimizer`` maps parameters to a ``torch.optim`` optimizer, ``data`` is
-    iterated over for batches like ``batch``. ``outputs`` names what the parallel model returns beside the
-    loss, of what the model does (``("logits",)``, or ``(1,)`` of a tuple).
+    iterated over for batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler,
+    which is stepped after each of the optimizer's steps. ``outputs`` names what the parallel model returns
+    beside the loss, of what the model does (``("logits",)``, or ``(1,)`` of a tuple).
     """
 
     model: Any
@@ -25,6 +26,7 @@ class Job:
     optimizer: Callable[[Iterable], Any] | None = None
     data: Iterable | None = None
     outputs: tuple[str | int, ...] = ()
+    scheduler: Callable[[Any], Any] | None = None
 
 
 def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
