@@ -37,7 +37,7 @@ print(json.dumps({{name: os.environ.get(name) for name in names.split()}} | {{
 """
 SPIN = """
 import json, os, time
-from mixmesh import testbed
+from mixmesh.measure import testbed
 
 def share(wall_s):
     start, used = time.perf_counter(), time.thread_time()
@@ -204,7 +204,7 @@ def test_a_rank_over_its_memory_is_named_with_limit_and_peak(cluster):
 
 TALK = """
 import mmap, os, socket, sys, time
-from mixmesh import testbed
+from mixmesh.measure import testbed
 print("joined", testbed.join_device(), socket.gethostname(), os.path.exists(sys.argv[2] + "/file"))
 print("boot", open("/proc/sys/kernel/random/boot_id").read().strip())
 was_up, kept = None, []
@@ -294,7 +294,7 @@ def test_time_limit_and_a_missing_program(cluster):
 
 LAUNCHER = f"""
 import sys
-from mixmesh import testbed
+from mixmesh.measure import testbed
 from mixmesh.cluster import Cluster
 testbed.run(Cluster.parse({CLUSTER!r}), ["sh", "-c", "sleep 60 & echo started; sleep 60"])
 """

@@ -82,6 +82,7 @@ class Plan:
     - ``gap``: the most by which the program may cost more than the cheapest one, by the search's own costs
       and as a share of it; None where that is not known.
     - ``bound_s``: seconds that no plan for the job on these devices can beat; None where they are not known.
+    - ``ideal_s``: seconds of all devices computing all the time, as the cost model estimates them.
     - ``micro_batches``: per rank, how it accumulates gradients within a step; None where every rank takes its
       share at once. A chain of stages that accumulates is a pipeline: its ``order`` says so.
     - ``measured_step_s``: measured in a trial by ``mixmesh tune``; None without one.
@@ -110,6 +111,7 @@ class Plan:
     states_expanded: int = 0
     gap: float | None = None
     bound_s: float | None = None
+    ideal_s: float | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
     cost_source: str = ""
     candidates: tuple[Candidate, ...] = ()
@@ -129,7 +131,7 @@ class Plan:
     def is_bound_measured(self) -> bool:
         """Whether ``bound_s`` comes from a profile of all devices, rather than from their peak figures, which
         no kernel quite reaches."""
-        return self.cost_source.startswith("profile") and "roofline" not in self.cost_source
+        return is_measured(self.cost_source)
 
     def __str__(self) -> str:
         program = print_program(self.program, self.notes)
@@ -214,10 +216,12 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         None if plan.micro_batches is None else [[m.micro_batch, m.steps, m.last] for m in plan.micro_batches]
     )
     returned = plan.returned if plan.returned.names else None
+    basis = "as measured" if plan.is_bound_measured else "at the peaks of the devices' figures"
     return (
         ("usable_bytes", plan.usable_bytes or None, "of memory, per rank"),
         ("gap", plan.gap, ""),
-        ("bound_s", plan.bound_s, ""),
+        ("bound_s", plan.bound_s, f"no plan is faster, {basis}"),
+        ("ideal_s", plan.ideal_s, "all devices computing all the time, as estimated"),
         ("measured_step_s", plan.measured_step_s, "in a trial on the cluster"),
         ("timings_s", plan.timings_s or None, ""),
         ("micro_batches", rows, "per rank: samples, steps, samples of the last step"),
@@ -253,6 +257,11 @@ def _toml(value: object) -> str:
     )  # the one character that JSON allows and TOML does not
 
 
+def is_measured(cost_source: str) -> bool:
+    """Whether costs rest on a profile of all devices, by the text of their source."""
+    return cost_source.startswith("profile") and "roofline" not in cost_source
+
+
 def digest(text: str) -> str:
     """12 hex digits of a program's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -270,6 +279,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         ),
         gap=_number(header.get("gap")),
         bound_s=_number(header.get("bound_s")),
+        ideal_s=_number(header.get("ideal_s")),
         measured_step_s=_number(header.get("measured_step_s")),
         timings_s={k: float(v) for k, v in header.get("timings_s", {}).items()},
         warnings=tuple(header.get("warnings", ())),
