@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mixmesh.base.run_log import parse_log
+from mixmesh.base.run_log import parse_log, read_log
 from mixmesh.cli.live import Live, check_targets, lag_text, left_text
 from mixmesh.errors import InputError
 from mixmesh.lang.ir import Program
@@ -61,7 +61,7 @@ def test_a_log_of_two_starts(tmp_path):
         live.shares_changed(first + count, 0.4)
         live.close()
     file.write_text(file.read_text() + '{"step": 6, "lo')  # its process was killed
-    log = parse_log(file.read_text())
+    log = read_log(file)
     assert [(s.step, s.loss) for s in log.steps] == [(1, 2.5), (2, 2.5), (3, 1.5), (4, 1.5), (5, 1.5)]
     assert [(m.step, m.num_undone, m.facts["bound_s"]) for m in log.of("start")] == [(0, 0, 0.1), (2, 2, 0.1)]
     assert [m.step for m in log.of("checkpoint")] == [2]

@@ -1,16 +1,10 @@
-"""The log of a training: a file with one JSON object on each line, for a step or for a mark.
+"""The log of a training: a file with a JSON object on each line, one for every step and one for every mark.
 
-A step is ``{"step", "loss", "step_s", "samples_per_s", "time_s"}``. A mark is ``{"event", "step",
-"time_s"}``, where ``step`` counts the steps that were completed before the event, with further keys for each
-event:
-
-- ``start``: ``world_size``, ``planner``, ``predicted_step_s``, ``bound_s``;
-- ``checkpoint``: none;
-- ``shares``, when the ranks' shares change: ``pause_s``;
-- ``own``: ``own_s``, the seconds of a step in which each rank waited for no other.
-
-A restart appends to the same file, so a step may stand in it several times: a ``start`` undoes all steps
-above its own number that stand before it.
+A step is ``{"step", "loss", "step_s", "samples_per_s", "time_s"}``. A mark is ``{"event", "step", "time_s"}``
+with what belongs to it: ``start`` (after so many steps were made: ``world_size``, ``planner``,
+``predicted_step_s``, ``bound_s``), ``checkpoint``, ``shares`` (they change: ``pause_s``), ``own`` (``own_s``:
+the seconds of a step in which each rank waited for nobody). Starts go on with the same file, so that steps
+may stand in it several times: those after a ``start`` undo the ones that were made beyond it.
 """
 
 from __future__ import annotations
@@ -18,11 +12,13 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
 
 from ..errors import InputError
+from .files import read_text
 
 RUN_LOG = "run.jsonl"  # its name in a folder of checkpoints
 MAX_BYTES = 512 * 2**20
@@ -56,7 +52,7 @@ _LINE = pydantic.TypeAdapter(_MarkLine | _StepLine)
 
 @dataclass(frozen=True)
 class LoggedStep:
-    """One step of the training; of a step that ran several times, its last run."""
+    """A step that was made: the last execution, if it was made several times."""
 
     step: int
     loss: float | None
@@ -66,8 +62,8 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class Mark:
-    """An event after ``step`` steps. ``num_undone`` is, for a start, the number of logged steps that it
-    repeats."""
+    """Something that happened after ``step`` steps. ``num_undone``, of a start, is how many steps that were
+    made before are made again."""
 
     event: str
     step: int
@@ -77,37 +73,40 @@ class Mark:
 
 @dataclass(frozen=True)
 class RunLog:
-    """The steps of a training by number, and its marks by time."""
+    """The steps of a training in their order, and what happened, in the order of time."""
 
     steps: tuple[LoggedStep, ...]
     marks: tuple[Mark, ...]
 
     def of(self, event: str) -> tuple[Mark, ...]:
-        """The marks of one kind of event."""
+        """The marks of a kind."""
         return tuple(mark for mark in self.marks if mark.event == event)
 
 
 def mark_line(event: str, step: int, time_s: float, **facts: Any) -> str:
-    """Formats a mark as a line of the file."""
+    """A mark as a line of the file."""
     return json.dumps({"event": event, "step": step, **facts, "time_s": time_s}, allow_nan=False) + "\n"
 
 
 def step_line(step: int, loss: float, step_s: float, samples_per_s: float | None, time_s: float) -> str:
-    """Formats a step as a line of the file; a loss that is not finite is null."""
-    finite_loss = loss if math.isfinite(loss) else None
-    row = {
-        "step": step,
-        "loss": finite_loss,
-        "step_s": step_s,
-        "samples_per_s": samples_per_s,
-        "time_s": time_s,
-    }
+    """A step as a line of the file; a loss that is not finite is null."""
+    told = loss if math.isfinite(loss) else None
+    row = {"step": step, "loss": told, "step_s": step_s, "samples_per_s": samples_per_s, "time_s": time_s}
     return json.dumps(row, allow_nan=False) + "\n"
 
 
+def read_log(path: str | Path) -> RunLog:
+    """Reads a log. A last line that was cut off is left out. Raises InputError for another file."""
+    try:
+        text = read_text(path, MAX_BYTES)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(f"cannot read the log of a training: {reason}", where=str(path)) from None
+    return parse_log(text, str(path))
+
+
 def parse_log(text: str, where: str = "<log>") -> RunLog:
-    """Parses a log; a last line that was cut off is left out. Raises InputError with the first line that does
-    not belong to a log."""
+    """The log in a text. Raises InputError with the line that is none of a log."""
     *lines, cut_off = text.split("\n")
     if not lines and cut_off:
         lines = [cut_off]
@@ -125,7 +124,7 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
                 hint="mixmesh run JOB --log-json FILE",
             ) from None
         if isinstance(row, _StepLine):
-            if row.step in step_of:  # a restart that left no mark
+            if row.step in step_of:  # a start that left no mark
                 marks.append(Mark(START, row.step - 1, _undo(step_of, row.step - 1)))
             step_of[row.step] = LoggedStep(row.step, row.loss, row.step_s, row.samples_per_s)
             continue
@@ -138,9 +137,9 @@ def parse_log(text: str, where: str = "<log>") -> RunLog:
     return RunLog(tuple(step_of[step] for step in sorted(step_of)), tuple(marks))
 
 
-def _undo(step_of: dict[int, LoggedStep], last: int) -> int:
-    """Removes the steps after ``last``, and returns their number."""
-    later = [n for n in step_of if n > last]
-    for n in later:
-        del step_of[n]
-    return len(later)
+def _undo(made: dict[int, LoggedStep], step: int) -> int:
+    """Lets go of the steps after ``step``; how many they were."""
+    beyond = [n for n in made if n > step]
+    for n in beyond:
+        del made[n]
+    return len(beyond)
