@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...errors import InputError, MixmeshError
-from ...frontend.trace import trace
+from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
@@ -175,8 +175,7 @@ class Forms:
                 batch_norm=batch_norm_of(planned),
                 outputs=outputs,
                 autocast=self.plan.autocast,
-                needs_loss=not absent,
-                may_be_outside=not self.plan.returned.has_loss,
+                loss=self._loss_source(bool(absent)),
             )
         plan, is_planned = self._placed(traced.graph, training)
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
@@ -194,6 +193,11 @@ class Forms:
         if larger or (learns and not is_planned):
             check_room(self.plan, plan, learns=learns, cuda=is_accelerator(self.comm.device))
         return plan.program, plan.micro_batches, traced.returned
+
+    def _loss_source(self, is_partial: bool) -> LossSource:
+        if not self.plan.returned.has_loss:
+            return LossSource.MAYBE_CALLER
+        return LossSource.OPTIONAL if is_partial else LossSource.RETURNED
 
     @contextmanager
     def _mode(self, training: bool) -> Iterator[None]:

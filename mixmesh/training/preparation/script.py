@@ -17,6 +17,7 @@ from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
 from ...explain.headline import headline
 from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
+from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
@@ -121,7 +122,7 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
-            may_be_outside=loss is None and not outputs,
+            loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
         try:
             prepared = prepare_job(
