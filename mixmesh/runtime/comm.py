@@ -169,13 +169,15 @@ class Comm:
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group in use for one purpose. Its errors name this rank and that purpose."""
+    """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_in_step`` is
+    False where ranks start its collectives at other moments between their calls."""
 
     comm: Comm
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     what: str
     where: str
+    is_in_step: bool = field(default=True, kw_only=True)
 
     @property
     def me(self) -> int:
@@ -196,7 +198,7 @@ class Channel:
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
         """Starts a collective. One of all ranks is a call that the watch knows, whoever starts it."""
-        if self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
+        if self.comm.watch is not None and self.is_in_step and len(self.ranks) == self.comm.world_size:
             self.comm.watch.meet(self.what)
         try:
             return call(*args, group=self.group, async_op=True, **kwargs)

@@ -6,6 +6,8 @@ they talk among themselves, and the first of them tells the others, without wait
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,7 @@ class Listeners:
         if comm.rank not in self.told:
             return known
         channel = comm.channel(self.told, f"broadcast of {what}", purpose)
+        channel = replace(channel, is_in_step=False)  # who tells does so when it knows itself
         if comm.rank != self.working[0]:
             return broadcast(channel, known.wait(), self.working[0], async_op=True)
 

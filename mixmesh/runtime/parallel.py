@@ -22,6 +22,7 @@ from . import optimizers
 from .allocator import HeapLimit, steady_heap, trim_heap
 from .calls import Calls
 from .comm import Comm
+from .drift import DriftWatch
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .loss import LossSum
@@ -215,6 +216,7 @@ def runtime_of(
             kept_shapes=kept_shapes,
             compiles=compiles,
         ),
+        DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
         compiles=compiles,
     )

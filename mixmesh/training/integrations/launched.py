@@ -10,19 +10,13 @@ from typing import Any
 import torch
 
 from ...errors import InputError
-from ...runtime.first_rank import everyones, from_first_rank
+from ...runtime.first_rank import everyones
 from ..preparation.alike import check_digests, digest
-from ..preparation.resuming import numbers_of_process, set_numbers_of_process
 
 
 def is_launched() -> bool:
     """Whether torchrun, or another launcher, started this process as one of several."""
     return "RANK" in os.environ
-
-
-def take_random_numbers() -> None:
-    """Continues the random numbers of the first rank on every rank. Collective."""
-    set_numbers_of_process(from_first_rank(numbers_of_process))
 
 
 def keep_metrics_apart() -> None:

@@ -27,7 +27,13 @@ from ...runtime.calls import Signature
 from ...runtime.optimizer_check import check_can_be_prepared
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
-from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
+from .loading import (
+    as_arguments,
+    from_first_batch,
+    own_loader,
+    same_random_numbers,
+    take_random_numbers,
+)
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
@@ -150,6 +156,7 @@ def prepare(
             compile=compile,
             check_model=False,  # it was traced just now
         )
+    take_random_numbers()
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader

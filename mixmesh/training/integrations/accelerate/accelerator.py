@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
-from ...preparation.loading import example_batch, same_random_numbers
+from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
 from ...preparation.script import prepare
-from ..launched import is_launched, keep_metrics_apart, take_random_numbers
+from ..launched import is_launched, keep_metrics_apart
 from ..lending import Lender
 from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation
 from .one_process import as_first_process, keep_to_first_rank, look_like_one_process
