@@ -7,12 +7,13 @@ there. The names used here are PyTorch's own for functions that it leaves alone.
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
 from torch import nn
 from torch._C._dynamo import eval_frame
+
+from ...base.callers import warn
 
 F = TypeVar("F", bound=Callable)
 DYNAMO = "torch._dynamo.eval_frame"
@@ -41,7 +42,7 @@ def never_compiled(function: F) -> F:
 def warn_if_compiled() -> None:
     """Warns where the caller is within code that ``torch.compile`` has compiled."""
     if is_within_compiled():
-        warnings.warn(f"torch.compile changes nothing here: {REASON}", stacklevel=2)
+        warn(f"torch.compile changes nothing here: {REASON}")
 
 
 def is_within_compiled() -> bool:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
-from ...explain.headline import headline
 from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
@@ -142,10 +142,8 @@ def prepare(
                 error.hint = (*error.hint, *another_call(batch))
             raise
         check_last_batch(loader, prepared.plan)
-        if os.environ["RANK"] == "0":
-            print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
-            if not prepared.plan.returned.has_loss:
-                print(f"mixmesh: {WITHOUT_LOSS}", file=sys.stderr, flush=True)
+        if os.environ["RANK"] == "0" and not prepared.plan.returned.has_loss:
+            tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(
             model,
             optimizer,
