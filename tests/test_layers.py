@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
         {"errors"},
         {"base.lazy"},
         {"base.patch"},
-        {"base.files", "base.callers"},
+        {"base.files", "base.callers", "base.progress"},
         {"base.units"},
         {"base.solver"},
         {"lang.operators"},

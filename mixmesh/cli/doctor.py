@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.progress import telling
 from ..errors import InputError, MixmeshError
 from .output import Json, print_json, seconds, table
 from .prepare import CacheFolder
-from .profile import telling
 
 if TYPE_CHECKING:
     from ..measure.doctor import Report

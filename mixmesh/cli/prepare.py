@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,8 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..frontend.job import Job
-from .output import seconds
-from .profile import telling
 
 if TYPE_CHECKING:
     from ..training.preparation import Options, Prepared
@@ -67,25 +64,13 @@ def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
     from ..frontend.job import load_job
     from ..training.preparation import prepare_job, same_random_numbers
 
-    with telling(rank, "preparing") as say:
-        say("loading the job")
-        loaded = load_job(job)
-        with same_random_numbers():
-            prepared = prepare_job(
-                loaded,
-                world_size,
-                options=preparing.options(),
-                cache=Cache(None if preparing.is_fresh else preparing.folder or default_folder()),
-                cluster_file=preparing.cluster_file,
-                progress=say,
-            )
-    if rank == 0:
-        from ..explain.headline import headline
-
-        for phase in prepared.phases:
-            source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
-            print(f"{phase.name}: {source}", file=sys.stderr)
-        print(headline(prepared.plan, prepared.cluster), file=sys.stderr, flush=True)
-        for warning in prepared.plan.warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    loaded = load_job(job)
+    with same_random_numbers():
+        prepared = prepare_job(
+            loaded,
+            world_size,
+            options=preparing.options(),
+            cache=Cache(None if preparing.is_fresh else preparing.folder or default_folder()),
+            cluster_file=preparing.cluster_file,
+        )
     return loaded, prepared, rank

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..base.progress import telling
 from ..cluster import Cluster
 from ..errors import InputError
 from .output import Json, print_json
@@ -103,29 +100,6 @@ def on_every_device(
     if not out.parent.is_dir():
         raise InputError(f"the {writes} cannot be written", where=str(out), got=f"no folder {out.parent}")
     return described, check_launch(command, job, described, cluster_path, out)
-
-
-@contextmanager
-def telling(rank: int, doing: str) -> Iterator[Callable[[str], None]]:
-    """Shows progress on the first rank's stderr: a changing line on a terminal, else a line per phase."""
-    if rank:
-        yield lambda text: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status(doing) as status:
-            yield status.update
-    else:
-        phase = ""
-
-        def say(text: str) -> None:
-            nonlocal phase
-            name = re.sub(r" \d.*", "", text.split(":")[0])
-            if name != phase:
-                phase = name
-                print(f"{doing}: {name}", file=sys.stderr, flush=True)
-
-        yield say
 
 
 def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:

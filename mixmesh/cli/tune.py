@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..base.progress import telling
 from .output import Json, print_json, seconds, table
 from .plan import JobName, PlannerName, ProfileFile, summary
-from .profile import on_every_device, telling
+from .profile import on_every_device
 
 if TYPE_CHECKING:
     from ..measure.tuning import Trial, Tuned

@@ -7,13 +7,14 @@ The names used here are PyTorch's internal ones for functions that it must not c
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
 from torch import nn
 from torch._C._dynamo import eval_frame
+
+from ...base.callers import warn
 
 F = TypeVar("F", bound=Callable)
 DYNAMO = "torch._dynamo.eval_frame"
@@ -42,7 +43,7 @@ def never_compiled(function: F) -> F:
 def warn_if_compiled() -> None:
     """Warns if code that ``torch.compile`` has compiled is the caller."""
     if is_within_compiled():
-        warnings.warn(f"torch.compile changes nothing here: {REASON}", stacklevel=2)
+        warn(f"torch.compile changes nothing here: {REASON}")
 
 
 def is_within_compiled() -> bool:

@@ -6,7 +6,6 @@ there is none. As many are kept as was asked for; the one that was used longest 
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.progress import warn_once
 from ...errors import InputError, MixmeshError
 from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
@@ -222,7 +222,7 @@ class Forms:
         except CannotCarry as error:
             if training:
                 self._check_may_lower(error)
-                warnings.warn(_warning(error), stacklevel=2)
+                warn_once(_warning(error))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_may_lower(self, error: CannotCarry) -> None:

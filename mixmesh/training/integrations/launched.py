@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ...errors import InputError
-from ...runtime.first_rank import everyones, from_first_rank
+from ...runtime.first_rank import everyones
 from ...runtime.parallel import ParallelModel
 from ..preparation.alike import check_digests, digest
-from ..preparation.resuming import numbers_of_process, set_numbers_of_process
 from ..preparation.script import prepare
 
 
@@ -46,11 +45,6 @@ def check_not_spread(model: Any) -> None:
             got="from_pretrained(..., device_map=...) or distributed_config=...",
             hint="from_pretrained(...) without them: the plan places the model",
         )
-
-
-def take_random_numbers() -> None:
-    """Continues the random numbers of the first rank on every rank. Collective."""
-    set_numbers_of_process(from_first_rank(numbers_of_process))
 
 
 def keep_metrics_apart() -> None:

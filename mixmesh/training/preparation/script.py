@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
-from ...explain.headline import headline
 from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
 from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
@@ -28,7 +28,13 @@ from ...runtime.calls import Signature
 from ...runtime.optimizer_check import check_can_be_prepared
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
-from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
+from .loading import (
+    as_arguments,
+    from_first_batch,
+    own_loader,
+    same_random_numbers,
+    take_random_numbers,
+)
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
@@ -137,10 +143,8 @@ def prepare(
                 error.hint = (*error.hint, *another_call(batch))
             raise
         check_last_batch(loader, prepared.plan)
-        if os.environ["RANK"] == "0":
-            print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
-            if not prepared.plan.returned.has_loss:
-                print(f"mixmesh: {WITHOUT_LOSS}", file=sys.stderr, flush=True)
+        if os.environ["RANK"] == "0" and not prepared.plan.returned.has_loss:
+            tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(
             model,
             optimizer,
@@ -151,6 +155,7 @@ def prepare(
             compile=compile,
             check_model=False,  # it was traced just now
         )
+    take_random_numbers()
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader

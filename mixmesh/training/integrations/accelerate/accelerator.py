@@ -21,14 +21,13 @@ from ....base.patch import patched
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import everyones, from_first_rank
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
-from ...preparation.loading import example_batch, same_random_numbers
+from ...preparation.loading import example_batch, same_random_numbers, take_random_numbers
 from ...preparation.outside_loss import with_loss
 from ..launched import (
     check_not_spread,
     is_launched,
     keep_metrics_apart,
     prepare_for,
-    take_random_numbers,
 )
 from ..lending import Lender
 from .model import as_one_device, lend_in_its_modes, without_loss_in_evaluation

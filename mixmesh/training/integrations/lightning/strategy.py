@@ -21,14 +21,13 @@ from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
 from ....runtime.first_rank import from_first_rank, wait_for_all
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
-from ...preparation.loading import same_random_numbers
+from ...preparation.loading import same_random_numbers, take_random_numbers
 from ..launched import (
     check_alike,
     is_launched,
     keep_metrics_apart,
     learning_rates,
     prepare_for,
-    take_random_numbers,
 )
 from ..lending import Lender
 from ..weights import fill
