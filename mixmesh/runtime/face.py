@@ -83,7 +83,9 @@ class Face(nn.Module):
         copy_of_self = memo[id(self)] = self._runtime.again(twin)
         for mine, its in zip(self.parameters(), copy_of_self.parameters()):
             its.requires_grad_(mine.requires_grad)
-        return copy_of_self.train(self.training)
+        for mine, its in zip(self.modules(), copy_of_self.modules()):
+            its.training = mine.training
+        return copy_of_self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise InputError(

@@ -1,0 +1,36 @@
+"""The modes that a model is planned in: those that its training steps will have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from ...runtime.whole_model import own_module
+
+
+def has_own_train(model: nn.Module) -> bool:
+    """Whether ``model.train()`` does more than set the mode of every module: the usual way to keep batch norm
+    frozen."""
+    return any(type(module).train is not nn.Module.train for module in model.modules())
+
+
+@contextmanager
+def as_its_train_has_it(model: nn.Module) -> Iterator[tuple[bool, ...]]:
+    """Within it a model that trains, and has a ``train()`` of its own, is as that leaves it: so it is in
+    every step of a loop that calls it. Gives the modes of its modules before, which it has again after."""
+    own = own_module(model)
+    before = tuple(module.training for module in own.modules())
+    if own.training and has_own_train(own):
+        own.train()
+    try:
+        yield before
+    finally:
+        set_modes(own, before)
+
+
+def set_modes(model: nn.Module, modes: tuple[bool, ...]) -> None:
+    """Gives each module of a model its mode, in their order."""
+    for module, mode in zip(model.modules(), modes, strict=True):
+        module.training = mode
