@@ -46,9 +46,9 @@ gallery: setup    ## the plans of the gallery with their reports, into out/galle
 	$(BIN)/python -m tools.site.gallery
 	$(BIN)/python -m tools.site
 
-report-shots: setup    ## pictures of reports in Chromium, at both widths and in both schemes, into out/report
-	mkdir -p out/report
-	REPORT_SHOTS=out/report $(BIN)/python -m pytest tests/report -k browser
+report-shots: setup    ## pictures of pages in Chromium, at both widths and in both schemes, into out/report
+	$(BIN)/python -m tools.browser
+	REPORT_SHOTS=out/report $(BIN)/python -m pytest tests/report/test_in_browser.py tests/docs/test_site.py -k browser
 
 clean:    ## remove what can be made again, but for .venv
 	rm -rf out build dist .pytest_cache .ruff_cache .hypothesis

@@ -21,8 +21,9 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.passes.order import Orders, in_order
 from mixmesh.planner.hap import synthesised
 from mixmesh.planner.make import PROPOSERS
-from mixmesh.planner.ordered import ordered
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.passes.order import ordered
+from mixmesh.planner.proposal import Proposal
+from mixmesh.planner.task import Task
 from mixmesh.simulator import Simulation
 
 from .contest import OURS, Contest, Programs
@@ -54,7 +55,7 @@ def orders_of(task: Task, found: Proposal) -> Mapping[str, Program]:
 def first_come(program: Program, costs: CostModel) -> Program:
     """In the order of readiness, without buckets of its own."""
     plain = _with_buckets(program, {})
-    return in_order(plain, Orders(plain, Simulation(plain, costs).sheet).first_come())
+    return in_order(plain, Orders(plain, Simulation(plain, costs).step).first_come())
 
 
 def ddp_buckets(program: Program) -> Program:

@@ -20,7 +20,8 @@ from mixmesh.frontend.trace import trace
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.hap import DDP_TUNED
-from mixmesh.planner.task import BASELINES, Task
+from mixmesh.planner.proposal import BASELINES
+from mixmesh.planner.task import Task
 
 from .bars import least, machine_alone_s
 from .published import GPUS, HAP_COLLECTIVE_BYTES_PER_S, HAP_FIGURE_12, HAP_FIGURE_14, Published

@@ -14,8 +14,9 @@ from mixmesh.cost import CostModel
 from mixmesh.lang.ir import Graph
 from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner.placed import model_parallel
+from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.simple import ddp_proportional
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.task import Task
 
 from .contest import OURS, Contest, Entry
 from .measure import cluster_text

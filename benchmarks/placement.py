@@ -25,8 +25,9 @@ from mixmesh.planner.hap import DDP_TUNED
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.near import best_synced
 from mixmesh.planner.placed import judged
+from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.spaces import space_of
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.task import Task
 from mixmesh.search.learned.seeds import data_parallel
 
 from .bars import fastest_s, least, machine_alone_s

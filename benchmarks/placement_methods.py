@@ -10,7 +10,8 @@ from mixmesh.planner.learned import best_of, evaluator
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.pipelines import pipelines
 from mixmesh.planner.placed import cuts, local_search
-from mixmesh.planner.task import HEADROOM, Proposal, Task
+from mixmesh.planner.proposal import Proposal
+from mixmesh.planner.task import HEADROOM, Task
 from mixmesh.search.learned.evaluate import Evaluator
 from mixmesh.search.learned.features import Facts
 from mixmesh.search.learned.heterog import Training

@@ -32,7 +32,8 @@ from mixmesh.passes.zero import with_stage
 from mixmesh.passes.zero.shares import share_out
 from mixmesh.planner import whole_counts
 from mixmesh.planner.poplar import poplar
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.proposal import Proposal
+from mixmesh.planner.task import Task
 from mixmesh.search.ratios import with_ratio
 
 from .poplar_results import AT_ONCE, EQUAL, HALF, OURS, PROPORTIONAL, Variant

@@ -40,6 +40,7 @@ from .training_cases import (
     padded,
 )
 from .training_results import (
+    DATA_PARALLEL,
     EVENLY,
     OURS,
     PADDED,
@@ -78,7 +79,9 @@ def run(
 
 
 def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
-    variants = {OURS: case.job, TUNED: case.job} | ({WITHOUT: case.job} if case.without else {})
+    variants = {OURS: case.job, TUNED: case.job, DATA_PARALLEL: case.job} | (
+        {WITHOUT: case.job} if case.without else {}
+    )
     found, plans, tried = measure(case, variants, case.job, effort, folder, say)
     plan = plans[TUNED]
     return RaceResult(
@@ -92,6 +95,7 @@ def race(case: Race, effort: Effort, folder: Path, say: Progress) -> RaceResult:
         plan.program.ratios[0][1],
         tried,
         found,
+        found.timing(DATA_PARALLEL),
         found.timing(WITHOUT) if case.without else None,
     )
 
@@ -146,7 +150,10 @@ def measure(
         say(f"planning {job}")
         made = jobs.make(job)
         passes = [p for p in PASSES if name != WITHOUT or p.__name__ != case.without]
-        plan = make_plan(trace(made.model, made.batch, passes=passes), cluster, profile=profile)
+        planner = name if name == DATA_PARALLEL else "auto"
+        plan = make_plan(
+            trace(made.model, made.batch, passes=passes), cluster, planner=planner, profile=profile
+        )
         plans[name] = dealt_evenly(plan, CostModel(cluster, profile)) if name.endswith(EVENLY) else plan
         plans[name].save(path)
     turns = {"rounds": effort.rounds, "turn_s": effort.turn_s, "max_steps": effort.max_steps}

@@ -12,6 +12,7 @@ from .training_cases import ALL, AS_FAST, Race, Sweep
 OURS = "auto"
 TUNED = "auto, tuned"  # the best of the plans that ``mixmesh tune`` has tried
 WITHOUT = "auto, without a pass"  # that the case names
+DATA_PARALLEL = "ddp-tuned"  # our sums, shares and devices, without a search for placements
 PADDED = " padded"
 EVENLY = " padded evenly"  # as many experts, and samples, on each device: the systems that need padding
 LOSS_TOLERANCE = 1e-4  # relative, in float32
@@ -94,6 +95,7 @@ class RaceResult:
     shares: tuple[float, ...]
     tried: tuple[Tried, ...]
     measured: Measured
+    data_parallel: Timing
     without: Timing | None = None  # the plan for a graph made without one of the passes
 
     @property
@@ -143,6 +145,8 @@ class RaceResult:
             "best": self.best.name,
             "asked": self.asked.name,
             "speedup_asked": asdict(Speedup.of(self.ours, self.asked)),
+            "speedup_data_parallel": asdict(Speedup.of(self.ours, self.data_parallel)),
+            "data_parallel_step_s": self.data_parallel.median_s,
             "target": self.case.target,
             "targets": self.targets,
             "planner": self.planner,

@@ -39,3 +39,18 @@ def no_process_group_is_left():
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """A Chromium for all tests of a process that look at pages, which are skipped without one; an error where
+    pictures are asked for."""
+    from tools.browser import MISSING, chromium
+    from tools.browser import browser as started
+
+    if chromium() is None:
+        if "REPORT_SHOTS" in os.environ:
+            raise RuntimeError(MISSING)
+        pytest.skip("needs Chromium")
+    with started() as running:
+        yield running

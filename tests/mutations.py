@@ -45,20 +45,20 @@ MECHANISMS = "tests/test_mechanisms.py -k"
 PARTS = "tests/test_subsets.py -k not_slower"
 MUTATIONS = {
     # programs
-    "sfb": Mutation("planner/hap.py", "best_factors = lambda *_: None", f"{MECHANISMS} factors"),
+    "sfb": Mutation("planner/passes/factors.py", "best_factors = lambda *_: None", f"{MECHANISMS} factors"),
     "shares by linear programming": Mutation(
         "planner/task.py",
         "optimal_ratio = lambda program, *_, **__: program.ratio_of['r0']",
         f"{MECHANISMS} 'linear'",
     ),
-    "polishing": Mutation("planner/hap.py", f"polish = {SAME}", f"{MECHANISMS} samples"),
+    "polishing": Mutation("planner/passes/shares.py", f"polish = {SAME}", f"{MECHANISMS} samples"),
     "recomputation": Mutation(
         "passes/recomputation.py",
         "recomputed = lambda program: program",
         "tests/test_recompute.py -k fits_only_so",
     ),
     "no more recomputation than needed": Mutation(
-        "planner/hap.py", f"fewest = {SAME}", "tests/test_recompute.py -k no_more_than"
+        "planner/passes/rematerialisation.py", f"fewest = {SAME}", "tests/test_recompute.py -k no_more_than"
     ),
     "cut queries": Mutation(
         "lang/rules/products.py",
@@ -76,15 +76,19 @@ MUTATIONS = {
     # sums
     "sums by levels": Mutation("planner/task.py", "best_levels = lambda *_: None", f"{MECHANISMS} within"),
     "shard owners": Mutation(
-        "planner/synced.py", "best_run = lambda program, *_: program", f"{MECHANISMS} owners"
+        "planner/passes/reductions.py", "best_run = lambda program, *_: program", f"{MECHANISMS} owners"
     ),
     "buckets": Mutation("planner/task.py", "SMALLER_BYTES = LARGER_BYTES = ()", f"{MECHANISMS} buckets"),
-    "margin of owners": Mutation("planner/synced.py", "MARGIN = 0.0", f"{MECHANISMS} hundredth"),
-    "margin of owners too wide": Mutation("planner/synced.py", "MARGIN = 0.3", f"{MECHANISMS} owners"),
-    "weight gradients first": Mutation("planner/passes.py", f"apart = {SAME}", f"{MECHANISMS} apart"),
-    "order": Mutation("planner/passes.py", f"ordered = {SAME}", f"{MECHANISMS} order"),
+    "margin of owners": Mutation("planner/passes/reductions.py", "MARGIN = 0.0", f"{MECHANISMS} hundredth"),
+    "margin of owners too wide": Mutation(
+        "planner/passes/reductions.py", "MARGIN = 0.3", f"{MECHANISMS} owners"
+    ),
+    "weight gradients first": Mutation(
+        "planner/passes/weight_gradients.py", f"apart = {SAME}", f"{MECHANISMS} apart"
+    ),
+    "order": Mutation("planner/passes/order.py", f"ordered = {SAME}", f"{MECHANISMS} order"),
     "order: the list scheduler": Mutation(
-        "planner/ordered.py", "reordered = lambda *_: ()", f"{MECHANISMS} order"
+        "planner/passes/order.py", "reordered = lambda *_: ()", f"{MECHANISMS} order"
     ),
     "zero: everything gathered again": Mutation(
         "passes/zero/stages.py",

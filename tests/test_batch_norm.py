@@ -12,7 +12,6 @@ from small_graphs import THREE, cluster
 from torch import nn
 
 from mixmesh.cost import CostModel, op_key
-from mixmesh.cost.memory import Memory
 from mixmesh.errors import PlanError, VerificationError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
@@ -26,6 +25,7 @@ from mixmesh.measure.verification import verify
 from mixmesh.passes.recomputation import recomputed
 from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
+from mixmesh.step.memory import Memory
 
 EPS = 1e-5
 SHAPES = {"rows": (7, 5), "series": (6, 5, 8), "images": (6, 5, 4, 3), "volumes": (4, 5, 2, 3, 2)}

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from mixmesh.base.timeline import gradient_name, wgrad_name
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import PeakMemory, peak_memory_bytes
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.explain import explain_plan
 from mixmesh.frontend.trace import trace
@@ -31,6 +30,7 @@ from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder
 from mixmesh.search.baselines import data_parallel, tensor_parallel
 from mixmesh.simulator import simulate
+from mixmesh.step.memory import PeakMemory, peak_memory_bytes
 
 WORLD, BATCH, LENGTH, WIDTH = 3, 12, 4, 8
 CLUSTER = """\

@@ -128,7 +128,7 @@ def test_other_changes_go_on_top(plain, how):
 
 def test_orders_of_it_are_orders_of_the_same(plain):
     program = packed(plain, 2)
-    orders = Orders(program, Simulation(program, COSTS).sheet)
+    orders = Orders(program, Simulation(program, COSTS).step)
     for order in (orders.forward(), orders.backward()):
         report = verify(Branches(), pictures(), in_order(program, order))
         assert report.ok, report

@@ -13,7 +13,6 @@ from small_graphs import THREE, cluster
 from torch import nn
 
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import Memory
 from mixmesh.errors import VerificationError
 from mixmesh.frontend.trace import losses, trace
 from mixmesh.lang.check import check_program
@@ -34,6 +33,7 @@ from mixmesh.search.baselines import data_parallel
 from mixmesh.search.synthesis import Choices, Problem, emit, search
 from mixmesh.search.synthesis.choices import P
 from mixmesh.simulator import simulate
+from mixmesh.step.memory import Memory
 
 NONE, SUM = 0, 2
 IGNORED = -100

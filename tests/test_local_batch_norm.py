@@ -25,7 +25,7 @@ from mixmesh.lang.plan_file import Plan
 from mixmesh.measure.verification import verify
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
-from mixmesh.planner.task import BASELINES
+from mixmesh.planner.proposal import BASELINES
 from mixmesh.runtime.interpret import interpret
 from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.baselines import data_parallel

@@ -182,11 +182,11 @@ devices = [{ name = "weak", tflop_per_s = 1, memory_gib = 16, memory_gbyte_per_s
 CASES = {
     # an optimizer of whole parameters: nothing can be cut, and sums are long
     "gradients from gathered factors": Case(
-        lambda: layers(64, [4096] * 3), TWO_BY_TWO, {"hap.best_factors": lambda *_: None}, 1.3,
+        lambda: layers(64, [4096] * 3), TWO_BY_TWO, {"passes.factors.best_factors": lambda *_: None}, 1.3,
         whole_parameters=True, shows=factors,
     ),
     "order of execution": Case(
-        lambda: towers(2048, 8192, 512, 6), ALONE, {"passes.ordered": same}, 1.1
+        lambda: towers(2048, 8192, 512, 6), ALONE, {"passes.order.ordered": same}, 1.1
     ),
     "sums within machines first": Case(
         lambda: layers(4096, [512] * 13), TWO_BY_TWO, {"task.best_levels": lambda *_: None}, 1.15,
@@ -194,11 +194,12 @@ CASES = {
     ),
     "owners of gradients": Case(
         lambda: layers(4096, [512] * 13), TWO_BY_TWO,
-        {"synced.owned_runs": lambda *_, **__: [], "apart.owned_runs": lambda *_, **__: []}, 1.08,
+        {"passes.reductions.owned_runs": lambda *_, **__: [],
+         "passes.weight_gradients.owned_runs": lambda *_, **__: []}, 1.08,
         shows=owners,
     ),
     "weight gradients apart": Case(
-        lambda: layers(64, [4096] * 3), ALONE, {"passes.apart": same}, 1.05,
+        lambda: layers(64, [4096] * 3), ALONE, {"passes.weight_gradients.apart": same}, 1.05,
         shows=lambda program: bool(program.wgrads),
     ),
     "buckets of several sizes": Case(
@@ -211,7 +212,8 @@ CASES = {
         {"task.optimal_ratio": lambda program, *_, **__: program.ratio_of["r0"]}, 1.02,
     ),
     "single samples moved": Case(
-        lambda: layers(13, [1024] * 5, "2048, "), gpus(100, [3], [2], [1.2]), {"hap.polish": same}, 1.03,
+        lambda: layers(13, [1024] * 5, "2048, "), gpus(100, [3], [2], [1.2]),
+        {"passes.shares.polish": same}, 1.03,
         whole_parameters=True,
     ),
     "some of the devices": Case(
@@ -292,7 +294,7 @@ def test_owners_that_save_less_than_a_hundredth_are_left_out(monkeypatch):
 
     usual = plan()
     assert not owners(usual.program)
-    monkeypatch.setattr("mixmesh.planner.synced.MARGIN", 0.0)
+    monkeypatch.setattr("mixmesh.planner.passes.reductions.MARGIN", 0.0)
     other = plan()
     assert owners(other.program)
     assert 0.99 * usual.predicted_step_s < other.predicted_step_s < usual.predicted_step_s

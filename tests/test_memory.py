@@ -13,7 +13,14 @@ from small_graphs import GRAPHS, THREE, TWO, cluster, graph
 
 from mixmesh.cost import CostModel
 from mixmesh.cost.exchanges import cut_shares
-from mixmesh.cost.memory import (
+from mixmesh.errors import Infeasible, InputError
+from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
+from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
+from mixmesh.passes.buckets import with_buckets
+from mixmesh.planner import make_plan
+from mixmesh.planner.task import HEADROOM
+from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.step.memory import (
     ALLOWANCE,
     HEAP_BYTES,
     SMALL_ALLOWANCE,
@@ -22,14 +29,7 @@ from mixmesh.cost.memory import (
     held_moments,
     peak_memory_bytes,
 )
-from mixmesh.cost.memory.views import contiguous, reshaped
-from mixmesh.errors import Infeasible, InputError
-from mixmesh.lang.ir import even_ratio, make_ratio, parse_program
-from mixmesh.lang.optimizer_states import ADAM, OptimizerStates
-from mixmesh.passes.buckets import with_buckets
-from mixmesh.planner import make_plan
-from mixmesh.planner.task import HEADROOM
-from mixmesh.search.baselines import data_parallel, fully_sharded
+from mixmesh.step.memory.views import contiguous, reshaped
 
 ONE = "program one world=1 {{\n  ratio r0 = [1.0]\n{}\n}}\n"
 FLOAT = 4

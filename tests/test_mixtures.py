@@ -14,12 +14,12 @@ from torch import nn
 from benchmarks.coverage import CLUSTER
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
-from mixmesh.cost.memory.kept import extra_bytes, kept
 from mixmesh.frontend.trace import PASSES, trace
 from mixmesh.lang.ir import PARTIAL, REPLICATE, Program, Shard, parse_program, print_program
 from mixmesh.lang.operators import experts
 from mixmesh.lang.rules import EXPERTS, call_of
 from mixmesh.measure.verification import verify
+from mixmesh.step.kept import extra_bytes, kept
 
 pytest.importorskip("transformers")
 

@@ -61,20 +61,23 @@ class Beside(nn.Module):
 
 def test_levels_are_longest_paths():
     program = parse_program(BESIDE)
-    graph = Orders(program, Simulation(program, COSTS).sheet).graph
+    graph = Orders(program, Simulation(program, COSTS).step).graph
 
     def longest(t: int) -> float:
         task = graph.tasks[t]
         return max(task.seconds) + max(map(longest, task.successors), default=0.0)
 
     assert graph.levels == pytest.approx([longest(t) for t in range(len(graph.tasks))])
-    assert len(graph.tasks) == 2 * len(program.instructions) + 1
+    computations = [i for i in program.instructions if not (i.is_leaf or i.is_redistribution)]
+    moves = [i for i in program.instructions if i.is_redistribution]
+    # each in both passes, the sums of gradients, and the optimizer
+    assert len(graph.tasks) == 2 * (len(computations) + len(moves)) + len(program.params) + 1
 
 
 def test_what_travels_goes_first_and_the_rest_beside_it():
     program = parse_program(BESIDE)
     simulation = Simulation(program, COSTS)
-    (best, *_) = reordered(program, simulation.sheet)
+    (best, *_) = reordered(program, simulation.step)
     place = {i.results[0]: n for n, i in enumerate(best.instructions)}
     assert place["h"] < place["h.t"] < place["s"]
     assert Simulation(best, COSTS).step_s(best) < 0.95 * simulation.step_s(program)
@@ -84,7 +87,7 @@ def test_what_travels_goes_first_and_the_rest_beside_it():
 @given(bodies())
 def test_an_order_computes_the_same(body):
     program = data_parallel(graph(body, 16), COSTS, even_ratio(3))
-    orders = Orders(program, Simulation(program, COSTS).sheet)
+    orders = Orders(program, Simulation(program, COSTS).step)
     for order in (orders.forward(), orders.backward(), orders.first_come()):
         assert sorted(order) == list(range(len(program.instructions)))
         known: set[str] = set()
@@ -95,7 +98,7 @@ def test_an_order_computes_the_same(body):
 
 def test_a_reordered_program_verifies():
     program = parse_program(BESIDE)
-    (best, *_) = reordered(program, Simulation(program, COSTS).sheet)
+    (best, *_) = reordered(program, Simulation(program, COSTS).step)
     report = verify(Beside(), {"x": torch.randn(1024, 256)}, best)
     assert report.ok, report
 
@@ -164,7 +167,7 @@ def check_one_order(comm: Comm) -> None:
     program = parse_program(
         BESIDE.replace('"towards")', '"towards") {bucket=1}').replace('"beside")', '"beside") {bucket=0}')
     )
-    program = reordered(program, Simulation(program, COSTS).sheet)[0]
+    program = reordered(program, Simulation(program, COSTS).step)[0]
     delay = random.Random(comm.rank)
     issued: list[str] = []
     start = Channel.start
@@ -211,7 +214,7 @@ def check_one_order(comm: Comm) -> None:
 
 def check_backward_runs_beside(comm: Comm) -> None:
     """The gradient's exchange begins before what was computed beside the exchange, and ends after it."""
-    program = reordered(parse_program(BESIDE), Simulation(parse_program(BESIDE), COSTS).sheet)[0]
+    program = reordered(parse_program(BESIDE), Simulation(parse_program(BESIDE), COSTS).step)[0]
     seen: list[str] = []
     torch.manual_seed(0)
     other = Beside()

@@ -14,7 +14,6 @@ from torch.nn.functional import cross_entropy
 from mixmesh.api import plan, plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import PeakMemory
 from mixmesh.errors import ParseError, PlanError, TraceError, VerificationError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
@@ -23,6 +22,7 @@ from mixmesh.lang.plan_file import MicroBatch, Plan
 from mixmesh.measure.verification import verify
 from mixmesh.runtime.outside import Outside
 from mixmesh.search.baselines import data_parallel, tensor_parallel
+from mixmesh.step.memory import PeakMemory
 
 CLUSTER = Cluster.parse("""
 name = "two machines"

@@ -10,8 +10,8 @@ from mixmesh.cluster import Cluster
 from mixmesh.frontend.job.workloads import make
 from mixmesh.frontend.trace import trace
 from mixmesh.planner import make_plan
-from mixmesh.planner.passes import ORDER, PASSES, Pass
-from mixmesh.planner.task import Proposal
+from mixmesh.planner.passes import ORDER, PASSES, REMATERIALISATION, Pass
+from mixmesh.planner.proposal import Proposal
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,9 @@ def plan():
 
 def test_a_plan_says_what_each_pass_has_brought(plan):
     assert [row.name for row in plan.passes] == [row.name for row in PASSES]
-    assert all(row.spent_s > 0 and row.gained_s >= 0 for row in plan.passes)
+    assert all(row.gained_s >= 0 for row in plan.passes)
+    # everything fits, so there was nothing to run again
+    assert [row.name for row in plan.passes if row.spent_s == 0] == [REMATERIALISATION.name]
     assert sum(row.gained_s for row in plan.passes) > 0.01 * plan.predicted_step_s
 
 

@@ -16,8 +16,6 @@ from mixmesh.base.timeline import ACCUMULATION, BUCKET
 from mixmesh.cluster import Cluster
 from mixmesh.cost import BLOCKING_SENDS, CostModel
 from mixmesh.cost.exchanges import held_share
-from mixmesh.cost.memory import Held, Memory, Walked, flight_of
-from mixmesh.cost.memory.walk import Flight
 from mixmesh.cost.micro_steps import costed_micro_step
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_plan, check_program
@@ -42,6 +40,7 @@ from mixmesh.search.baselines import data_parallel
 from mixmesh.search.placement import Space, make_grouping
 from mixmesh.simulator import Simulation, simulate
 from mixmesh.simulator.pipeline import ACTIVATIONS, GRADIENTS, together
+from mixmesh.step.memory import Flight, Held, Memory, Walked, flight_of
 
 BIG = "tflop_per_s = 2, memory_gib = 4, memory_gbyte_per_s = 100"
 SLOW_NETWORK = """\

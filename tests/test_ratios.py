@@ -11,7 +11,6 @@ from small_graphs import GRAPHS, THREE, TWO, bodies, cluster, graph
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel, Curve, DeviceProfile, OpMeasurement, Profile, device_key, op_key
 from mixmesh.cost.calls import is_computation
-from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.errors import Infeasible
 from mixmesh.lang.ir import even_ratio, make_ratio
 from mixmesh.lang.optimizer_states import ADAM
@@ -20,13 +19,14 @@ from mixmesh.search.baselines import data_parallel, fully_sharded
 from mixmesh.search.ratios import (
     LinearProgram,
     optimal_ratio,
+    phases,
     ratio_program,
     solve,
-    stages,
     usable_bytes,
     with_ratio,
 )
 from mixmesh.search.synthesis import Prices, Problem, emit, search
+from mixmesh.step.memory import peak_memory_bytes
 
 
 def assert_certificate(lp: LinearProgram) -> None:
@@ -81,7 +81,7 @@ def test_certificate_on_generated_programs(body, where, price, link, scale):
 
 @settings(deadline=None, max_examples=40)
 @given(st.data())
-def test_certificate_on_generated_stages(data):
+def test_certificate_on_generated_phases(data):
     """Rows of any size: microseconds to minutes, with memory rows that bind."""
     n, s = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 6))
     cost = st.floats(0, 60) if data.draw(st.booleans()) else st.floats(0, 1e-3)
@@ -116,29 +116,29 @@ def slow_pair(
 
 
 def test_shares_follow_speed_where_compute_is_all():
-    """One stage, no memory limit: both finish together, 4 to 1. And it lasts minutes: nothing caps it."""
+    """One phase, no memory limit: both finish together, 4 to 1. And it lasts minutes: nothing caps it."""
     costs = CostModel(slow_pair())
     program = data_parallel(graph(GRAPHS["mlp"], 128), costs, even_ratio(2))
     ratio = optimal_ratio(program, costs, (0, 1))
     assert ratio == pytest.approx((0.8, 0.2), abs=0.01)
     lp = ratio_program(program, costs, (0, 1), optimizer_states=ADAM, headroom=0.05)
-    assert solve(lp).objective > 10 and len(stages(program, costs, (0, 1))) == 1
+    assert solve(lp).objective > 10 and len(phases(program, costs, (0, 1))) == 1
 
 
-def test_stages_end_where_ranks_wait():
-    """A collective that a gradient passes ends a stage in both passes; a hidden one ends none."""
+def test_phases_end_where_ranks_wait():
+    """A collective that a gradient passes ends a phase in both passes; a hidden one ends none."""
     costs = CostModel(cluster(THREE))
     program = data_parallel(graph(GRAPHS["residual"], 16), costs, even_ratio(3))
-    assert len(stages(program, costs, (0, 1, 2))) == 1
-    # each of two gathered weights ends one stage forward and one backward
-    assert len(stages(fully_sharded(program), costs, (0, 1, 2))) > 1
+    assert len(phases(program, costs, (0, 1, 2))) == 1
+    # each of two gathered weights ends one phase forward, and one backward where it is gathered again
+    assert len(phases(fully_sharded(program), costs, (0, 1, 2))) > 1
 
 
 def test_constant_terms_are_kept():
     """Where launches are all that is left, the shares do not matter to the time but must still sum to 1."""
     program, costs = searched(GRAPHS["mlp"], TWO, (0.5, 0.5), 0.0, 1000, 1)
-    (stage,) = stages(program, costs, (0, 1))[:1]
-    assert stage.fixed.min() > 0
+    (phase,) = phases(program, costs, (0, 1))[:1]
+    assert phase.fixed.min() > 0
     assert sum(optimal_ratio(program, costs, (0, 1))) == pytest.approx(1)
 
 

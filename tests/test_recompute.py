@@ -16,8 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import Memory
-from mixmesh.cost.memory.repeats import repeats
 from mixmesh.errors import Infeasible, VerificationError
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.check import check_program
@@ -42,6 +40,8 @@ from mixmesh.runtime.random import RandomPolicy
 from mixmesh.search.baselines import data_parallel
 from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import simulate
+from mixmesh.step.memory import Memory
+from mixmesh.step.repeats import repeats
 from tests.support.small_devices import memory_gib
 
 WORLD, BATCH, TIME, WORDS, WIDTH, LAYERS = 3, 12, 8, 11, 8, 3

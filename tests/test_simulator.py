@@ -17,7 +17,6 @@ from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
 from mixmesh.cost.calls import is_computation, work_type
 from mixmesh.cost.exchanges import exchange_of, held_share
-from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.cost.placed import op_time
 from mixmesh.cost.resources import link_s_per_byte
 from mixmesh.cost.sums import gradient_sums
@@ -28,6 +27,7 @@ from mixmesh.search.baselines import data_parallel, fully_sharded, only
 from mixmesh.search.ratios import with_ratio
 from mixmesh.search.synthesis import Prices, Problem, emit, search
 from mixmesh.simulator import Simulation, simulate
+from mixmesh.step.memory import peak_memory_bytes
 
 MLP2 = """
 program mlp world=2 {{

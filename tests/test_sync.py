@@ -19,7 +19,7 @@ from mixmesh.passes.buckets import with_buckets
 from mixmesh.passes.sync import best_sync, options
 from mixmesh.passes.zero import ownable, with_owners, zero_stage
 from mixmesh.planner import simple
-from mixmesh.planner.synced import synced
+from mixmesh.planner.passes.reductions import synced
 from mixmesh.planner.task import Task
 from mixmesh.runtime.comm import Comm
 from mixmesh.runtime.parallel import parallelize

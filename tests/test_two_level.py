@@ -19,7 +19,6 @@ from torch import nn
 from mixmesh.api import plan_traced
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import Memory
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import Infeasible, InputError, VerificationError
 from mixmesh.explain import explain_tensor
@@ -36,6 +35,7 @@ from mixmesh.runtime.parallel import parallelize
 from mixmesh.search.baselines import TENSOR_PARALLEL, data_parallel
 from mixmesh.search.placement.join import join
 from mixmesh.search.placement.split import split
+from mixmesh.step.memory import Memory
 from tests.support.small_devices import memory_gib
 
 DEVICE = '{{ name = "at {0}", tflop_per_s = {0}, memory_gib = 2, memory_gbyte_per_s = 0.1 }}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mixmesh.base.files import PACKAGE
 from mixmesh.errors import CollectiveError
 from mixmesh.runtime.lost import Waiting
 from mixmesh.runtime.watch import Watch
@@ -44,6 +46,18 @@ AGREED = {
     "saves": "in full_state_dict",
     "leaves an epoch": "rank 1 in the start of an epoch",
 }
+# what the first rank asks for alone, in the middle of a step: the name of its call
+ALONE = {
+    "prints a norm": "the norm of tensors that are cut",
+    "clips by torch": "the norm of tensors that are cut",
+    "takes a full tensor": "full_tensor of layer.weight",
+    "compares a piece": "the min of tensors that are cut",
+    "unscales": "whether gradients are finite",
+    "takes the optimizer's state": "full_optimizer_state_dict",
+    "saves by one line": "save",
+    "waits for all": "a barrier",
+    "asks all": "messages of all ranks",
+}
 # on the rank whose data it is; the others are told as much
 OF_DATA = {
     "data raises": ("rank 1: the job's data raised ValueError: no such file", "raise ValueError("),
@@ -61,7 +75,16 @@ LAST_ONLY = {"stopped first": "rank 0 is stopped", "stopped before a beat": "ran
 def ends(tmp_path_factory) -> dict[str, list[Ended]]:
     """All scenarios side by side: they wait most of the time."""
     scenarios = [*AGREED, *OF_DATA, "data ends", *FIRST_ONLY, *LAST_ONLY, "slow"]
-    folder = tmp_path_factory.mktemp("ranks")
+    return ends_of(scenarios, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.fixture(scope="module")
+def ends_alone(tmp_path_factory) -> dict[str, list[Ended]]:
+    return ends_of([*ALONE], tmp_path_factory.mktemp("alone"))
+
+
+def ends_of(scenarios: list[str], folder: Path) -> dict[str, list[Ended]]:
+    """How the ranks of each scenario ended."""
     paths = os.pathsep.join([str(WORKER.parent.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     subprocess.run([sys.executable, str(WORKER), str(folder), *scenarios], env=env, check=True)
@@ -107,6 +130,16 @@ def test_all_ranks_are_told(ends, scenario):
         assert ended.after_s < SECONDS
 
 
+@pytest.mark.parametrize("scenario", ALONE)
+def test_what_one_rank_asks_for_alone_ends_all(ends_alone, scenario):
+    for rank, ended in enumerate(ends_alone[scenario]):
+        assert ended.status == 3, f"rank {rank}: {ended.text}"
+        assert f"rank 0 in {ALONE[scenario]}, rank 1 in train forward: call" in ended.text, ended.text
+        assert "watch_worker.py:" in ended.text, "the line of the script"  # of the rank that asks
+        assert "take the call out of `if rank == 0:`" in ended.text
+        assert ended.after_s < SECONDS
+
+
 @pytest.mark.parametrize("scenario", OF_DATA)
 def test_an_error_of_the_data_of_one_rank_ends_all(ends, scenario):
     message, code = OF_DATA[scenario]
@@ -143,4 +176,27 @@ def test_the_rank_that_holds_the_store_is_stopped(ends, scenario):
 def test_a_rank_that_is_busy_between_two_calls_is_waited_for(ends):
     for ended in ends["slow"]:
         assert ended.status == 0 and "DONE" in ended.text, ended.text
-    assert "rank 1 has been outside of mixmesh" in ends["slow"][0].text
+    notice = ends["slow"][0].text
+    assert "rank 1 has been outside of mixmesh" in notice and "watch_worker.py:" in notice
+
+
+def test_collectives_are_started_where_the_watch_knows_of_them():
+    """Whatever starts one of all ranks goes through a channel or ``first_rank``: each is a call by itself, or
+    a part of one. Who starts them by ``torch.distributed`` is in this list, with the reason."""
+    known = {
+        "runtime/first_rank.py": "messages",
+        "runtime/collectives.py": "given to a channel",
+        "runtime/levels.py": "given to a channel",
+        "runtime/shapes/agree.py": "given to a channel",
+        "training/rebalance/balancer.py": "given to a channel",
+        "runtime/recording.py": "within the end of a recorded training",
+        "checkpoint/vote.py": "within a meeting",
+    }
+    before_training = ("measure/", "cluster/detection/")  # a script calls none of it
+    pattern = re.compile(r"\bdist\.(all_\w+|broadcast\w*|barrier|reduce\w*|gather\w*|scatter\w*)\b(?!_)")
+    used = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if pattern.search(path.read_text()) and not str(path.relative_to(PACKAGE)).startswith(before_training)
+    }
+    assert used == set(known)

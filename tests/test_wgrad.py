@@ -14,7 +14,6 @@ from torch import nn
 from mixmesh.base.timeline import gradient_name, wgrad_name
 from mixmesh.cluster import Cluster
 from mixmesh.cost import CostModel
-from mixmesh.cost.memory import peak_memory_bytes
 from mixmesh.cost.sums import gradient_sums
 from mixmesh.errors import VerificationError
 from mixmesh.explain import explain_plan
@@ -33,6 +32,7 @@ from mixmesh.runtime.parallel import parallelize
 from mixmesh.runtime.recording import Recorder
 from mixmesh.search.baselines import data_parallel
 from mixmesh.simulator import simulate
+from mixmesh.step.memory import peak_memory_bytes
 
 WORLD, BATCH, LENGTH, VOCABULARY, WIDTH = 3, 12, 10, 13, 8
 CLUSTER = """\

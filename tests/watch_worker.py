@@ -24,8 +24,10 @@ from mixmesh.lang.ir import parse_program
 from mixmesh.lang.plan_file import Plan
 from mixmesh.runtime import agreement
 from mixmesh.runtime.agreement import COMPARED_STEPS
-from mixmesh.runtime.parallel import parallelize
+from mixmesh.runtime.first_rank import everyones, wait_for_all
+from mixmesh.runtime.parallel import full_optimizer_state_dict, parallelize
 from mixmesh.runtime.peers import Peers
+from mixmesh.runtime.scaler import GradScaler
 from mixmesh.runtime.train import train as run_training
 from mixmesh.training.preparation.loading import own_loader
 
@@ -142,6 +144,36 @@ def train_for_epochs(model, optimizer, rank: int) -> None:
             train(model, optimizer, 1, lambda step, given=given: given)
 
 
+# what the first rank alone asks for between a backward pass and a step
+ALONE: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
+    "prints a norm": lambda model, _: model.layer.weight.grad.norm().item(),
+    "clips by torch": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "takes a full tensor": lambda model, _: model.layer.weight.full_tensor(),
+    "compares a piece": lambda model, _: torch.equal(model.layer.weight, model.layer.weight),
+    "unscales": lambda model, optimizer: unscale(optimizer),
+    "takes the optimizer's state": full_optimizer_state_dict,
+    "saves by one line": lambda model, _: mixmesh.save("never.pt", model=model),
+    "waits for all": lambda *_: wait_for_all("a barrier"),
+    "asks all": lambda *_: everyones(0),
+}
+
+
+def unscale(optimizer: torch.optim.Optimizer) -> None:
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))  # as of the loss
+    scaler.unscale_(optimizer)
+
+
+def ask_alone(ask: Callable[[nn.Module, torch.optim.Optimizer], object], model, optimizer, rank: int) -> None:
+    for step in range(3):
+        model(**batch(step)).backward()
+        if not rank and step == 1:
+            ask(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    print("DONE", flush=True)
+
+
 def train_in_trouble(scenario: str, rank: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -168,6 +200,9 @@ def train_in_trouble(scenario: str, rank: int) -> None:
     print("START", flush=True)
     if scenario == "leaves an epoch":
         train_for_epochs(model, optimizer, rank)
+        return
+    if scenario in ALONE:
+        ask_alone(ALONE[scenario], model, optimizer, rank)
         return
     trouble = {
         "shape": lambda: train(model, optimizer, 1, lambda s: {**batch(s), "x": torch.zeros(5, 4)}),

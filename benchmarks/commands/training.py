@@ -48,7 +48,13 @@ def shown_race(result: RaceResult) -> str:
 
     rows = [
         (t.name, t.setting, seconds(t.median_s), _speedup(Speedup.of(result.ours, t)))
-        for t in (*result.better, *filter(None, [result.without]), result.untuned, result.ours)
+        for t in (
+            *result.better,
+            *filter(None, [result.without]),
+            result.data_parallel,
+            result.untuned,
+            result.ours,
+        )
     ]
     lines = [
         f"{result.case}: {result.speedup.median:.2f}x the best baseline ({result.best.name})",

@@ -184,6 +184,8 @@ def plan_object(plan: Plan) -> dict[str, Any]:
         "passes": [vars(row) for row in plan.passes],
         "gap": plan.gap,
         "bound_s": plan.bound_s,
+        "is_bound_measured": plan.is_bound_measured,
+        "ideal_s": plan.ideal_s,
         "cost_source": plan.cost_source,
         "warnings": list(plan.warnings),
     }

@@ -9,7 +9,7 @@ from ..lang.ir import Instruction, Program, Shard, TensorType
 from ..lang.rules import Call, call_of
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # one object for each kind of a program: it is its own key
 class Kind:
     """Computations that differ in the names of values only.
 

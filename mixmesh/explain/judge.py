@@ -10,10 +10,11 @@ from ..lang.ir import Program, Replicate, Samples, separable, support, wgrad_of,
 from ..lang.optimizer_states import OptimizerStates
 from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..passes.recomputation import recomputed
-from ..planner.ordered import ordered
-from ..planner.recomputed import fewest
-from ..planner.synced import flat
-from ..planner.task import Proposal, Task
+from ..planner.passes.flat import flat
+from ..planner.passes.order import ordered
+from ..planner.passes.rematerialisation import fewest
+from ..planner.proposal import Proposal
+from ..planner.task import Task
 from ..planner.two_level import recomputed_within
 from ..search.placement.split import is_joined
 

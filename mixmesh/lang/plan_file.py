@@ -77,7 +77,8 @@ class Plan:
     tie the plan to the devices and the model that it was made for. ``timings_s``: the steps of planning.
     ``gap``: by how much, as a share, the program may be dearer than the cheapest under the search's own cost;
     None where that is not known. ``bound_s``: seconds that no plan for the job on these devices is faster
-    than, if that is known. ``micro_batches``: per rank, how it accumulates gradients within a step; None
+    than, if that is known; ``ideal_s``: those of all devices computing all the time, as the cost model
+    estimates them. ``micro_batches``: per rank, how it accumulates gradients within a step; None
     where everyone takes its share at once. A chain of stages that accumulates is a pipeline, and says so by
     its ``order``. ``measured_step_s``: of a trial on the cluster, where ``mixmesh tune`` held one.
     ``arguments`` are those of the model's call, by name: "tensor", or the text of a constant; None where that
@@ -102,6 +103,7 @@ class Plan:
     states_expanded: int = 0
     gap: float | None = None
     bound_s: float | None = None
+    ideal_s: float | None = None
     timings_s: dict[str, float] = field(default_factory=dict)
     cost_source: str = ""
     candidates: tuple[Candidate, ...] = ()
@@ -121,7 +123,7 @@ class Plan:
     def is_bound_measured(self) -> bool:
         """Whether ``bound_s`` rests on a profile of all devices. Elsewhere it rests on the peaks of their
         figures, which no kernel reaches in whole."""
-        return self.cost_source.startswith("profile") and "roofline" not in self.cost_source
+        return is_measured(self.cost_source)
 
     def __str__(self) -> str:
         program = print_program(self.program, self.notes)
@@ -201,7 +203,10 @@ def _header(plan: Plan, program_digest: str) -> str:
     if plan.gap is not None:
         lines.append(f"gap = {_toml(plan.gap)}")
     if plan.bound_s is not None:
-        lines.append(f"bound_s = {_toml(plan.bound_s)}")
+        basis = "as measured" if plan.is_bound_measured else "at the peaks of the devices' figures"
+        lines.append(f"bound_s = {_toml(plan.bound_s)}  # no plan is faster, {basis}")
+    if plan.ideal_s is not None:
+        lines.append(f"ideal_s = {_toml(plan.ideal_s)}  # all devices computing all the time, as estimated")
     if plan.measured_step_s is not None:
         lines.append(f"measured_step_s = {_toml(plan.measured_step_s)}  # in a trial on the cluster")
     if plan.timings_s:
@@ -247,6 +252,11 @@ def _toml(value) -> str:
     return json.dumps(value)
 
 
+def is_measured(cost_source: str) -> bool:
+    """Whether costs rest on a profile of all devices, by the text of their source."""
+    return cost_source.startswith("profile") and "roofline" not in cost_source
+
+
 def digest(text: str) -> str:
     """12 hex digits of a program's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:12]
@@ -264,6 +274,7 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         ),
         gap=_number(header.get("gap")),
         bound_s=_number(header.get("bound_s")),
+        ideal_s=_number(header.get("ideal_s")),
         measured_step_s=_number(header.get("measured_step_s")),
         timings_s={k: float(v) for k, v in header.get("timings_s", {}).items()},
         warnings=tuple(header.get("warnings", ())),

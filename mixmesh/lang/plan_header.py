@@ -15,6 +15,7 @@ from ..errors import PlanError
 from .ir.bounds import MAX_ELEMENTS, MAX_INTEGER, MAX_MICRO_STEPS
 from .plan_devices import is_row
 
+DEVICE_TYPES = ("cpu", "cuda", "xpu")  # that PyTorch casts on and has collectives for; cuda is ROCm's too
 SHOWN = 60  # characters of a value in an error
 
 
@@ -90,6 +91,7 @@ ROWS: dict[str, Row] = {
     "usable_bytes": Row(lambda v: _is_list(v, _is_count), "a list of bytes, one per rank", optional=True),
     "gap": Row(_is_number, "a number", optional=True),
     "bound_s": SECONDS._replace(optional=True),
+    "ideal_s": SECONDS._replace(optional=True),
     "measured_step_s": SECONDS._replace(optional=True),
     "timings_s": Row(
         lambda v: isinstance(v, dict) and all(map(_is_seconds, v.values())),
@@ -112,7 +114,7 @@ ROWS: dict[str, Row] = {
     "loss_name": TEXT._replace(optional=True),
     "returns_tuple": FLAG._replace(optional=True),
     "autocast": Row(
-        lambda v: _is_argument(v) and v[0] in ("cpu", "cuda") and v[1] in ("bf16", "f16"),
+        lambda v: _is_argument(v) and v[0] in DEVICE_TYPES and v[1] in ("bf16", "f16"),
         'a type of device and a dtype: ["cuda", "bf16"]',
         optional=True,
     ),

@@ -12,11 +12,11 @@ from itertools import accumulate
 
 from ..cost import VIEWS
 from ..cost.calls import is_computation
-from ..cost.memory.kept import extra_bytes, kept
 from ..lang.ir import Program, with_regions
 from ..lang.ir.recompute import updated_buffers
 from ..lang.ir.samples import draws_once
 from ..lang.rules import call_of
+from ..step.kept import extra_bytes, kept
 
 Regions = tuple[tuple[int, ...], ...]
 MAX_LEVELS = 48  # limits of bytes held at a cut that are tried; equal layers have fewer

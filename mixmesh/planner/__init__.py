@@ -7,7 +7,7 @@ choose      the fastest that fits in every device's memory
 """
 
 from .make import BASELINES, PLANNERS, check_planner, make_plan, make_plans
-from .polish import whole_counts
+from .passes.shares import whole_counts
 from .proved import check_limit
 
 __all__ = ["BASELINES", "PLANNERS", "check_limit", "check_planner", "make_plan", "make_plans", "whole_counts"]

@@ -12,7 +12,8 @@ from ..errors import Infeasible
 from ..frontend.job import ELEMENTWISE
 from ..lang.ir import Graph, Program, local_bytes, local_shape
 from ..lang.rules import RULES
-from .task import Proposal, Task
+from .proposal import Proposal
+from .task import Task
 
 
 def check_memory(task: Task) -> None:

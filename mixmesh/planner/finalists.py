@@ -7,7 +7,8 @@ of the same kind says little, and one of the best of another kind may show what 
 from __future__ import annotations
 
 from ..passes.buckets import bucketings, numbered
-from .task import BASELINES, Proposal, Task
+from .proposal import BASELINES, Proposal
+from .task import Task
 
 WITHIN = 1.3  # times the chosen one's predicted step; slower ones are left out, but the best baseline
 BUCKET_BYTES = (1e6, 4e6, 16e6, 64e6, 1e12)

@@ -9,11 +9,12 @@ from itertools import zip_longest
 from math import isclose
 
 from ..cost.placed import supports
-from .apart import GAIN
 from .hap import DDP_TUNED
 from .near import is_hurried
 from .passes import ARRANGING, REDUCTIONS
-from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
+from .passes.weight_gradients import GAIN
+from .proposal import Proposal
+from .task import HOPEFUL, SMALL_INSTRUCTIONS, Task
 
 ALIKE = 1e-4  # relative difference of the times of programs of which one is finished
 FEW = 8  # proposals that are finished, beside those in micro-steps, which keep their order and sums

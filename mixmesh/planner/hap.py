@@ -10,7 +10,7 @@ from itertools import product
 from ..base.lazy import lazy
 from ..cost.placed import supports
 from ..lang.ir import PARTIAL, Program, Ratio, Shard, regions, support
-from ..passes.factors import best_factors, most_saved_s
+from ..passes.factors import most_saved_s
 from ..passes.recomputation import recomputed
 from ..search.baselines import fully_sharded
 from ..search.ratios import with_ratio
@@ -18,9 +18,9 @@ from ..search.synthesis import Found, NoProgram, Prices, Problem, search
 from ..search.synthesis.choices import code_of
 from ..simulator import Simulation
 from .device_sets import device_sets, least_parallel_s, sets_in_need
-from .polish import polish
-from .recomputed import fewest
-from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, SMALLER_BYTES, USUAL_BYTES, Proposal, Task
+from .passes import FACTORS, REMATERIALISATION, SHARES, Pass
+from .proposal import Proposal
+from .task import HEADROOM, HOPEFUL, SMALL_INSTRUCTIONS, SMALLER_BYTES, USUAL_BYTES, Task
 from .tried import Tried
 
 SUM_EXP = "mixmesh.sum_exp"
@@ -261,7 +261,7 @@ class Synthesis:
                 break
             ratio = better
         if best is not None:
-            yield polish(self.task, self.factored(best, ranks))
+            yield self.improved(best, FACTORS, SHARES)
 
     def in_less_memory(
         self, made: Proposal, program: Program, ranks: tuple[int, ...], least_s: float
@@ -300,22 +300,11 @@ class Synthesis:
         with self.task.timed("simulate"):
             return free, *simulation.least_s(free)
 
-    def factored(self, proposal: Proposal, ranks: tuple[int, ...]) -> Proposal:
-        """The proposal with those weight gradients computed from gathered factors that are faster so."""
-
-        def judge(program: Program) -> tuple[bool, float]:
-            return self.task.best_buckets(proposal.planner, program).key
-
-        with_sums = best_factors(proposal.program, self.task.costs, judge)
-        if with_sums is None:
-            return proposal
-        simulation = self.task.simulation(with_sums)
-        better = self.task.ratio(simulation, with_sums, ranks) or proposal.program.ratio_of["r0"]
-        with_better = self.task.best_buckets(
-            proposal.planner, with_ratio(with_sums, "r0", better), simulation
-        )
-        candidates = (proposal, self.task.best_buckets(proposal.planner, with_sums, simulation), with_better)
-        return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
+    def improved(self, proposal: Proposal, *rows: Pass) -> Proposal:
+        """The proposal after some passes."""
+        for row in rows:
+            proposal = row(self.task, proposal, quick=self.task.quick)
+        return proposal
 
     def bound_by_memory(self, made: Proposal, ranks: tuple[int, ...]) -> bool:
         """Whether the shares would be others if all ranks had enough memory."""
@@ -339,7 +328,7 @@ class Synthesis:
             if best is not None:
                 yield best
                 if best.feasible:
-                    yield polish(self.task, fewest(self.task, best))
+                    yield self.improved(best, REMATERIALISATION, SHARES)
                     return
 
     def fitting(self, program: Program, ranks: tuple[int, ...]) -> Proposal | None:
@@ -371,7 +360,7 @@ class Synthesis:
                 return
             candidate = self.task.judge(self.planner, with_ratio(sharded, "r0", ratio), simulation)
             if candidate.feasible or spare == SPARE[-1]:
-                yield polish(self.task, candidate)
+                yield self.improved(candidate, SHARES)
                 return
 
 

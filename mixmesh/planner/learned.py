@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from ..errors import InputError
 from ..search.ratios import with_ratio
+from .passes import SHARES
 from .placed import JUDGED, cuts, judged
-from .polish import polish
+from .proposal import Proposal
 from .spaces import space_of
-from .task import HEADROOM, Proposal, Task
+from .task import HEADROOM, Task
 
 MAX_CALLS = 20_000  # calls of the estimate: more seconds are of no use on a small model
 
@@ -83,7 +84,8 @@ def with_best_shares(task: Task, made: Proposal) -> Iterator[Proposal]:
     better = task.ratio(made.simulation, made.program, ranks)
     if better is not None:
         program = with_ratio(made.program, name, better)
-        yield polish(task, task.best_buckets(made.planner, program, made.simulation))
+        best = task.best_buckets(made.planner, program, made.simulation)
+        yield SHARES(task, best, quick=task.quick)
 
 
 def has_torch_geometric() -> bool:

@@ -15,14 +15,12 @@ from ..cost import CostModel, Profile
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
 from ..errors import InputError
-from ..lang.ir import Graph, Returned, regions, without_needless_names
+from ..lang.ir import Graph, Returned, regions
 from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_devices import planned_devices
 from ..lang.plan_file import Candidate, Plan
-from ..passes.algorithms import with_algorithms
 from . import simple
 from .answers import check_memory, dtype_warnings, infeasible, notes_of, warnings_of
-from .checkpointed import checkpointed
 from .device_sets import machine_sets
 from .finalists import finalists
 from .finished import SUMMED_AT_ONCE, finished, finished_near
@@ -30,13 +28,14 @@ from .hap import DDP_TUNED, synthesised, tuned
 from .learned import has_torch_geometric, heterog, tag
 from .near import best_synced
 from .offered import offer
-from .passes import results_of
+from .passes import CHECKPOINTING, SPELLING, results_of
 from .pipelines import hopeful, least_pipeline_s, pipelines
 from .placed import model_parallel, placed
 from .poplar import poplar
+from .proposal import BASELINES, Proposal
 from .proved import check_limit, proved
 from .segments import segments
-from .task import BASELINES, SEARCH_S, Proposal, Task
+from .task import SEARCH_S, Task
 from .two_level import least_two_level_s, machines_of, promising, two_level
 from .whole import whole_batch_warnings
 
@@ -248,7 +247,7 @@ def _make_plans(
     called = {name: getattr(traced, name) for name in names}
 
     def made_of(p: Proposal) -> Plan:
-        return replace(plan_of(task, checkpointed(task, p), planning_s), **called)
+        return replace(plan_of(task, p, planning_s), **called)
 
     instead = sorted((p for p in best.values() if p.feasible and p is not chosen), key=lambda p: p.key)
     plans: dict[tuple, Plan] = {}  # kinds may come to the same program
@@ -329,8 +328,10 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
     """The plan of a proposal, with what the task has found beside it."""
     cluster, graph = task.costs.cluster, task.graph
     candidates = sorted(task.proposed.values(), key=lambda p: p.key)
-    plain = with_algorithms(without_needless_names(proposal.program), task.costs)
-    program = replace(plain, dtypes=task.dtypes)
+    proposal = spelled = CHECKPOINTING(task, proposal, quick=task.quick)
+    for row in SPELLING:
+        spelled = row(task, spelled, quick=task.quick)
+    program = replace(spelled.program, dtypes=task.dtypes)
     # with micro-steps the simulation's is that of one of them
     sheet = proposal.simulation.sheet if proposal.micro_batches is None else Sheet(program, task.costs)
     return Plan(
@@ -344,9 +345,10 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
         planning_s=planning_s,
         states_expanded=task.states_expanded,
         timings_s=dict(task.timings_s),
-        passes=results_of(task, proposal),
+        passes=results_of(task, spelled),
         gap=proposal.gap,
         bound_s=task.bound_s,
+        ideal_s=task.ideal_s,
         cost_source=task.costs.source,
         candidates=tuple(Candidate(p.planner, p.feasible, p.timeline.step_s) for p in candidates),
         warnings=(

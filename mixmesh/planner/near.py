@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 from ..cost.placed import supports
 from .passes import REDUCTIONS
-from .synced import QUICK_INSTRUCTIONS
-from .task import HOPEFUL, SMALL_INSTRUCTIONS, Proposal, Task
+from .passes.reductions import QUICK_INSTRUCTIONS
+from .proposal import Proposal
+from .task import HOPEFUL, SMALL_INSTRUCTIONS, Task
 
 EXCHANGED = 0.05  # share of the step that exchanges within its passes must take to be worth the time
 FEW, QUICK_FEW = 4, 1  # proposals of a planner that are tried, of those that are

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ..errors import PlanError, VerificationError
 from ..lang.check import check_program
 from ..lang.plan_file import Plan, accumulation
-from .task import Proposal
+from .proposal import Proposal
 
 
 def offer(

@@ -24,8 +24,9 @@ from ..errors import PlanError
 from ..lang.ir import make_ratio, samples_of, shard_sizes, with_whole_rows
 from ..lang.plan_file import MicroBatch
 from ..search.placement import Placed, Space
+from .proposal import Proposal
 from .spaces import space_of
-from .task import Proposal, Task
+from .task import Task
 
 GROUPS = 96  # groups of operators, between which borders may be
 MOST_MICRO_STEPS = 96

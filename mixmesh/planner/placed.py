@@ -11,10 +11,11 @@ from dataclasses import dataclass, field, replace
 from ..lang.ir import make_ratio, support
 from ..search.placement import Action, Estimate, Estimator, Placed, Space
 from ..simulator import Timeline, simulate
+from .passes.shares import whole_counts
 from .pipelines import pipelines
-from .polish import whole_counts
+from .proposal import Proposal
 from .spaces import space_of
-from .task import Proposal, Task
+from .task import Task
 
 FILLED = (1.0, 0.85, 0.7)  # shares of a device's memory that a cut by memory gives to what is estimated
 TIGHTENED = (1.0, 0.93, 0.85)  # shares of usable memory, for a search with estimates off by some per cent

@@ -20,7 +20,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import costed_micro_step
 from ..errors import PlanError
 from ..lang.ir import Program, Ratio, Samples, make_ratio, regions, samples_of, support, with_whole_rows
@@ -30,10 +29,12 @@ from ..passes.zero import Allocation, allocate, with_stage
 from ..search.placement.lower import even_over
 from ..search.ratios import with_ratio
 from ..simulator import Simulation
+from ..step.memory import Held, PeakMemory
 from .device_sets import device_sets, sets_in_need
-from .recomputed import fewest
+from .passes import REMATERIALISATION
+from .proposal import Proposal
 from .room import Room
-from .task import Proposal, Task
+from .task import Task
 
 STAGES = (0, 1, 2, 3)
 HIDDEN = (1.0, 0.25)  # shares of the collectives' seconds that a micro-batch waits for
@@ -78,7 +79,7 @@ def computed_again(task: Task, stage: int, ranks: tuple[int, ...], best_s: float
     staged = Staged(task, stage, ranks, program, best_s)
     best = min((p for p in staged.proposals() if p.feasible), key=lambda p: p.key, default=None)
     if best is not None and best.timeline.step_s < best_s:
-        yield fewest(task, best)
+        yield REMATERIALISATION(task, best, quick=task.quick)
 
 
 class Staged:

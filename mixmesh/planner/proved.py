@@ -9,8 +9,9 @@ from ..passes.order import separated
 from ..search.ratios import with_ratio
 from ..search.synthesis import prove
 from .hap import shape_of
-from .polish import polish
-from .task import Proposal, Task
+from .passes import SHARES
+from .proposal import Proposal
+from .task import Task
 
 CHEAPER = 1e-6  # by how much, as a share, a program must be cheaper to be looked at
 
@@ -36,5 +37,5 @@ def proved(task: Task, proposal: Proposal, limit_s: float) -> Proposal:
     if exact.cost_s < path.cost_s * (1 - CHEAPER):
         program = with_ratio(task.spell(problem, exact), "r0", proposal.program.ratio_of["r0"])
         candidate = replace(task.best_buckets(proposal.planner, task.packed(program)), gap=exact.gap)
-        best = min(best, polish(task, candidate), key=lambda p: p.key)
+        best = min(best, SHARES(task, candidate, quick=task.quick), key=lambda p: p.key)
     return best

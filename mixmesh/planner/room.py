@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..cost.memory import Held, PeakMemory
 from ..cost.micro_steps import is_marked
 from ..lang.ir import Program, Ratio, make_ratio
+from ..step.memory import Held, PeakMemory
 from .task import Task
 
 

@@ -18,10 +18,11 @@ from ..lang.ir import Ratio, make_ratio
 from ..passes.zero import with_owners
 from ..search.placement import Placed, Space
 from .hap import synthesised
+from .passes.shares import whole_counts
 from .placed import judged
-from .polish import whole_counts
+from .proposal import Proposal
 from .spaces import space_of
-from .task import Proposal, Task
+from .task import Task
 
 MAX_SEGMENTS = 4
 MAX_BORDERS = 24  # places where a segment may end: those that the fewest bytes cross

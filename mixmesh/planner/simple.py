@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ..lang.ir import even_ratio
 from ..search.baselines import device_seconds, fully_sharded, only, tensor_parallel
-from .task import Proposal, Task
+from .proposal import Proposal
+from .task import Task
 
 
 def single(task: Task) -> Iterator[Proposal]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -28,9 +27,7 @@ from ..lang.ir import (
     lonely_norms,
     make_ratio,
     owned_type,
-    regions,
     support,
-    wgrad_of,
 )
 from ..lang.ir.dtypes import dtype_conflicts, half_dtypes
 from ..lang.ir.local_norms import LOCAL
@@ -38,12 +35,12 @@ from ..lang.optimizer_states import OptimizerStates
 from ..lang.rules import RULES, Units
 from ..passes.buckets import bucketings, numbered
 from ..passes.order import coalesced, levels_of_sums, most_saved_s
-from ..passes.zero import zero_stage
 from ..search.baselines import data_parallel, device_seconds, ratio_of_speeds
 from ..search.ratios import optimal_ratio, usable_bytes, with_ratio
 from ..search.synthesis import Choices, Found, Problem, emit
-from ..simulator import MicroBatches, Simulation, Timeline
+from ..simulator import MicroBatches, Simulation
 from .ideal import ideal_s, seconds_by_class
+from .proposal import BASELINES, Proposal, ranks_of
 from .tried import Tried
 
 HEADROOM = 0.05  # share of a device's memory that a plan leaves free
@@ -51,61 +48,7 @@ USUAL_BYTES, SMALLER_BYTES, LARGER_BYTES = 16e6, (4e6, 1e6), (64e6,)  # sizes of
 SMALL_INSTRUCTIONS = 600  # in a program that there is time for
 HOPEFUL = 1.15  # times the best step or faster: what its sums, order and buckets may make the best
 MUCH = 0.1  # share of the step that packed sums must save while programs are searched
-BASELINES = ("single", "ddp-even", "ddp-proportional", "fsdp-even")
 SEARCH_S = 20.0  # for planners that search as long as they may
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A program of one planner, with what the simulator says of it."""
-
-    planner: str
-    program: Program
-    timeline: Timeline
-    feasible: bool
-    simulation: Simulation = field(compare=False, repr=False)
-    gap: float | None = None  # how much dearer than the cheapest the search may have left it
-    micro_batches: MicroBatches = None
-    gained_s: tuple[tuple[str, float], ...] = field(default=(), compare=False)  # by each pass, in their order
-
-    @property
-    def key(self) -> tuple[bool, float]:
-        return (not self.feasible, self.timeline.step_s)
-
-    @lazy
-    def kind(self) -> tuple:
-        """Traits that a simulator may misjudge in a way of their own: who takes part, what is exchanged,
-        how and in how many sums gradients travel (a power of two), what is computed again or apart,
-        micro-steps."""
-        program = self.program
-        sums = len({number for number in program.buckets if number is not None})
-        return (
-            self.planner in BASELINES,
-            supports(program),
-            frozenset(Counter(i.op for i in program.instructions if i.is_redistribution).items()),
-            program.levels is not None,
-            bool(program.direct_bytes),
-            zero_stage(program),
-            sums.bit_length(),
-            any(wgrad_of(i) for i in program.instructions),
-            any(i.attrs and i.attr("sfb", False) for i in program.instructions),
-            len(regions(program)),
-            max((m.steps for m in self.micro_batches or ()), default=1),
-        )
-
-    @lazy
-    def peak_memory_bytes(self) -> tuple[int, ...]:
-        """Per rank; while plans are compared it is enough to know that they fit."""
-        peaks = self.timeline.peak_memory_bytes
-        return peaks or self.simulation.peak_memory_bytes(self.program, self.micro_batches)
-
-
-def ranks_of(program: Program) -> tuple[int, ...]:
-    """All that have a share of something, or everyone where there are no shares."""
-    sets = supports(program)
-    if len(sets) < 2:
-        return sets[0] if sets else tuple(range(program.world_size))
-    return tuple(sorted({rank for ranks in sets for rank in ranks}))
 
 
 @dataclass
@@ -506,7 +449,7 @@ class Task:
                     ranks,
                     optimizer_states=self.optimizer_states,
                     headroom=headroom,
-                    sheet=simulation.sheet,
+                    step=simulation.step,
                     memory=simulation.memory,
                     limited=limited,
                 )

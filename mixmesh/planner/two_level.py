@@ -27,9 +27,11 @@ from ..search.ratios import usable_bytes, with_ratio
 from ..simulator import Timeline
 from .device_sets import busiest_link_s
 from .hap import LOST, SPARE, Synthesis
-from .polish import whole_counts
-from .recomputed import fewest
-from .task import HEADROOM, Proposal, Task
+from .passes import REMATERIALISATION
+from .passes.rematerialisation import fewest
+from .passes.shares import whole_counts
+from .proposal import Proposal
+from .task import HEADROOM, Task
 
 # prices of a second of gradient sums within a machine: those between machines take longer, the more so
 # the thinner the link
@@ -128,7 +130,7 @@ class TwoLevel:
 
     def with_fewest_regions(self, made: Proposal) -> Proposal:
         """As few as memory asks for: in all machines alike, then in the one that others wait for."""
-        made = fewest(self.task, made)
+        made = REMATERIALISATION(self.task, made, quick=self.task.quick)
         left = set(range(len(self.machines)))
         while left:
             slowest = max(range(self.task.world_size), key=lambda r: made.timeline.compute_s[r])

@@ -1,45 +1,134 @@
-"""The device of this process as its driver and PyTorch's allocator see it: CUDA, ROCm, or a CPU, where there
-is nothing to do.
+"""The device of this process as its driver and PyTorch's allocator see it: CUDA, ROCm (which PyTorch calls
+``cuda``), XPU, or a CPU, where there is nothing to do.
 
-By ``torch.accelerator``, which has one call for every kind of device.
+By ``torch.accelerator``, which has one call for every kind of device, and where that has none by the device's
+own module (``torch.get_device_module``). Streams and events are in ``streams``, random numbers in
+``device_random``, casts in ``frontend.trace.autocast``, fused optimizers in ``frontend.job.optimizers``.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import cache
 
 import torch
+import torch.distributed as dist
 
 HOST = ("cpu", "meta")  # devices of which nothing is to be awaited
+HOST_BACKEND = "gloo"  # sends what is in the host's memory, and every tensor by way of it
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """Figures of a device that its driver knows: ``uuid`` is empty where it tells none."""
+
+    name: str
+    memory_bytes: int
+    uuid: str
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether work is issued to the device and done later, in streams of its own."""
+    return device.type not in HOST
+
+
+@cache
+def accelerator_type() -> str | None:
+    """The type of the devices of this machine that have a backend of collectives of their own; None where
+    there are CPUs alone. A Mac's GPU has none."""
+    current = torch.accelerator.current_accelerator(check_available=True)
+    if current is None or device_backend(current) == HOST_BACKEND:
+        return None
+    return current.type
+
+
+def device_backend(device: torch.device) -> str:
+    """The backend whose collectives take tensors of the device: NCCL on CUDA and ROCm, XCCL on XPU."""
+    return dist.Backend.default_device_backend_map.get(device.type, HOST_BACKEND)
+
+
+def is_on_device(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the collectives of a group (without one of the default group) run in a stream of the device:
+    ``wait`` then holds the current stream, and not the thread."""
+    return dist.get_backend(group) != HOST_BACKEND
+
+
+def device_count() -> int:
+    """The number of devices of this machine that this process sees; 0 where there are CPUs alone."""
+    return 0 if accelerator_type() is None else torch.accelerator.device_count()
+
+
+def local_device() -> torch.device:
+    """The device of this process: under a launcher each process of a machine has the next one, and where
+    there are more processes than devices they share them; a CPU where there is none."""
+    kind = accelerator_type()
+    if kind is None:
+        return torch.device("cpu")
+    return torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")) % device_count())
 
 
 def indexed(device: torch.device | str) -> torch.device:
     """The device with its index: ``cuda`` is no device that a thread can be set to, and is unlike ``cuda:0``
     in comparisons. Under a launcher it is this process's own, elsewhere the current one."""
     device = torch.device(device)
-    if device.type != "cuda" or device.index is not None:
+    if not is_accelerator(device) or device.index is not None:
         return device
     local = os.environ.get("LOCAL_RANK")
     if local is None:
-        return torch.device("cuda", torch.accelerator.current_device_index())
-    return torch.device("cuda", int(local) % max(torch.accelerator.device_count(), 1))
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device(device.type, int(local) % max(torch.accelerator.device_count(), 1))
+
+
+def card_facts(device: torch.device) -> CardFacts:
+    """Name, memory and uuid of an accelerator."""
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return CardFacts(properties.name, properties.total_memory, str(getattr(properties, "uuid", "")))
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name as the driver has it."""
+    return card_facts(device).name if is_accelerator(device) else "a CPU"
+
+
+def computes_bf16(device: torch.device) -> bool:
+    """Whether an accelerator computes in bf16 itself: CUDA takes it before Ampere too, and converts every
+    number on the way."""
+    module = torch.get_device_module(device)
+    if device.type == "cuda":
+        return module.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
+
+
+def reaches(device: torch.device, other: int) -> bool:
+    """Whether a device reads and writes the memory of the ``other``, by its index, without the host."""
+    module = torch.get_device_module(device)
+    return hasattr(module, "can_device_access_peer") and module.can_device_access_peer(device, other)
+
+
+def backend_version(device: torch.device) -> str:
+    """The version of the library of collectives of a device (NCCL, or RCCL on ROCm); empty where there is
+    none or it tells none."""
+    if device_backend(device) != "nccl" or not dist.is_nccl_available():
+        return ""
+    return ".".join(map(str, torch.get_device_module(device).nccl.version()))
 
 
 def take(device: torch.device) -> None:
     """Makes the device that of the calling thread: every thread has one of its own."""
-    if device.type not in HOST:
+    if is_accelerator(device):
         torch.accelerator.set_device_index(device)
 
 
 def synchronize(device: torch.device) -> None:
     """Waits until all that was issued to the device is done; on a CPU it is when it was called."""
-    if device.type not in HOST:
+    if is_accelerator(device):
         torch.accelerator.synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
     """Gives what the allocator holds and nobody uses back to the driver."""
-    if device.type not in HOST:
+    if is_accelerator(device):
         torch.accelerator.memory.empty_cache()
 
 
@@ -65,3 +154,13 @@ def outside_bytes(device: torch.device) -> int:
     """Bytes of the card in use that are not of this process's allocator."""
     free, total = torch.accelerator.memory.get_memory_info(device)
     return total - free - torch.accelerator.memory.memory_reserved(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes of tensors and workspaces that there are now."""
+    return torch.accelerator.memory.memory_allocated(device)
+
+
+def total_bytes(device: torch.device) -> int:
+    """Bytes of the card that processes may have."""
+    return torch.accelerator.memory.get_memory_info(device)[1]

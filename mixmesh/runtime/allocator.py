@@ -18,7 +18,7 @@ import platform
 from functools import cache
 from pathlib import Path
 
-from ..cost.memory.walk import OWN_PIECE_BYTES
+from ..step.memory.ledger import OWN_PIECE_BYTES
 
 KEPT_BYTES = 32 * 2**20  # at the end of the heap, within a step
 SLACK = 1.1  # times what a process holds, until it counts as more

@@ -12,6 +12,7 @@ from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..lang.ir import Instruction, Program, Shard
 from .executor import local_piece
 from .layout import layout
+from .streams import copied
 
 
 def program_inputs(program: Program) -> tuple[Instruction, ...]:
@@ -47,7 +48,7 @@ def local_input(
             expected=f"{list(value.shape)} (whole) or {list(mine)} (rank {rank}'s part)",
             got=f"{list(got.shape)}",
         )
-    return got if device is None else got.to(device, non_blocking=True)
+    return got if device is None else copied(got, device)
 
 
 def batch_dim_input(program: Program) -> Instruction | None:

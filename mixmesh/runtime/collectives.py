@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..cost import default_algorithm
 from ..errors import InputError
+from .accelerator import is_accelerator
 from .comm import Channel
 from .levels import ByLevels
 from .works import pairwise
@@ -293,7 +294,7 @@ def _all_reduce_directly(channel: Channel, x: Tensor, op: str) -> Handle:
     size_bytes = n * n * x.numel() * x.element_size()
 
     def added(addends: list[Tensor]) -> Tensor:
-        if op == "sum" and addends[0].is_cuda:  # one kernel, which adds in order too
+        if op == "sum" and is_accelerator(addends[0].device):  # one kernel, which adds in order too
             return torch.stack(addends).sum(0, dtype=x.dtype)
         return reduce_pairs(TWO_BY_TWO[op], addends)
 

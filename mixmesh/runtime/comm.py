@@ -17,14 +17,23 @@ import torch.distributed as dist
 
 from ..errors import CollectiveError, InputError, PlanError
 from ..lang.ir import Instruction, Program, print_instruction
-from .accelerator import indexed, take
+from .accelerator import (
+    HOST_BACKEND,
+    device_backend,
+    device_count,
+    indexed,
+    is_accelerator,
+    local_device,
+    take,
+)
 from .agreement import Facts, batch_disagreement
+from .first_rank import wait_for_all
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
 from .lost import Waiting
 from .processes import end_with_launcher, open_sockets
 from .taking_part import taking_part
-from .watch import Watch
+from .watch import BACKWARD, Watch
 from .works import begin_threads
 
 LAST_TENSORS_S = 0.02  # a thread that waits for the interpreter gets it as soon as this one sleeps
@@ -119,7 +128,7 @@ class Comm:
     def begin_backward(self) -> None:
         """Called inside a backward pass: it is a call until the pass is over, unless it is a part of one."""
         if self.watch is not None and not self.watch.doing:
-            self.watch.begin("backward")
+            self.watch.begin(BACKWARD)
             torch.autograd.Variable._execution_engine.queue_callback(self.watch.end)
 
     def compare(self, facts: Callable[[], Facts]) -> None:
@@ -183,9 +192,12 @@ class Channel:
     @property
     def staged(self) -> bool:
         """gloo between processes that share a GPU: tensors travel through host memory."""
-        return self.comm.device.type != "cpu" and self.backend == "gloo"
+        return is_accelerator(self.comm.device) and self.backend == HOST_BACKEND
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
+        """Starts a collective. One of all ranks is a call that the watch knows, whoever starts it."""
+        if self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
+            self.comm.watch.meet(self.what)
         try:
             return call(*args, group=self.group, async_op=True, **kwargs)
         except RuntimeError as error:
@@ -232,17 +244,16 @@ class Channel:
 
 
 def default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    """This process's device, by its number among those of its machine."""
+    return local_device()
 
 
 def backend_for(device: torch.device) -> str:
-    """NCCL where every process of this machine has a GPU of its own, gloo otherwise (NCCL refuses two
-    ranks on one GPU)."""
+    """The device's own (NCCL) where every process of this machine has a GPU of its own, gloo otherwise (NCCL
+    refuses two ranks on one GPU)."""
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    own_gpu = device.type == "cuda" and local_world <= torch.cuda.device_count()
-    return "nccl" if own_gpu else "gloo"
+    has_own = is_accelerator(device) and local_world <= device_count()
+    return device_backend(device) if has_own else HOST_BACKEND
 
 
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
@@ -275,7 +286,7 @@ def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
 @taking_part("the end of all ranks")
 def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
-    dist.barrier()
+    wait_for_all("the end of all ranks")
     dist.destroy_process_group()
     gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
 

@@ -24,6 +24,7 @@ from .batches import batch_dim_input, local_input, program_inputs
 from .calls import Signature, signature_of
 from .executor import local_piece
 from .layout import Layout, layout
+from .streams import copied
 
 T = TypeVar("T")
 
@@ -214,11 +215,11 @@ def _share(
     if rank not in program.participants(i.type):
         return value.new_empty(0) if device is None else value.new_empty(0).to(device)
     if whole:
-        return value if device is None else value.to(device, non_blocking=True)
+        return value if device is None else copied(value, device)
     if tuple(value.shape) == i.type.value.shape:
         return local_input(program, i, value, rank, device)
     piece = local_piece(value, _other_layout(program, i, tuple(value.shape)), rank)
-    return piece if device is None else piece.to(device, non_blocking=True)
+    return piece if device is None else copied(piece, device)
 
 
 def _other_layout(program: Program, i: Instruction, shape: tuple[int, ...]) -> Layout:

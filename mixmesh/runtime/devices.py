@@ -15,6 +15,7 @@ from ..base.units import size_text
 from ..cluster.catalogue import CATALOGUE, catalogue_row
 from ..errors import PlanError
 from ..lang.plan_devices import PlannedDevice
+from .accelerator import card_facts, is_accelerator
 
 # share of a card's nominal memory that the driver and ECC keep, as the catalogue's own comparison allows
 MEMORY_TOLERANCE = 0.12
@@ -22,7 +23,7 @@ MEMORY_TOLERANCE = 0.12
 
 @dataclass(frozen=True)
 class FoundDevice:
-    """A rank's device as PyTorch reports it, and its host. ``name`` is ``torch.cuda.get_device_name()``."""
+    """A rank's device as PyTorch reports it, and its host. ``name`` is the driver's."""
 
     host: str
     kind: str
@@ -37,10 +38,10 @@ class FoundDevice:
 def find_device(device: torch.device) -> FoundDevice:
     """This process's device."""
     host = socket.gethostname()
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return FoundDevice(host, "cpu", "a CPU", 0)
-    properties = torch.cuda.get_device_properties(device)
-    return FoundDevice(host, "gpu", properties.name, properties.total_memory)
+    card = card_facts(device)
+    return FoundDevice(host, "gpu", card.name, card.memory_bytes)
 
 
 def device_mismatch(

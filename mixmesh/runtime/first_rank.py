@@ -1,62 +1,98 @@
-"""Values that ranks share."""
+"""Values that ranks share, and waiting until all are there. Each exchange is a call that the watch knows, or
+a part of the one that is under way."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import MixmeshError
+from .accelerator import accelerator_type, is_on_device
 from .lost import Waiting
-from .watch import running_watch
+from .watch import Watch, running_watch
 
 T = TypeVar("T")
+FROM_FIRST, OF_ALL = "a message of the first rank", "messages of all ranks"
 
 
-def from_first_rank(make: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def from_first_rank(
+    make: Callable[[], T], group: dist.ProcessGroup | None = None, *, what: str = FROM_FIRST
+) -> T:
     """Runs ``make`` on the first rank and returns its value on every rank. Collective over ``group``, which
-    has all ranks; an error there is raised everywhere. Without process groups this one is the first rank."""
+    has all ranks; an error there is raised everywhere. Without process groups this one is the first rank.
+    ``what`` names the exchange in messages."""
     if not dist.is_initialized():
         return make()
     box: list[Any] = [None, None]
     failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            box[0] = make()
-        except MixmeshError as error:
-            box[1] = failure = error
-        except Exception as error:
-            # the class may be unknown to pickle, or to the other ranks
-            failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
-    with _watched("a message of the first rank"):
-        dist.broadcast_object_list(box, src=0, group=group)
+    with _exchange(what) as waiting:
+        if dist.get_rank() == 0:
+            try:
+                box[0] = make()
+            except MixmeshError as error:
+                box[1] = failure = error
+            except Exception as error:
+                # the class may be unknown to pickle, or to the other ranks
+                failure, box[1] = error, MixmeshError(f"rank 0 failed: {type(error).__name__}: {error}")
+        with waiting():
+            dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise failure or box[1]
     return box[0]
 
 
-def everyones(value: T, group: dist.ProcessGroup | None = None) -> tuple[T, ...]:
+def everyones(value: T, group: dist.ProcessGroup | None = None, *, what: str = OF_ALL) -> tuple[T, ...]:
     """The ``value`` of every rank, in rank order. Collective over ``group``, which has all ranks. Without
-    process groups this one is the only rank."""
+    process groups this one is the only rank. ``what`` names the exchange in messages."""
     if not dist.is_initialized():
         return (value,)
     values: list[Any] = [None] * dist.get_world_size()
-    with _watched("messages of all ranks"):
+    with _exchange(what) as waiting, waiting():
         dist.all_gather_object(values, value, group=group)
     return tuple(values)
 
 
+def wait_for_all(what: str) -> None:
+    """Waits until all ranks have come here; nothing to wait for without process groups. Collective."""
+    if dist.is_initialized():
+        with _exchange(what) as waiting, waiting():
+            dist.barrier()
+
+
+def largest(x: torch.Tensor, what: str) -> torch.Tensor:
+    """The largest of every rank's values, element by element, on the device of ``x``. Collective. Without
+    process groups this one is the only rank."""
+    if not dist.is_initialized():
+        return x
+    of_all = x.to(accelerator_type() if is_on_device() else "cpu", copy=True)
+    with _exchange(what) as waiting, waiting():
+        dist.all_reduce(of_all, dist.ReduceOp.MAX)
+    return of_all.to(x.device)
+
+
 @contextmanager
-def _watched(what: str) -> Iterator[None]:
-    """Raises CollectiveError if a rank is lost meanwhile and the watch knows which."""
+def _exchange(what: str) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """A call in which ranks exchange something, and within it the context in which this one waits: raises
+    CollectiveError if a rank is lost meanwhile and the watch knows which."""
     watch = running_watch()
-    if watch is None or watch.waiting is not None:  # a rank that waits looks at its errors
+    if watch is None or not watch.is_of_this_thread:
+        yield nullcontext
+        return
+    with watch.call(what):
+        yield partial(_watched, watch, what)
+
+
+@contextmanager
+def _watched(watch: Watch, what: str) -> Iterator[None]:
+    if watch.waiting is not None:  # a rank that waits looks at its errors
         yield
         return
-    watch.waiting = Waiting(what, time.monotonic(), is_call=bool(watch.doing))
+    watch.waiting = Waiting.now(what)
     try:
         yield
     except RuntimeError as error:

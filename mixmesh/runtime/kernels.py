@@ -19,6 +19,7 @@ from ..lang.ir import Instruction, Program, Shard, TensorType, shard_offsets, sh
 from ..lang.ir.samples import DRAWS
 from ..lang.operators import cross_entropy_of_part, experts_of_part, sum_exp_of_part
 from ..lang.rules import MEANS, LocalCall, mean_share
+from .device_random import seeded
 from .random import RandomPolicy
 from .window import Window
 
@@ -157,12 +158,10 @@ def seeded_kernel(site: Site) -> LocalOp:
     a program keeps."""
     plain, device = site.plain(), site.device
     operator = zlib.crc32(" ".join(r or "" for r in site.instruction.results).encode())
-    others = [device] if device.type != "cpu" else []
 
     def run(*tensors):
         seed = site.random.generator(operator, 0, torch.device("cpu")).initial_seed()
-        with torch.random.fork_rng(others, device_type=others[0].type if others else "cuda"):
-            torch.manual_seed(seed)
+        with seeded(device, seed):
             return plain(*tensors)
 
     return run

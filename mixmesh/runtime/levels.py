@@ -18,8 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..lang.ir import Parts, leaders
+from .accelerator import is_on_device
 from .comm import Comm
 from .layout import BETWEEN, DOWN, UP
+from .streams import Moment, await_moment, issue_beside
 from .works import Stage, StagedWork, queue_of
 
 STAGES = 3  # at most: up, between, down
@@ -84,7 +86,7 @@ class ByLevels:
         return [dist.broadcast(x, self.leader, group=self.down_group, async_op=True)]
 
     def _start(self, x: Tensor, stages: Sequence[Stage], group: dist.ProcessGroup) -> StagedWork | StreamWork:
-        if dist.get_backend(group) == "nccl":
+        if is_on_device(group):
             return StreamWork.of(x, stages, self.device)
         work = StagedWork(stages)
         _first_stage().put(work)
@@ -111,25 +113,24 @@ class StreamWork:
     """A sum on its way on a stream of a GPU."""
 
     device: torch.device
-    end: torch.cuda.Event
+    end: Moment
     last: dist.Work | None
 
     @classmethod
     def of(cls, x: Tensor, stages: Sequence[Stage], device: torch.device) -> StreamWork:
-        stream, last = _stream(device), None
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+        works: list[dist.Work] = []
+
+        def issue() -> None:
             for start in stages:
                 for work in start():
                     work.wait()  # holds the stream, not the host
-                    last = work
-            end = torch.cuda.Event()
-            end.record(stream)
-        x.record_stream(stream)
-        return cls(device, end, last)
+                    works.append(work)
+
+        end = issue_beside(device, x, issue)
+        return cls(device, end, works[-1] if works else None)
 
     def wait(self) -> None:
-        torch.cuda.current_stream(self.device).wait_event(self.end)
+        await_moment(self.device, self.end)
 
     def is_completed(self) -> bool:
         return self.end.query()
@@ -141,8 +142,3 @@ class StreamWork:
         done = torch.futures.Future()
         done.set_result(None)
         return done
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

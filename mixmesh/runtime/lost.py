@@ -12,13 +12,11 @@ from ..errors import CollectiveError, MixmeshError
 
 class Waiting(NamedTuple):
     """The call that a rank waits in, the moment since when, and the instruction with its place, if it is one.
-    ``is_call`` is False for a message between two calls: a rank that has failed in one may go on there.
     ``is_met`` is False for a rank that computes there, and does not wait."""
 
     what: str
     since: float
     where: str = ""
-    is_call: bool = True
     is_met: bool = True
 
     @classmethod

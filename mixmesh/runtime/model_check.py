@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..errors import MixmeshError, PlanError
+from ..errors import PlanError
 from ..frontend.trace import TORCH_DTYPE, trace
 from ..frontend.trace.outputs import first_part
 from ..lang.ir import Graph, Node, Program, outputs_of
@@ -26,6 +25,7 @@ from ..lang.plan_file import Plan
 from .batches import program_inputs
 from .calls import Calls
 from .comm import Comm
+from .first_rank import from_first_rank
 from .original import traceable
 
 HINT = (
@@ -43,16 +43,10 @@ class PlannedModel:
 
     def check(self, args: tuple, kwargs: Mapping[str, Any], comm: Comm) -> None:
         """Raises PlanError on all ranks if the model computes something else than planned. Collective."""
-        said: list[MixmeshError | None] = [None]
-        if comm.rank == 0:
-            try:
-                said = [self._difference(args, kwargs)]
-            except MixmeshError as error:  # all ranks stop, not this one alone
-                said = [error]
-        if comm.world_size > 1:
-            dist.broadcast_object_list(said, group=comm.groups["data", comm.everyone], group_src=0)
-        if said[0] is not None:
-            raise said[0]
+        group = comm.groups.get(("data", comm.everyone))  # none of one rank
+        difference = from_first_rank(lambda: self._difference(args, kwargs), group)
+        if difference is not None:
+            raise difference
 
     def _difference(self, args: tuple, kwargs: Mapping[str, Any]) -> PlanError | None:
         with traceable(self.original):

@@ -9,12 +9,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, optim
 
 from ..errors import InputError, PlanError
 from ..frontend.job import can_be_fused, is_elementwise
 from .comm import Comm
+from .first_rank import everyones
 from .shard_numbers import Off
 from .shard_tensor import ShardTensor, plain, shard
 from .shards import Stored
@@ -199,11 +199,20 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
     mine = {
         n: {k: _outline(v, p) for k, v in optimizer.state.get(p, {}).items()} for n, p in enumerate(params)
     }
-    outlines: list[Any] = [None] * comm.world_size
-    if comm.world_size == 1:
-        outlines = [mine]
-    else:
-        dist.all_gather_object(outlines, mine, group=comm.groups["data", comm.everyone])
+    with comm.call("full_optimizer_state_dict"):
+        state = _full_entries(optimizer, mine, stored, comm)
+    return {"state": state, "param_groups": packed["param_groups"]}
+
+
+def _full_entries(
+    optimizer: optim.Optimizer,
+    mine: dict[int, dict[str, Any]],
+    stored: Mapping[Tensor, Stored],
+    comm: Comm,
+) -> dict[int, dict[str, Any]]:
+    """The whole state of every parameter by its number; ``mine`` has what this rank's is like. Collective."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    outlines = everyones(mine, comm.groups.get(("data", comm.everyone)))  # no group of one rank
     state: dict[int, dict[str, Any]] = {}
     for n, p in enumerate(params):
         s = stored[p]
@@ -220,7 +229,7 @@ def full_state(optimizer: optim.Optimizer, stored: Mapping[Tensor, Stored], comm
                 piece = torch.zeros(plain(p).shape, dtype=what, device=comm.device)
             entry = replace(s, name=f"{key} of {s.name}", dtype=what)
             state[n][key] = entry.whole(plain(piece), comm).cpu().clone()
-    return {"state": state, "param_groups": packed["param_groups"]}
+    return state
 
 
 def _outline(value: Any, p: Tensor) -> tuple[bool, Any]:

@@ -19,7 +19,8 @@ from .processes import LAUNCHER_VARIABLE, is_gone, is_stopped, process_place, pr
 
 @dataclass(frozen=True)
 class Seen:
-    """The state that a rank wrote last. ``calls`` holds its last calls, by number."""
+    """The state that a rank wrote last. ``calls`` holds its last calls by number, ``lines`` the lines of its
+    script that made them."""
 
     beat: int
     place: str
@@ -32,6 +33,8 @@ class Seen:
     failed: str = ""
     ended: str = ""
     verdict: dict[str, Any] | None = None
+    lines: dict[str, str] = field(default_factory=dict)
+    at: str = ""  # the line of its script, while it is outside of all calls
 
 
 class Peers:

@@ -34,34 +34,10 @@ from ..lang.ir import Instruction
 from .accelerator import synchronize
 from .comm import Channel, Comm
 from .first_rank import everyones
+from .streams import Clock
 
 SYNCHRONISATIONS = 15  # between clocks: one barrier each
 PERIOD = "optimizer"  # a timeline lasts from one of these to the next
-
-
-class Clock:
-    """Moments of this rank: of the host, or on a GPU of the stream that is current."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            self._base = torch.cuda.Event(enable_timing=True)
-            self._base.record()
-            torch.cuda.synchronize(device)
-        self._base_s = time.perf_counter()
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds(self, moment: Any) -> float:
-        """On the scale of ``time.perf_counter``. The device must have reached the moment."""
-        if isinstance(moment, float):
-            return moment
-        return self._base_s + self._base.elapsed_time(moment) / 1e3
 
 
 @dataclass

@@ -100,9 +100,14 @@ class Redistribution:
     def _along(
         self, steps: tuple[Step, ...], x: Tensor | None, algorithm: str | None, part: str = ""
     ) -> Handle:
-        for step in steps[:-1]:
-            x = self._step(step, x, algorithm, part).wait()
-        return self._step(steps[-1], x, algorithm, part) if steps else done(x)
+        """All steps, of which one communicates at most: what comes after it is done when it has arrived."""
+        handle = done(x)
+        for step in steps:
+            if self.comm.rank in step.ranks:
+                handle = self._step(step, handle.wait(), algorithm, part)
+            else:
+                handle = then(lambda x, step=step: self._step(step, x, algorithm, part).wait(), handle)
+        return handle
 
     def _zeros(self, held: Layout) -> Tensor:
         shape = held.shape(self.shape, self.comm.rank)

@@ -13,28 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..lang.ir import Program, Shard, release_points
+from ..lang.ir import Program
+from ..step.again import gathers_again
 from .collectives import Handle
 from .redistribute import Redistribution
 
 
 def reshard_points(program: Program) -> dict[int, list[str]]:
     """By index of the instruction before whose backward they are gathered again: values with ``reshard``."""
-    out: dict[int, list[str]] = {}
-    gathered = [i.result for i in program.instructions if i.op == "all_gather" and i.attr("reshard", False)]
-    points = release_points(program, gathered)
-    for i in program.instructions:
-        if i.op != "all_gather" or not i.attr("reshard", False) or i.result not in program.requires_grad:
-            continue
-        source = program.producers[i.inputs[0]]
-        if source.op != "param" or not isinstance(source.type.placement, Shard) or i.result not in points:
-            continue
-        last = program.instructions[points[i.result]]
-        first_result = last.results[0] if last.results else None
-        plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
-        if plain and first_result in program.requires_grad:
-            out.setdefault(points[i.result], []).append(i.result)
-    return out
+    return {n: [i.result for i in gathers] for n, gathers in gathers_again(program).items()}
 
 
 class _Record:

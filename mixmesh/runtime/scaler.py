@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .first_rank import largest
+
 
 class GradScaler(torch.amp.GradScaler):
     """As ``torch.amp.GradScaler``, for models that ``parallelize`` returned. ``step`` is collective."""
@@ -22,9 +24,7 @@ class GradScaler(torch.amp.GradScaler):
             inf_by_device = {found_inf.device: found_inf}
         if dist.is_initialized() and dist.get_world_size() > 1:
             everyones = torch.stack([f.double() for f in inf_by_device.values()]).max()
-            if dist.get_backend() == "gloo":
-                everyones = everyones.cpu()
-            dist.all_reduce(everyones, dist.ReduceOp.MAX)
+            of_all = largest(everyones, "whether gradients are finite")
             for f in inf_by_device.values():
-                f.copy_(everyones)
+                f.copy_(of_all)
         return inf_by_device

@@ -91,7 +91,9 @@ def _ask(numbers: Sequence[ShardNumber]) -> None:
     comm = numbers[0].comm
     with Off():
         mine = torch.stack([x.as_subclass(Tensor).double().reshape(()) for x in numbers])
-        everyones = _Everyones.apply(mine, comm, tuple((x.row, COMBINE[x.kind][1]) for x in numbers))
+        kinds = " and ".join(sorted({x.kind for x in numbers}))
+        with comm.call(f"the {kinds} of tensors that are cut"):
+            everyones = _Everyones.apply(mine, comm, tuple((x.row, COMBINE[x.kind][1]) for x in numbers))
         for n, x in enumerate(numbers):
             combine, _ = COMBINE[x.kind]
             x.answer = combine(everyones[:, n], x.order).to(x.dtype).reshape(x.shape)

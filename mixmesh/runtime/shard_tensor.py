@@ -48,9 +48,11 @@ class ShardTensor(ShardBase):
 
     def full_tensor(self) -> Tensor:
         """The whole tensor, on every rank. Collective."""
+        comm = self.whole.comm
         with Off():
             stored = replace(self.whole.stored, dtype=self.dtype)
-        return stored.whole(self.to_local(), self.whole.comm)
+        with comm.call(f"full_tensor of {stored.name}"):
+            return stored.whole(self.to_local(), comm)
 
     # how torch.distributed.checkpoint asks for pieces; only who uses it waits for its import
 
@@ -280,9 +282,9 @@ def _unscale(func: Callable, args: tuple, kwargs: dict) -> Any:
     out = func(*args, **kwargs)
     found_inf, comm = args[1], next(x.whole.comm for x in args[0] if isinstance(x, ShardTensor))
     channel = comm.channel(comm.everyone, "all_reduce of whether gradients are finite")
-    found_inf.copy_(
-        collectives.all_reduce(channel, found_inf.detach().clone().reshape(1), "max").reshape(found_inf.shape)
-    )
+    with comm.call("whether gradients are finite"):
+        of_all = collectives.all_reduce(channel, found_inf.detach().clone().reshape(1), "max")
+    found_inf.copy_(of_all.reshape(found_inf.shape))
     return out
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from ..base.files import PACKAGE
 from ..base.timeline import Timeline
@@ -29,7 +28,7 @@ from .agreement import COMPARED_STEPS
 from .comm import Comm
 from .data import Feed, Followed, shard_batches_by
 from .finite import FiniteGuard, OnNan
-from .first_rank import everyones
+from .first_rank import everyones, largest, wait_for_all
 from .memory_errors import memory_errors_named
 from .parallel import ParallelModel, parallelize
 from .recording import Recorder, gather_steps
@@ -275,7 +274,7 @@ def train(
     if balancer is not None:
         balancer.begin(parallel, optimizer, batches)
     on_start()
-    dist.barrier()
+    wait_for_all("the start of training")
     step_s: list[float] = []
     losses: list[float] = []
     recording = _Recording(parallel) if record else None
@@ -340,7 +339,7 @@ class _Recording:
             self._recorder = Recorder(self._parallel.comm)
             self._open.enter_context(self._parallel.recorded(self._recorder))
             self._span = self._recorder.span
-            dist.barrier()  # no rank compiles while others measure
+            wait_for_all("the first recorded step")  # no rank compiles while others measure
         return self._span
 
     def after_optimizer(self, number: int) -> Span:
@@ -362,10 +361,7 @@ def slowest(step_s: list[float]) -> tuple[float, ...]:
     if not step_s:
         return ()
     times = torch.tensor(step_s, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
-        times = times.cuda()
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    return tuple(times.tolist())
+    return tuple(largest(times, "seconds of all steps").tolist())
 
 
 def everyones_peaks(comm: Comm, steps_done: int, steps: int | None) -> tuple[int, ...]:

@@ -17,10 +17,15 @@ HINTS = {
 
 
 def different_calls(
-    rank: int, own_calls: Mapping[int, str], states: Mapping[int, Seen], what: str
+    rank: int,
+    own_calls: Mapping[int, str],
+    own_lines: Mapping[int, str],
+    states: Mapping[int, Seen],
+    what: str,
 ) -> CollectiveError | None:
     """The error of the first call that is of different kinds on different ranks; None if there is none.
-    ``own_calls`` are those of ``rank`` by number, which waits in ``what``."""
+    ``own_calls`` are those of ``rank`` by number, which waits in ``what``, and ``own_lines`` the lines of its
+    script."""
     for number, kind in sorted(own_calls.items()):
         kinds = {rank: kind}
         kinds |= {r: s.calls[str(number)] for r, s in states.items() if str(number) in s.calls}
@@ -28,12 +33,13 @@ def different_calls(
         if len(groups) > 1:
             (one, first), *others = groups.items()
             rest = "; ".join(f"{ranks_text(ranks)} in {kind}" for kind, ranks in others)
+            lines = {rank: own_lines.get(number, "")}
+            lines |= {r: s.lines.get(str(number), "") for r, s in states.items()}
             return CollectiveError(
                 f"{ranks_text(first)} in {one}, {rest}: call {number} must be the same on all ranks",
                 where=what,
                 expected="every rank to make the same calls in the same order",
-                got=f"{ranks_text(first)}: {one}; "
-                + "; ".join(f"{ranks_text(ranks)}: {kind}" for kind, ranks in others),
+                got="; ".join(_with_line(kind, ranks, lines) for kind, ranks in groups.items()),
                 hint=next(
                     (hint for kind, hint in HINTS.items() if kind in groups),
                     "take the call out of `if rank == 0:`, for all ranks to make it",
@@ -42,9 +48,15 @@ def different_calls(
     return None
 
 
+def _with_line(kind: str, ranks: list[int], lines: Mapping[int, str]) -> str:
+    """A call of some ranks, with the line of the first one's script if it is known."""
+    line = lines.get(ranks[0], "")
+    return f"{ranks_text(ranks)}: {kind}" + (f" ({line})" if line else "")
+
+
 def late_ranks(rank: int, number: int, states: Mapping[int, Seen]) -> dict[int, Seen]:
     """The ranks outside of mixmesh that have not come to call ``number``; none where a rank before ``rank``
-    waits, which says so itself."""
-    if any(seen.waiting and other < rank for other, seen in states.items()):
+    waits in that call too, which says so itself."""
+    if any(seen.waiting and seen.number == number and other < rank for other, seen in states.items()):
         return {}
     return {other: seen for other, seen in states.items() if not seen.doing and seen.number < number}

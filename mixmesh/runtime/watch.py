@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..base.callers import line_of_script
 from ..errors import CollectiveError
 from .agreement import Facts, Round
 from .awake import AwakeClock
@@ -51,6 +52,7 @@ GRACE_S = 5.0  # for a process to end by itself after the watch has found that a
 HEARD_S = 3.0  # for the others to read why the process that holds the store ends: two beats, and one to spare
 KEPT_CALLS = 16  # that are compared
 STDERR = 2
+BACKWARD = "backward"  # a call that begins within a backward pass, and ends with it
 
 
 class Watch:
@@ -69,6 +71,8 @@ class Watch:
         self._counted: Callable[[], Any] = lambda: None  # the optimizer whose steps count, while it is there
         self.is_told_to_stop: Callable[[], bool] = lambda: False  # by a signal that was noted
         self._calls: dict[int, str] = {}
+        self._lines: dict[int, str] = {}  # of the script, by the number of the call
+        self._thread = threading.get_ident()  # the thread that computes
         self._failed = self._ended = ""
         self._verdict: CollectiveError | None = None
         self._lost: Lost | None = None  # the rank that the verdict is about
@@ -86,14 +90,20 @@ class Watch:
             thread.start()
         atexit.register(self.close)
 
+    @property
+    def is_of_this_thread(self) -> bool:
+        """Whether this is the thread that computes: others, that write a checkpoint, make no calls."""
+        return threading.get_ident() == self._thread
+
     # --- the computing thread -------------------------------------------------------------------------
 
     @contextmanager
     def call(self, kind: str) -> Iterator[None]:
         """A call in which ranks meet; a call within another one is a part of it."""
-        if self.doing and self.doing != "backward":
+        if self.doing and self.doing != BACKWARD:
             yield
             return
+        outer = self.doing if is_in_backward() else ""
         self.begin(kind)
         try:
             yield
@@ -102,14 +112,24 @@ class Watch:
             raise
         finally:
             self.end()
+            self.doing = outer
+
+    def meet(self, kind: str) -> None:
+        """Notes a collective of all ranks: where no call is under way it is one by itself. Nothing is noted
+        in another thread than the one that computes."""
+        is_within = self.doing and (self.doing != BACKWARD or is_in_backward())
+        if self.is_of_this_thread and not is_within:
+            self.begin(kind)
+            self.end()
 
     def begin(self, kind: str) -> None:
         """Raises what the watch has found since the last call."""
         self.raise_verdict()
         self._failed = ""
         self.number += 1
-        self._calls[self.number] = kind
-        self._calls.pop(self.number - KEPT_CALLS, None)
+        self._calls[self.number], self._lines[self.number] = kind, line_of_script()
+        for kept in (self._calls, self._lines):
+            kept.pop(self.number - KEPT_CALLS, None)
         self.doing, self.since = kind, time.monotonic()
 
     def end(self) -> None:
@@ -233,11 +253,12 @@ class Watch:
     def _write(self) -> None:
         self._beat += 1
         now, waiting = time.monotonic(), self.waiting
-        calls = {str(n): call for n, call in list(self._calls.items())}
+        calls, lines = ({str(n): text for n, text in list(d.items())} for d in (self._calls, self._lines))
         verdict = None if self._verdict is None else fields_of(self._verdict, self._lost)
+        at = "" if self.doing else line_of_script(self._thread)
         state = Seen(
             self._beat, process_place(), os.getpid(), self.number, self.doing, now - self.since,
-            waiting.what if waiting else "", calls, self._failed, self._ended, verdict,
+            waiting.what if waiting else "", calls, self._failed, self._ended, verdict, lines, at,
         )  # fmt: skip
         self._peers.write(state)
 
@@ -268,7 +289,7 @@ class Watch:
         """A rank that has said itself that it does not come to the call that this one waits in."""
         for rank, seen in states.items():
             has_failed = seen.failed and seen.number == self.number and not seen.doing
-            if has_failed and waiting.is_call:
+            if has_failed:
                 return Lost(rank, "has failed", seen.failed)
             if seen.ended:
                 return Lost(rank, "has ended", seen.ended)
@@ -281,9 +302,7 @@ class Watch:
         for rank in states:
             if how := self._peers.why_lost(rank, silent_s):
                 return self._lose(Lost(rank, how), waiting)
-        if not waiting.is_call:
-            return None
-        error = different_calls(self.rank, dict(self._calls), states, waiting.what)
+        error = different_calls(self.rank, dict(self._calls), dict(self._lines), states, waiting.what)
         if error is not None:
             return self._conclude(error)
         return self._notice(states, waiting.what, time.monotonic() - waiting.since)
@@ -302,7 +321,8 @@ class Watch:
         for rank, seen in late.items():
             print(
                 f"mixmesh: rank {self.rank} has waited for {waited_s:.0f} s in {what}: rank {rank} has been "
-                f"outside of mixmesh for {seen.for_s:.0f} s, after call {seen.number}; waiting on",
+                f"outside of mixmesh for {seen.for_s:.0f} s, after call {seen.number}"
+                f"{f', in {seen.at}' if seen.at else ''}; waiting on",
                 file=sys.stderr,
                 flush=True,
             )
@@ -319,6 +339,11 @@ class Watch:
             print(text, file=sys.stderr, flush=True)
         # whatever this process does: a thread that writes a checkpoint may wait in its own group
         shut(self.sockets)
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a backward pass: one that was begun and has failed has no end."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _one_line(error: BaseException) -> str:

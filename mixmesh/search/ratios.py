@@ -1,13 +1,13 @@
 """Sharding ratios by linear programming (HAP, EuroSys'24, section 5), with memory rows.
 
-For a fixed program the step is a sum of stages; within a stage every rank computes and the slowest
+For a fixed program the step is a sum of phases; within a phase every rank computes and the slowest
 decides. Equal devices get equal shares (the problem is convex: the mean of two solutions that differ by
-their order is one), so that ``j`` counts classes of ``n_j`` equal ranks; and stages that cost alike, as
-those of repeated blocks, are one stage that counts ``w_s`` times. With the share ``r_j`` of a rank, stage
+their order is one), so that ``j`` counts classes of ``n_j`` equal ranks; and phases that cost alike, as
+those of repeated blocks, are one phase that counts ``w_s`` times. With the share ``r_j`` of a rank, phase
 times ``T_s`` and costs affine in the share,
 
     minimise    sum_s w_s T_s
-    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every stage s, class j    [stage_rows]
+    subject to  T_s >= sum_{i in s} (a_ij + b_ij r_j)    for every phase s, class j    [phase_rows]
                 m_jt + d_jt r_j <= M_j                    for every class j, moment t   [memory_rows]
                 sum_j n_j r_j = 1                                                       [balance_row]
                 r_j >= 0, T_s >= 0
@@ -24,18 +24,21 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import highspy
 import numpy as np
 
 from ..base.solver import quiet_solver
 from ..cost import CostModel
-from ..cost.memory import PeakMemory
-from ..cost.memory.repeats import repeats
 from ..cost.placed import Sheet
 from ..errors import Infeasible
 from ..lang.ir import Program, Ratio, make_ratio
 from ..lang.optimizer_states import ADAM, OptimizerStates
+from ..step import Compute, Event, Start, Step, step_of
+from ..step.events import LOCAL
+from ..step.memory import PeakMemory
+from ..step.works import works_by_part
 
 MAX_REFITS = 4
 SAME_SHARE = 0.005
@@ -63,63 +66,72 @@ class Solution:
 
 
 @dataclass(frozen=True)
-class Stage:
+class Phase:
     """Fixed and per-share seconds of every rank between two synchronisations."""
 
     fixed: np.ndarray
     slope: np.ndarray
 
 
-def stages(
-    program: Program, costs: CostModel, ranks: tuple[int, ...], sheet: Sheet | None = None
-) -> tuple[Stage, ...]:
-    """The stages of the steady-state step: optimizer and forward to the first collective, …, backward.
+def phases(
+    program: Program,
+    costs: CostModel,
+    ranks: tuple[int, ...],
+    step: Step[Sheet] | None = None,
+) -> tuple[Phase, ...]:
+    """The phases of the steady-state step: optimizer and forward to the first collective, …, backward.
 
-    The backward stages are those between the collectives of the backward pass. Where neither pass has a
-    collective, optimizer, forward and backward are one stage, as no rank waits in between.
+    They are the step split at its collectives. Where neither pass has a collective, optimizer, forward and
+    backward are one phase, as no rank waits in between. ``step`` is that of the program under whatever
+    ratios.
     """
-    sheet = sheet or Sheet(program, costs)
+    step = step or step_of(Sheet(program, costs))
+    sheet = step.outline
     optimizer = np.zeros((len(sheet.optimized), 2, len(ranks)))
     for line, ((size, _, _), size_bytes) in zip(optimizer, sheet.optimized.items()):
         line[1 if size else 0] = [costs.optimizer_s(rank, size_bytes) for rank in ranks]
     lines = np.concatenate(_lines(sheet, program, ranks))
-    done: list[Stage | None] = []
-    known: dict[tuple[bool, bytes], Stage | None] = {}
-    for n, works in enumerate(_works_of_stages(sheet)):
+    out: list[Phase | None] = []
+    known: dict[tuple[bool, bytes], Phase | None] = {}
+    for n, works in enumerate(works_of_phases(step)):
         key = (n == 0, works.tobytes())
         if key not in known:
             parts = lines[works] if n else np.concatenate((optimizer, lines[works]))
             # one after the other, as repeated additions round
             total = np.add.accumulate(parts)[-1] if len(parts) else parts
-            known[key] = Stage(*total) if total.any() else None
-        done.append(known[key])
-    return tuple(stage for stage in done if stage is not None)
+            known[key] = Phase(*total) if total.any() else None
+        out.append(known[key])
+    return tuple(phase for phase in out if phase is not None)
 
 
-def _works_of_stages(sheet: Sheet) -> list[np.ndarray]:
+def works_of_phases(step: Step[Sheet]) -> list[np.ndarray]:
     """Works between two synchronisations, one after the other: of the forward pass, then of the backward
-    pass, numbered on behind all those of the forward pass. No rank waits between the two."""
-    work_of, program, behind = sheet.work_of, sheet.program, len(sheet.works)
-    stages: list[list[int]] = [[]]
-    closes = [
-        i.is_redistribution and flows and sheet.exchanges[i.result, False] is not None
-        for i, flows in zip(program.instructions, sheet.flows)
-    ]
-    for n, closing in enumerate(closes):
-        if n in work_of:
-            stages[-1].append(work_of[n])
-        elif closing:
-            stages.append([])
-    regions = repeats(program)
-    for n in reversed(range(len(closes))):
-        if n in regions:
-            stages[-1] += [behind + sheet.again_work_of[again] for again in regions[n].members]
-        if n in work_of and sheet.flows[n]:
-            works = (work_of[n], sheet.factor_work_of.get(n), sheet.wgrad_work_of.get(n))
-            stages[-1] += [behind + work for work in works if work is not None]
-        elif closes[n]:
-            stages.append([])
-    return [np.array(works, dtype=int) for works in stages]
+    pass, numbered on behind all those of the forward pass. No rank waits between the two.
+
+    A collective that ranks await in its pass ends a phase where it begins: none of them gets further than
+    its await before the last one has come that far. What is taken in when the pass ends is waited for there.
+    """
+    sheet, behind = step.outline, len(step.outline.works)
+    phases: list[list[int]] = [[]]
+    for event in step.forward.script.events:
+        if isinstance(event, Compute):
+            phases[-1].append(sheet.work_of[event.at])
+        elif _ends_phase(event) and sheet.flows[event.at]:
+            phases.append([])
+    work_of, at_the_end = works_by_part(sheet), []
+    for event in step.backward.script.events:
+        if isinstance(event, Compute):
+            phases[-1].append(behind + work_of[event.part][event.at])
+        elif _ends_phase(event):
+            phases.append([])
+        elif isinstance(event, Start) and event.product is not None:
+            at_the_end.append(behind + work_of[event.product.part][event.product.at])
+    phases[-1] += at_the_end
+    return [np.array(works, dtype=int) for works in phases]
+
+
+def _ends_phase(event: Event) -> TypeGuard[Start]:
+    return isinstance(event, Start) and event.number != LOCAL and bool(event.value)
 
 
 def _lines(sheet: Sheet, program: Program, ranks: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -144,29 +156,29 @@ def ratio_program(
     *,
     optimizer_states: OptimizerStates,
     headroom: float,
-    sheet: Sheet | None = None,
+    step: Step[Sheet] | None = None,
     memory: PeakMemory | None = None,
     limited: bool = True,
-    every: tuple[Stage, ...] | None = None,
+    every: tuple[Phase, ...] | None = None,
 ) -> LinearProgram:
     """The LP above, without memory rows if it is not ``limited``; variables are the share of a rank of each
-    class, then the stage times. Rows are named after the first rank of their class. ``every`` stage of the
+    class, then the phase times. Rows are named after the first rank of their class. ``every`` phase of the
     program spares making them again."""
     classes = equal_ranks(costs, ranks)
     firsts = tuple(equal[0] for equal in classes)
-    every = stages(program, costs, firsts, sheet) if every is None else every
+    every = phases(program, costs, firsts, step) if every is None else every
     alike = {(p.fixed.tobytes(), p.slope.tobytes()): p for p in every}
     weights = Counter((p.fixed.tobytes(), p.slope.tobytes()) for p in every)
     parts = list(alike.values())
     n, s = len(classes), len(parts)
     rows: list[tuple[np.ndarray, float, float, str]] = []
 
-    def stage_rows():
+    def phase_rows():
         for k, part in enumerate(parts):
             for column, rank in enumerate(firsts):
                 row = np.zeros(n + s)
                 row[n + k], row[column] = 1.0, -part.slope[column]
-                rows.append((row, part.fixed[column], np.inf, f"stage {k} rank {rank}"))
+                rows.append((row, part.fixed[column], np.inf, f"phase {k} rank {rank}"))
 
     def memory_rows():
         kinds = [costs.cluster.devices[rank].kind for rank in firsts]
@@ -186,7 +198,7 @@ def ratio_program(
         row[:n] = [len(equal) for equal in classes]
         rows.append((row, 1.0, 1.0, "shares sum to 1"))
 
-    stage_rows()
+    phase_rows()
     if limited:
         memory_rows()
     balance_row()
@@ -236,18 +248,20 @@ def optimal_ratio(
     *,
     optimizer_states: OptimizerStates = ADAM,
     headroom: float = 0.05,
-    sheet: Sheet | None = None,
+    step: Step[Sheet] | None = None,
     memory: PeakMemory | None = None,
     limited: bool = True,
 ) -> Ratio:
     """The shares of the LP, zero for ranks that are not in ``ranks``; not ``limited``, as if all of them had
-    enough memory. ``sheet`` and ``memory``, of the
-    same program, spare making them again. Raises Infeasible."""
+    enough memory. ``step`` and ``memory``, of the same program, spare making them again.
+
+    Raises Infeasible."""
     name, ratio = program.ratios[0]
-    memory = memory or PeakMemory(costs, optimizer_states)
+    step = step or step_of(Sheet(program, costs))
+    memory = memory or PeakMemory(costs, optimizer_states, step=step)
     classes = equal_ranks(costs, ranks)
 
-    def solved(at: Program, every: tuple[Stage, ...], limited: bool) -> Ratio:
+    def solved(at: Program, every: tuple[Phase, ...], limited: bool) -> Ratio:
         lp = ratio_program(
             at,
             costs,
@@ -270,7 +284,7 @@ def optimal_ratio(
 
     for _ in range(MAX_REFITS if costs.profile else 1):
         before, at = ratio, with_ratio(program, name, ratio)
-        every = stages(at, costs, tuple(equal[0] for equal in classes), sheet)
+        every = phases(at, costs, tuple(equal[0] for equal in classes), step)
         free = solved(at, every, limited=False)
         # the best of all shares is the best of those that fit, if it does
         ratio = free if not limited or surely_fits(free) else solved(at, every, limited=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..base.timeline import Timeline
-from ..cost.memory import BEFORE
+from ..step.memory import BEFORE
 
 Moments = Sequence[tuple[str, int]]  # the event that a moment belongs to, and bytes
 

@@ -12,7 +12,6 @@ from ..base.lazy import lazy
 from ..base.timeline import Timeline
 from ..cost import CostModel
 from ..cost.exchanges import Exchange, cut_shares
-from ..cost.memory import PeakMemory
 from ..cost.micro_steps import costed_micro_step, passes, with_ratios_of
 from ..cost.placed import Sheet
 from ..cost.sums import gradient_bytes, summed
@@ -20,6 +19,7 @@ from ..lang.ir import Buckets, Program, once_program, samples_of, support
 from ..lang.optimizer_states import ADAM, OptimizerStates
 from ..lang.plan_file import Schedule, accumulates, schedule
 from ..step import Alike, Step, membership, step_of
+from ..step.memory import PeakMemory
 from ..step.order import forward_pass
 from .channels import Channels
 from .pipeline import Pipeline
@@ -63,9 +63,6 @@ class Simulation:
         self.samples = samples_of(program) if accumulating else None
         self.program = program if self.samples is None else costed_micro_step(program, self.samples)
         self.sheet: Sheet = Sheet(self.program, costs, like and like.sheet)
-        self.memory: PeakMemory = PeakMemory(
-            costs, optimizer_states, self.samples, like and like.memory, self.sheet.kinds
-        )
         rests = [costs.rest(r) for r in range(program.world_size)]
         self.network = Channels(costs, rests)
         self._sums: dict[tuple, Sums] = {}
@@ -73,9 +70,12 @@ class Simulation:
         loss = self._loss(program)
         model = like if like is not None and self.sheet.ranks and like.sheet.ranks else None
         if model is None:
-            self.step: Step = step_of(self.sheet, program)
+            self.step: Step[Sheet] = step_of(self.sheet, program)
         else:
-            self.step = model.step.on(self.program, self.sheet.ranks)
+            self.step = model.step.on(self.sheet, self.sheet.ranks)
+        self.memory: PeakMemory = PeakMemory(
+            costs, optimizer_states, self.samples, like and like.memory, self.step
+        )
         for group in dict.fromkeys(s.kind.ranks for s in self.step.summed):
             self.network.channel("gradient", group)
         # where a device has so much computing to spend, what communication takes of it is counted in that
@@ -110,7 +110,7 @@ class Simulation:
         made.program = program
         made.sheet = self.sheet.with_owners(program)
         made.step = self.step.with_owners(made.sheet)
-        made.memory = PeakMemory(self.costs, self.memory.optimizer_states, kinds=self.sheet.kinds)
+        made.memory = PeakMemory(self.costs, self.memory.optimizer_states, step=made.step)
         made._sums = {}
         made._last_turn = None
         forward = timed(made.step.forward, made.sheet, made.network)

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..cost.placed import Sheet
 from ..step import Compute, Pass, Start
-from ..step.events import BACKWARD, FORWARD, PRODUCT, REPEATED, WEIGHT, End
+from ..step.events import End
+from ..step.works import works_by_part
 from .channels import Channels
 from .values import Call
 
@@ -43,7 +44,7 @@ class TimedPass:
         """The work of what is computed when a collective is taken in, -1 without any, and its name."""
         if start.product is None:
             return -1, start.name
-        return self.product_work_of[start.product.index], self.order.name_of(start.product)[0]
+        return self.product_work_of[start.product.at], self.order.name_of(start.product)[0]
 
     def on(self, order: Pass, network: Channels) -> TimedPass:
         """The same pass on the ranks of ``order``."""
@@ -52,13 +53,7 @@ class TimedPass:
 
 def timed(order: Pass, sheet: Sheet, network: Channels) -> TimedPass:
     """A pass with the works of ``sheet``."""
-    work_of = {
-        FORWARD: sheet.work_of,
-        BACKWARD: sheet.work_of,
-        REPEATED: sheet.again_work_of,
-        WEIGHT: sheet.wgrad_work_of,
-        PRODUCT: sheet.factor_work_of,
-    }
+    work_of = works_by_part(sheet)
     segments = tuple(
         [
             TimedSegment(tuple([work_of[part][n] for part, n in computes]), computes, end)

@@ -22,12 +22,15 @@ NAMES = {
 }
 
 
+LOCAL = -1  # in place of a collective's number
+
+
 class Compute(NamedTuple):  # made by the thousand, in a third of a frozen dataclass's time
-    """A ``part`` of the instruction with this index: its forward, the gradients of its inputs, its second
+    """A ``part`` of the instruction ``at`` this index: its forward, the gradients of its inputs, its second
     run, the gradient of its weight alone, or that gradient out of gathered factors."""
 
     part: str
-    index: int
+    at: int
 
 
 @lru_cache(maxsize=64)
@@ -38,19 +41,26 @@ def computes_of(part: str, count: int) -> tuple[Compute, ...]:
 
 
 class Start(NamedTuple):
-    """A collective begins: that of this ``number`` in the pass. ``value`` is awaited later under that name.
-    Without one it is taken in when the pass ends, and ``product`` computed of it then, if there is one."""
+    """A redistribution begins, its gradient (``BACKWARD``), its second gather (``REPEATED``), or the gather
+    of a factor (``PRODUCT``): a ``part`` of the instruction ``at`` this index. ``number`` is that of its
+    collective in the pass, ``LOCAL`` where each rank has all that it needs. ``value`` is awaited later under
+    that name. Without one it is taken in when the pass ends, and ``product`` computed of it then, if there is
+    one."""
 
     name: str
     number: int
+    part: str
+    at: int
     value: str = ""
     product: Compute | None = None
 
 
 class Await(NamedTuple):
-    """A value has to be there."""
+    """A value has to be there: what the start with this ``value`` brings."""
 
     name: str
+    part: str
+    at: int
 
 
 class Ready(NamedTuple):
@@ -65,8 +75,15 @@ class Use(NamedTuple):
     name: str
 
 
+class Sink(NamedTuple):
+    """The instruction ``at`` this index takes a value out of the step: it shows an output, or updates a
+    buffer."""
+
+    at: int
+
+
 End = Start | Await | Ready | Use
-Event = Compute | End
+Event = Compute | End | Sink
 
 
 class Segment(NamedTuple):
@@ -84,14 +101,17 @@ class Script:
 
     @lazy
     def segments(self) -> tuple[Segment, ...]:
-        """All events: computations together as far as nothing else comes between them."""
+        """All events that take time: computations together as far as nothing else comes between them."""
         out: list[Segment] = []
         computes: list[Compute] = []
         add = computes.append
+        local: set[str] = set()  # values that ranks need not wait for
         for event in self.events:
-            if type(event) is Compute:
+            if isinstance(event, Compute):
                 add(event)
-            else:
+            elif isinstance(event, Start) and event.number == LOCAL:
+                local.add(event.value)
+            elif not (isinstance(event, Sink) or (isinstance(event, Await) and event.name in local)):
                 out.append(Segment(tuple(computes), event))
                 computes.clear()
         if computes:
@@ -123,6 +143,6 @@ class Pass:
 
     def name_of(self, compute: Compute) -> tuple[str, str]:
         """The name of a computation in a timeline, and its operator."""
-        i = self.program.instructions[compute.index]
+        i = self.program.instructions[compute.at]
         result = next((r for r in i.results if r is not None), i.op)
         return NAMES[compute.part](result), i.op

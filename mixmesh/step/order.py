@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from ..base.timeline import factors_name, gradient_name, repeated_name
 from ..cost.exchanges import Exchange
-from ..cost.memory.repeats import Repeat, repeats
 from ..cost.outline import (
     Outline,
     is_factored,
-    is_resharded,
     is_stored,
     purpose_of,
 )
 from ..lang.ir import (
     Instruction,
     beside_points,
-    release_points,
     returned,
-    weight_points,
 )
+from .again import gathers_again
 from .events import (
     BACKWARD,
     FORWARD,
+    LOCAL,
     PRODUCT,
     REPEATED,
     WEIGHT,
@@ -33,11 +31,13 @@ from .events import (
     Pass,
     Ready,
     Script,
+    Sink,
     Start,
     Use,
     computes_of,
 )
-from .keeps import keeps
+from .kept import kept
+from .repeats import Repeat
 
 
 class Writer:
@@ -52,16 +52,20 @@ class Writer:
     def start(
         self,
         name: str,
-        exchange: Exchange,
+        exchange: Exchange | None,
+        part: str,
+        at: int,
         value: str = "",
         *,
         purpose: str = "data",
         product: Compute | None = None,
     ) -> None:
-        number = self.numbers.setdefault((id(exchange), purpose), len(self.exchanges))
-        if number == len(self.exchanges):
-            self.exchanges.append((exchange, purpose))
-        self.events.append(Start(name, number, value, product))
+        number = LOCAL
+        if exchange is not None:
+            number = self.numbers.setdefault((id(exchange), purpose), len(self.exchanges))
+            if number == len(self.exchanges):
+                self.exchanges.append((exchange, purpose))
+        self.events.append(Start(name, number, part, at, value, product))
 
     def end(self) -> Pass:
         return Pass(self.outline.program, Script(tuple(self.events)), tuple(self.exchanges))
@@ -71,27 +75,30 @@ def forward_pass(outline: Outline) -> Pass:
     """The forward pass: a redistribution starts at its place and is awaited at its first use."""
     program, writer = outline.program, Writer(outline)
     events, computes = writer.events, computes_of(FORWARD, len(program.instructions))
-    arriving: dict[int, list[str]] = {}  # by the index where they are awaited
-    stepped: dict[int, list[str]] = {}  # owned parameters, by the index of their first use
-    for name in program.owned:
-        if name in outline.uses:
-            stepped.setdefault(outline.uses[name][0], []).append(name)
+    arriving: dict[int, dict[str, int]] = {}  # redistributions by the index where they are awaited
+    used = {outline.uses[name][0] for name in program.owned if name in outline.uses}  # for the first time
     for n, i in enumerate(program.instructions):
-        if n in stepped:
-            events += map(Use, sorted(stepped[n], key=i.inputs.index))
-        if n in arriving:
-            events += [Await(name) for name in dict.fromkeys(i.inputs) if name in arriving[n]]
+        if n in arriving or n in used:
+            here = arriving.get(n, {})
+            for name in dict.fromkeys(i.inputs):
+                if name in here:
+                    events.append(Await(name, FORWARD, here[name]))
+                elif name in program.owned and outline.uses[name][0] == n:
+                    events.append(Use(name))
         if outline.kinds[n] is not None:
             events.append(computes[n])
-        exchange = outline.exchanges[i.result, False] if i.is_redistribution else None
-        if exchange is not None:
-            writer.start(i.result, exchange, i.result, purpose=purpose_of(program, i))
+        elif i.is_redistribution:
+            exchange = outline.exchanges[i.result, False]
+            writer.start(i.result, exchange, FORWARD, n, i.result, purpose=purpose_of(program, i))
             at = _awaited_at(outline, i, n)
             if at == n:
-                events.append(Await(i.result))
+                events.append(Await(i.result, FORWARD, n))
             else:
-                arriving.setdefault(at, []).append(i.result)
-    events += map(Await, arriving.get(len(program.instructions), ()))
+                arriving.setdefault(at, {})[i.result] = n
+        elif i.is_sink:
+            events.append(Sink(n))
+    rest = arriving.get(len(program.instructions), {})
+    events += [Await(name, FORWARD, n) for name, n in rest.items()]
     return writer.end()
 
 
@@ -102,10 +109,13 @@ def _awaited_at(outline: Outline, i: Instruction, n: int) -> int:
     return outline.uses.get(i.result, (end,))[0]
 
 
-def backward_pass(outline: Outline, points: Iterable[float]) -> Pass:
+def backward_pass(
+    outline: Outline, points: Iterable[float], later: Mapping[int, float], regions: Mapping[int, Repeat]
+) -> Pass:
     """The backward pass, which autograd runs in the reverse of the order in which nodes were made, with a
-    ``Ready`` at each of these ``points``."""
-    writer = _Backward(outline, frozenset(points))
+    ``Ready`` at each of these ``points``. ``later`` are weights' gradients that come after those of the
+    inputs (``weight_points``), ``regions`` run again (``repeats``)."""
+    writer = _Backward(outline, frozenset(points), later, regions)
     writer.write()
     return writer.end()
 
@@ -113,14 +123,19 @@ def backward_pass(outline: Outline, points: Iterable[float]) -> Pass:
 class _Backward(Writer):
     """Writes the backward pass."""
 
-    def __init__(self, outline: Outline, points: frozenset[float]) -> None:
+    def __init__(
+        self,
+        outline: Outline,
+        points: frozenset[float],
+        later: Mapping[int, float],
+        regions: Mapping[int, Repeat],
+    ) -> None:
         super().__init__(outline)
-        self.program, self.points = outline.program, points
+        self.program, self.points, self.later, self.regions = outline.program, points, later, regions
         self.computes = computes_of(BACKWARD, len(self.program.instructions))
-        self.later = weight_points(self.program)
-        self.regions = repeats(self.program)
         # products whose weight's gradient is computed apart
         self.weights = frozenset(n for n in self.program.wgrads if not self._is_factored(n))
+        self.places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
         self.returning: set[str] = set()  # values that go back to a place that is still to come
         self.gathered: set[str] = set()  # factors
         self.coming: set[str] = set()  # values that are gathered again, and not awaited yet
@@ -130,7 +145,7 @@ class _Backward(Writer):
 
     def write(self) -> None:
         program = self.program
-        again, moved = self._gathers_again(), returned(program)
+        again, moved = gathers_again(program), returned(program)
         overlapped: dict[str, list[int]] = {}  # products, by the collective that travels meanwhile
         for n, at in beside_points(program).items():
             overlapped.setdefault(at.collective, []).append(n)
@@ -138,7 +153,7 @@ class _Backward(Writer):
             i = program.instructions[n] if n < len(program.instructions) else None
             if i is not None and i.is_leaf:
                 continue
-            for gather in again.get(n, ()):
+            for gather in reversed(again.get(n, ())):  # as autograd comes to what stands last first
                 self._gather_again(gather)
             if i is not None:
                 self._compute(n, i, self.regions.get(n))
@@ -154,22 +169,24 @@ class _Backward(Writer):
 
     def _gather_again(self, gather: Instruction) -> None:
         name = repeated_name(gather.result)
-        exchange = self.outline.exchanges[gather.result, False]
-        self.start(name, exchange, name, purpose=purpose_of(self.program, gather))
+        exchange, place = self.outline.exchanges[gather.result, False], self.places[gather.result]
+        self.start(name, exchange, REPEATED, place, name, purpose=purpose_of(self.program, gather))
         self.coming.add(gather.result)
 
     def _compute(self, n: int, i: Instruction, region: Repeat | None) -> None:
         """The gradients of an instruction's inputs, once its own has come back, its region has run again, and
         all that autograd kept is there."""
         if i.is_redistribution and i.result in self.returning:
-            self.events.append(Await(gradient_name(i.result)))
+            self.events.append(Await(gradient_name(i.result), BACKWARD, n))
         if region is not None:
             self._compute_again(region)
-        if not self.outline.flows[n] or self.outline.kinds[n] is None:
+        kind = self.outline.kinds[n]
+        if not self.outline.flows[n] or kind is None:
             return
         if self.coming and not self.coming.isdisjoint(i.inputs):
-            for name in dict.fromkeys(i.inputs):
-                if name in self.coming and keeps(self.program, i, name):
+            needed = [i.inputs[k] for what, k in kept(kind.call, kind.takes) if what == "input"]
+            for name in dict.fromkeys(needed):
+                if name in self.coming:
                     self._await_again(name)
         if is_factored(i):
             self._factors(n, i)
@@ -179,7 +196,7 @@ class _Backward(Writer):
 
     def _await_again(self, name: str) -> None:
         self.coming.remove(name)
-        self.events.append(Await(repeated_name(name)))
+        self.events.append(Await(repeated_name(name), REPEATED, self.places[name]))
 
     def _computes_weight_here(self, n: int) -> bool:
         """Whether the gradient of an instruction's weight is computed apart, and before its input's."""
@@ -197,34 +214,14 @@ class _Backward(Writer):
             self._await_again(name)
         self.events += [Compute(REPEATED, n) for n in region.members]
 
-    def _gathers_again(self) -> dict[int, list[Instruction]]:
-        """Gathers that are repeated, by the instruction before whose backward they start, last first."""
-        program = self.program
-        out: dict[int, list[Instruction]] = {}
-        gathers = [
-            i
-            for i in program.instructions
-            if i.op == "all_gather" and is_resharded(program, i) and self.outline.exchanges[i.result, False]
-        ]
-        points = release_points(program, [i.result for i in gathers])
-        for i in gathers:
-            if i.result in program.requires_grad and i.result in points:
-                last = program.instructions[points[i.result]]
-                plain = not (last.is_redistribution or last.is_leaf or last.is_sink)
-                if plain and last.results[0] in program.requires_grad:
-                    out.setdefault(points[i.result], []).insert(0, i)
-        return out
-
     def _gradient(self, i: Instruction) -> None:
         """The gradient of a redistribution goes back: that of a stored parameter is awaited at the end."""
-        exchange = self.outline.exchanges[i.result, True]
-        if exchange is None:
-            return
+        exchange, place = self.outline.exchanges[i.result, True], self.places[i.result]
         name = gradient_name(i.result)
         if is_stored(self.program, i):
-            self.start(name, exchange, purpose=purpose_of(self.program, i))
+            self.start(name, exchange, BACKWARD, place, purpose=purpose_of(self.program, i))
         else:
-            self.start(name, exchange, name)
+            self.start(name, exchange, BACKWARD, place, name)
             self.returning.add(i.result)
 
     def _factors(self, n: int, i: Instruction) -> None:
@@ -240,4 +237,4 @@ class _Backward(Writer):
         for k, factor in enumerate(needed, 1):
             exchange = Exchange("all_gather", factor.value.size_bytes, ranks)
             made = product if k == len(needed) else None
-            self.start(factors_name(i.result), exchange, product=made)
+            self.start(factors_name(i.result), exchange, PRODUCT, n, product=made)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..base.lazy import lazy
-from ..cost.outline import Outline, summed_params
-from ..lang.ir import Program, weight_points
+from ..cost.outline import Outline, summed_params, synchronised
+from ..lang.ir import Program
 from .alike import Alike, membership
+from .reach import Ranks, reach, taking, uses_of
 
 Points = tuple[tuple[float, tuple[int, ...]], ...]
 
@@ -37,36 +38,48 @@ class Readiness:
         }
 
 
-def ready_points(program: Program, outline: Outline) -> dict[str, Points]:
+def ready_points(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, Points]:
     """For each parameter whose gradient is summed: where in the backward pass it is complete, by ranks.
 
-    A point is the instruction after whose backward that is, or where a weight's gradient is computed apart
-    (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when its pass
-    ends.
+    A point is the instruction after whose backward that is, or where a weight's gradient is computed
+    ``later`` (``weight_points``). A rank that makes no use of a parameter is in none: it sends its zeros when
+    its pass ends.
     """
     out: dict[str, Points] = {}
-    later = weight_points(program)
+    on = reach(outline)
     for first in summed_params(program):
-        found: list[tuple[float, tuple[int, ...]]] = []
-        if first.args[0] in program.late:
-            out[first.result] = ()
-            continue
-        for p in program.copies.get(first.args[0], (first,)):
-            everyone = program.participants(p.type)
-            left = set(everyone)
-            for n in outline.uses.get(p.result, ()):
-                user = program.instructions[n]
-                if not outline.flows[n]:
-                    continue
-                types = (p.type,) if user.is_redistribution else user.types
-                taking = [program.participants(t) for t in types]
-                if len(left) == len(everyone) and taking.count(everyone) == len(taking):
-                    late = n in later and p.result == user.inputs[1]
-                    found.append((later[n] if late else n, everyone))  # nearly always
-                    break
-                who = left.intersection(*taking)
-                if who:
-                    found.append((n, tuple(sorted(who))))
-                    left -= who
-        out[first.result] = tuple(found)
+        points: list[tuple[float, tuple[int, ...]]] = []
+        if first.args[0] not in program.late:
+            for p in program.copies.get(first.args[0], (first,)):
+                points += _points(outline, p.result, later, on)
+        out[first.result] = tuple(points)
+    return out
+
+
+def _points(
+    outline: Outline, name: str, later: Mapping[int, float], on: Mapping[str, Ranks]
+) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Where the gradient of one copy of a parameter is complete: where its first use is, for each rank."""
+    program = outline.program
+    everyone = program.participants(program.types[name])
+    left = set(everyone)
+    for n, used in sorted(uses_of(outline, name)):
+        who = left & taking(outline, n, used, on)
+        if who:
+            is_late = n in later and used == program.instructions[n].inputs[1]
+            yield later[n] if is_late else n, everyone if len(who) == len(everyone) else tuple(sorted(who))
+            left -= who
+        if not left:
+            break
+
+
+def completing(program: Program, outline: Outline, later: Mapping[int, float]) -> dict[str, float]:
+    """Where the backward pass comes to the first use of each parameter whose gradient is summed, every copy
+    of one counted: the last point at which it gets a gradient, whatever ranks do."""
+    out: dict[str, float] = {}
+    for p in program.params:
+        n = outline.uses.get(p.result, (None,))[0]
+        if n is not None and outline.flows[n] and synchronised(program, p):
+            is_late = n in later and p.result == program.instructions[n].inputs[1]
+            out[p.result] = later[n] if is_late else n
     return out

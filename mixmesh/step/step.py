@@ -2,47 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from ..cost.outline import Outline
 from ..cost.sums import Summed, gradient_sums, order_of_sums, with_other_owners
-from ..lang.ir import Buckets, Program
+from ..lang.ir import Buckets, Program, weight_points
 from .events import Pass
 from .order import backward_pass, forward_pass
-from .ready import Readiness, ready_points
+from .ready import Readiness, completing, ready_points
 from .reductions import Reductions, reductions_of
+from .repeats import Repeat, repeats
+
+Facts = TypeVar("Facts", bound=Outline)
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(Generic[Facts]):
     """The events of all ranks in a step, whatever the values of the ratios and the buckets; the ranks that
     take part must stay the same. ``summed`` are the parameters whose gradients are summed, in the order in
-    which their sums start, and ``ready`` says where each is complete."""
+    which their sums start, and ``ready`` says where each is complete; ``completes`` where the gradient of
+    every such parameter's value is, copies too. ``later`` are the computations whose weight's gradient comes
+    after their input's, by index, with the point where it does, and ``repeats`` the regions that run again.
+    ``outline`` are the facts of the program, with or without costs, that the step was made from."""
 
     program: Program
     forward: Pass
     backward: Pass
     ready: Readiness
     summed: tuple[Summed, ...]
+    completes: Mapping[str, float]
+    later: Mapping[int, float]
+    repeats: Mapping[int, Repeat]
+    outline: Facts = field(compare=False, repr=False)
 
-    def on(self, program: Program, ranks: tuple[int, ...]) -> Step:
+    def on(self, outline: Facts, ranks: tuple[int, ...]) -> Step[Facts]:
         """The step of the same instructions on other ranks, all of which meet in every collective."""
+        program = outline.program
         kinds = {s.kind: s.kind._replace(ranks=ranks) for s in self.summed}
         points = {name: tuple([(n, ranks) for n, _ in found]) for name, found in self.ready.points.items()}
-        return Step(
-            program,
-            self.forward.on(program, ranks),
-            self.backward.on(program, ranks),
-            Readiness(points, (ranks,) if self.summed else (), program.world_size),
-            tuple([s._replace(kind=kinds[s.kind]) for s in self.summed]),
+        return replace(
+            self,
+            program=program,
+            forward=self.forward.on(program, ranks),
+            backward=self.backward.on(program, ranks),
+            ready=Readiness(points, (ranks,) if self.summed else (), program.world_size),
+            summed=tuple([s._replace(kind=kinds[s.kind]) for s in self.summed]),
+            outline=outline,
         )
 
-    def with_owners(self, outline: Outline) -> Step:
+    def with_owners(self, outline: Facts) -> Step[Facts]:
         """The step of the same program with other owners of its parameters, whose gradients are complete
         where they were."""
         program = outline.program
         summed = with_other_owners(program, self.summed)
-        return replace(self, program=program, forward=forward_pass(outline), summed=summed)
+        forward = forward_pass(outline)
+        return replace(self, program=program, forward=forward, summed=summed, outline=outline)
 
     def reductions(self, program: Program, buckets: Buckets, *, scattered: bool = False) -> Reductions:
         """The reductions of gradients under these buckets, or if ``scattered`` those of them that every
@@ -51,15 +67,22 @@ class Step:
         return reductions_of(tuple(s for s in sums if s.stage == 2 or not scattered), self.ready)
 
 
-def step_of(outline: Outline, whole: Program | None = None) -> Step:
+def step_of(outline: Facts, whole: Program | None = None) -> Step[Facts]:
     """The step of a program; ``whole`` is the whole batch's, where the program is that of a micro-batch."""
-    program, points = outline.program, ready_points(outline.program, outline)
+    program = outline.program
+    later, regions = weight_points(program), repeats(program)
+    points, completes = ready_points(program, outline, later), completing(program, outline, later)
     summed = order_of_sums(whole or program)
     groups = tuple(dict.fromkeys(s.kind.ranks for s in summed))
+    ready = {point for found in points.values() for point, _ in found}
     return Step(
         program,
         forward_pass(outline),
-        backward_pass(outline, (point for found in points.values() for point, _ in found)),
+        backward_pass(outline, ready.union(completes.values()), later, regions),
         Readiness(points, groups, program.world_size),
         summed,
+        completes,
+        later,
+        regions,
+        outline,
     )

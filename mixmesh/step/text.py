@@ -8,7 +8,7 @@ from ..base.timeline import LOSS_SUM
 from ..cost.exchanges import Exchange
 from ..cost.outline import Outline
 from ..lang.ir import Program
-from .events import Await, Compute, Event, Pass, Ready, Start
+from .events import LOCAL, Await, Compute, Event, Pass, Ready, Sink, Start
 from .reductions import AT_THE_END, Reductions
 from .step import step_of
 
@@ -34,23 +34,30 @@ def print_step(program: Program, whole: Program | None = None) -> str:
 
 
 def _lines(order: Pass, sums: Reductions) -> Iterator[str]:
+    local = {e.value for e in order.script.events if isinstance(e, Start) and e.number == LOCAL}
     for event in order.script.events:
         if isinstance(event, Ready):
             yield from _reductions(sums, event.point)
-        elif not isinstance(event, Start):
+        elif not (isinstance(event, Await) and event.name in local):
             line = _line(order, event, sums)
             if line:
                 yield line
-        else:
-            yield f"start {_collective(event.name, *order.exchanges[event.number])}"
 
 
 def _line(order: Pass, event: Event, sums: Reductions) -> str:
-    if isinstance(event, Compute):
-        name, op = order.name_of(event)
-        return f"compute {name} = {op}"
-    if isinstance(event, Await):
-        return f"await {event.name}"
+    match event:
+        case Compute():
+            name, op = order.name_of(event)
+            return f"compute {name} = {op}"
+        case Start() if event.number == LOCAL:
+            return f"local {event.name}"
+        case Start():
+            return f"start {_collective(event.name, *order.exchanges[event.number])}"
+        case Await():
+            return f"await {event.name}"
+        case Sink():
+            i = order.program.instructions[event.at]
+            return f"{i.op} {i.args[0]}"
     known = sums.gather_of.get(event.name)
     return "" if known is None else f"await {sums.gathers[known][0]}, for {event.name}"
 
@@ -68,7 +75,7 @@ def _reductions(sums: Reductions, point: float, *, late: bool = False) -> Iterat
 def _at_the_end(backward: Pass, sums: Reductions) -> Iterator[str]:
     yield from _reductions(sums, AT_THE_END)
     for event in backward.script.events:
-        if isinstance(event, Start) and not event.value:
+        if isinstance(event, Start) and not event.value and event.number != LOCAL:
             yield f"await {event.name}"
             if event.product is not None:
                 yield f"compute {backward.name_of(event.product)[0]} = aten.mm"

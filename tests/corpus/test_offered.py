@@ -15,8 +15,9 @@ from mixmesh.lang.optimizer_states import ADAM
 from mixmesh.planner import make_plan
 from mixmesh.planner.make import PROPOSERS
 from mixmesh.planner.offered import offer
+from mixmesh.planner.proposal import Proposal
 from mixmesh.planner.simple import ddp_even, ddp_proportional
-from mixmesh.planner.task import Proposal, Task
+from mixmesh.planner.task import Task
 
 GRAPH = graph("""
     %x = input("x") : f[64, 32]

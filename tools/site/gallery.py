@@ -10,9 +10,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import subprocess
 import sys
-import tempfile
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +21,13 @@ from mixmesh.cli.plan import plan_job
 from mixmesh.cluster import Cluster
 from mixmesh.explain.headline import headline
 from mixmesh.lang.plan_file import Plan
+from tools.browser import browser, chromium
 
 ROOT = Path(__file__).parents[2]
 PAGES, OUT = ROOT / "docs" / "gallery", ROOT / "out" / "gallery"
 REPORTS = OUT / "reports"
 BEGIN, END = "<!-- made by `make gallery` -->\n", "<!-- until here -->"
-SIZE = "1000,1000"  # of a picture, in pixels
-LARGEST_BYTES = 8e6  # of a report that a headless browser draws in time
+SIZE = 1000  # width and height of a picture, in pixels
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,7 @@ def show_plan(entry: Entry) -> None:
     before, _, rest = page.read_text().partition(BEGIN)
     made = block(entry, plan, cluster, json.loads(printed.getvalue().splitlines()[-1])["sentences"])
     page.write_text(before + BEGIN + made + END + rest.partition(END)[2])
-    if report.stat().st_size <= LARGEST_BYTES:
-        picture(report, PAGES / "pictures" / f"{entry.name}.png")
+    picture(report, PAGES / "pictures" / f"{entry.name}.png")
 
 
 def block(entry: Entry, plan: Plan, cluster: Cluster, words: list[str]) -> str:
@@ -109,17 +106,11 @@ def block(entry: Entry, plan: Plan, cluster: Cluster, words: list[str]) -> str:
 
 def picture(report: Path, target: Path) -> None:
     """The upper part of a report as a browser shows it; nothing without a Chromium."""
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
+    if chromium() is None:
         return
-    target.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as user:
-        command = [
-            chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
-            f"--user-data-dir={user}", f"--window-size={SIZE}", "--virtual-time-budget=4000",
-            f"--screenshot={target}", f"file://{report}",
-        ]  # fmt: skip
-        subprocess.run(command, check=True, capture_output=True, timeout=90)
+    with browser() as running, running.tab(SIZE, height=SIZE) as tab:
+        tab.open(report)
+        tab.picture(target)
 
 
 def take_the_demo() -> None:

@@ -19,6 +19,7 @@ import torch
 
 from ...errors import InputError
 from ...measure.testbed.device import EMULATED_VARIABLE
+from ...runtime.accelerator import card_facts, computes_bf16, is_accelerator
 from ...runtime.first_rank import everyones
 from ..catalogue import CatalogueRow, catalogue_row
 
@@ -99,15 +100,15 @@ def inventory_of(devices: Sequence[FoundDevice]) -> Inventory:
 def read_device(device: torch.device) -> FoundDevice:
     """This process's device."""
     host = socket.gethostname()
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
+    if is_accelerator(device):
+        card = card_facts(device)
         return FoundDevice(
             host=host,
             kind="gpu",
-            name=properties.name,
-            memory_bytes=properties.total_memory,
-            memory_pool=f"{host} gpu {getattr(properties, 'uuid', device.index)}",
-            supports_bf16=torch.cuda.is_bf16_supported(including_emulation=False),
+            name=card.name,
+            memory_bytes=card.memory_bytes,
+            memory_pool=f"{host} gpu {card.uuid or device.index}",
+            supports_bf16=computes_bf16(device),
             num_threads=0,
         )
     limit_bytes, cgroup = memory_limit(Path("/proc/self/cgroup"), CGROUPS)

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 import torch.distributed as dist
 
-from ...runtime.accelerator import synchronize
+from ...runtime.accelerator import is_on_device, synchronize
 
 PING_BYTES = 8
 NUM_PINGS = 20
@@ -77,7 +77,7 @@ def exchange(rank_a: int, rank_b: int, device: torch.device) -> Link:
     ``rank_a`` says how large the next one is: by clocks of their own, two ranks may decide otherwise."""
     is_first = dist.get_rank() == rank_a
     # gloo sends tensors of the host only: the rate through host memory is what training there gets
-    where = device if dist.get_backend() == "nccl" else torch.device("cpu")
+    where = device if is_on_device() else torch.device("cpu")
     ping = torch.zeros(PING_BYTES, dtype=torch.uint8, device=where)
     peer = rank_b if is_first else rank_a
     trips_s = [round_trip_s(ping, ping, peer, is_first) for _ in range(NUM_PINGS)]

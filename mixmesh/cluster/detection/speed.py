@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ...measure.profiler.meter import Meter
+from ...runtime.accelerator import is_accelerator
 
 MEASURED_S = 0.4  # for each figure: several periods of a CPU quota
 CPU_SIZES = {"products": 512, "copied_bytes": 2**25}
@@ -28,11 +29,11 @@ class Speed:
 def measure_speed(device: torch.device) -> Speed:
     """The speed of ``device`` while all other ranks measure theirs, by the clock on the wall, so that a quota
     or a shared core counts."""
-    sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
+    sizes = GPU_SIZES if is_accelerator(device) else CPU_SIZES
     flop = 2 * sizes["products"] ** 3
     full = run_s(product(device, torch.float32, sizes["products"]), device)
     half = full
-    if device.type == "cuda":  # a CPU computes halves no faster, or far slower
+    if is_accelerator(device):  # a CPU computes halves no faster, or far slower
         half = run_s(product(device, torch.float16, sizes["products"]), device)
     source = torch.zeros(sizes["copied_bytes"] // 4, device=device)
     target = torch.empty_like(source)

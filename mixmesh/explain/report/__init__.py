@@ -2,8 +2,8 @@
 
 Reading order: ``facts`` (what the page of a plan is made from), ``parts`` (what a step is the sum of),
 ``candidates`` (why the other plans lost), ``path`` (the events that a step waits for), ``words`` (sentences),
-``drawing`` (the cluster), ``plan_page``, ``pair`` (two plans); ``recognise`` (what was given), ``run_page``,
-``bench_page``; ``page`` (the file).
+``drawing`` (the cluster), ``packing`` (events as few letters), ``plan_page``, ``pair`` (two plans);
+``recognise`` (what was given), ``run_page``, ``bench_page``; ``page`` (the file).
 
 Charts are drawn by Apache ECharts, which is a part of the page: it draws timelines with a hundred thousand
 bars, zooms them, describes charts to screen readers, and fits into a page of less than 2 MB, where plotly.js

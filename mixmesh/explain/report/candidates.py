@@ -13,11 +13,12 @@ from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Candidate, Plan, accumulates
 from ...planner import make_plan
 from ...planner.make import PROPOSERS, SEARCHING, SLOW
-from ...planner.task import BASELINES, HEADROOM, Task
+from ...planner.proposal import BASELINES
+from ...planner.task import HEADROOM, Task
 from ...search.ratios import usable_bytes
 from ...simulator import Simulation
 from .drawing import busiest_link, device_name
-from .parts import OTHERS, WAITS, Parts, kinds_of
+from .parts import OTHERS, WAITS, Bounds, Parts, kinds_of
 
 EVENLY = "ddp-even"
 LONG_S = 10.0  # seconds of planning: from there on only baselines are planned once more
@@ -47,9 +48,7 @@ class Rival:
     why: str
 
 
-def rivals_of(
-    plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | None, ideal_s: float
-) -> tuple[Rival, ...]:
+def rivals_of(plan: Plan, cluster: Cluster, parts: Parts, profile: Profile | None) -> tuple[Rival, ...]:
     """The candidates of ``plan`` but the chosen one, and data parallelism with equal parts, those that fit
     first, then by their steps. ``parts`` are those of the plan's own step."""
     considered = {c.planner: c for c in plan.candidates if c.planner != plan.planner}
@@ -57,7 +56,7 @@ def rivals_of(
         considered.setdefault(EVENLY, Candidate(EVENLY, True, 0.0))
     rivals = []
     for name, candidate in considered.items():
-        remade = remake(plan, cluster, name, profile, ideal_s) if is_quick(plan, name) else None
+        remade = remake(plan, cluster, name, profile, parts.bounds) if is_quick(plan, name) else None
         step_s = remade.timeline.step_s if remade else candidate.predicted_step_s
         fits = remade.lacks is None if remade else candidate.feasible
         if remade is None and not step_s:
@@ -74,7 +73,7 @@ def is_quick(plan: Plan, name: str) -> bool:
     return name in BASELINES or plan.planning_s < LONG_S
 
 
-def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, ideal_s: float) -> Remade | None:
+def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, bounds: Bounds) -> Remade | None:
     """The plan of one planner, also one that does not fit; None if it has none."""
     costs, graph = CostModel(cluster, profile), plan.program.graph
     try:
@@ -92,7 +91,7 @@ def remake(plan: Plan, cluster: Cluster, name: str, profile: Profile | None, ide
     over = [(peak - usable[r], r) for r, peak in enumerate(timeline.peak_memory_bytes)]
     most, rank = max(over)
     lacks = (rank, timeline.peak_memory_bytes[rank], round(usable[rank])) if most > 0 else None
-    return Remade(timeline, Parts.of(timeline, ideal_s, kinds_of(program)), lacks)
+    return Remade(timeline, Parts.of(timeline, bounds, kinds_of(program)), lacks)
 
 
 def why_not(step_s: float, fits: bool, remade: Remade | None, best: Parts, cluster: Cluster) -> str:
@@ -119,8 +118,7 @@ def why_slower(more_s: float, remade: Remade, best: Parts, cluster: Cluster) -> 
     """The parts of a step that make most of a difference, in words that follow its seconds."""
     parts = remade.parts
     name, whole_s = device_name(cluster, parts.busiest), remade.timeline.compute_s[parts.busiest]
-    computes_s = (parts.ideal_s + parts.imbalance_s) - (best.ideal_s + best.imbalance_s)
-    reasons = [(computes_s, f"as {name} computes for {seconds_text(whole_s)}")]
+    reasons = [(parts.busy_s - best.busy_s, f"as {name} computes for {seconds_text(whole_s)}")]
     for mine_s, ours_s, kind in zip(parts.waits_s, best.waits_s, WAITS):
         hidden = f"in {kind} that no computing hides"
         text = f"in which {name} waits for other devices" if kind == OTHERS else hidden

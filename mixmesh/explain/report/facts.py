@@ -13,15 +13,17 @@ from ...cluster import Cluster, with_faster_links
 from ...cost import CostModel, Profile
 from ...lang.check import check_loaded, check_plan
 from ...lang.ir import print_program
-from ...lang.plan_file import Plan, accumulates
+from ...lang.optimizer_states import ADAM
+from ...lang.plan_file import Plan, accumulates, is_measured
 from ...planner import make_plan
+from ...planner.task import Task
 from ...simulator import Simulation
 from ...simulator import simulate as run
 from ...simulator.memory import MemoryCourse, memory_courses
 from ..headline import samples_per_rank
 from ..whatif import Answer, Change, answers, changes
 from .candidates import EVENLY, Rival, rivals_of
-from .parts import KindOf, Parts, kinds_of
+from .parts import Bounds, KindOf, Parts, kinds_of
 from .path import critical_path
 
 FASTER_LINKS = 2
@@ -93,13 +95,11 @@ def facts_of(
     check_plan(plan, cluster)
     costs = CostModel(cluster, profile)
     simulation = Simulation(plan.program, costs, accumulating=accumulates(plan.micro_batches))
+    bounds = bounds_of(plan, costs)
     timeline = simulation.run(plan.program, plan.micro_batches, events=True)
     held = simulation.held_bytes(plan.program, plan.micro_batches)
-    # a bound at the devices' peaks says little of what they compute longer than needed
-    mean_s = sum(timeline.compute_s) / len(timeline.compute_s)
-    ideal_s = plan.bound_s if plan.bound_s and plan.is_bound_measured else mean_s
     kind_of = kinds_of(plan.program)
-    parts = Parts.of(timeline, ideal_s, kind_of)
+    parts = Parts.of(timeline, bounds, kind_of)
     return Facts(
         name or plan.planner,
         plan,
@@ -110,12 +110,20 @@ def facts_of(
         samples_per_rank(plan),
         parts,
         memory_courses(held, timeline),
-        rivals_of(plan, cluster, parts, profile, ideal_s) if is_compared else (),
+        rivals_of(plan, cluster, parts, profile) if is_compared else (),
         with_faster(plan, cluster, profile, timeline.step_s),
         tuple(program_lines(plan, timeline.events)),
         measured,
         what_if(plan, cluster, profile) if asks_what_if else None,
     )
+
+
+def bounds_of(plan: Plan, costs: CostModel) -> Bounds:
+    """The bounds that the plan keeps, or those under ``costs`` if it was planned with others."""
+    if plan.cost_source == costs.source and plan.bound_s is not None and plan.ideal_s is not None:
+        return Bounds(plan.bound_s, plan.ideal_s, plan.is_bound_measured)
+    task = Task(plan.program.graph, costs, ADAM, lambda _: None)
+    return Bounds(task.bound_s, task.ideal_s, is_measured(costs.source))
 
 
 def with_faster(plan: Plan, cluster: Cluster, profile: Profile | None, step_s: float) -> float | None:

@@ -24,7 +24,7 @@ def step_words(one: Facts, two: Facts) -> str:
     fast, slow = (one, two) if a_s < b_s else (two, one)
     more_s = slow.timeline.step_s - fast.timeline.step_s
     parts = [
-        (slow.parts.ideal_s + slow.parts.imbalance_s - fast.parts.ideal_s - fast.parts.imbalance_s,
+        (slow.parts.busy_s - fast.parts.busy_s,
          f"are computing of the busiest device (rank {slow.parts.busiest})"),
         *((b - a, f"are waiting for {kind}")
           for a, b, kind in zip(fast.parts.waits_s, slow.parts.waits_s, WAITS)),

@@ -1,10 +1,10 @@
-"""The parts of a step: computing at its best, what the busiest device computes above it, and what that
-device waits for, by kind."""
+"""The parts of a step: the bound, what the busiest device computes above it, and what that device waits for,
+by kind."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...base.timeline import BUCKET, PARAMETERS, STREAMS, Event, Timeline
 from ...lang.ir import Program
@@ -15,6 +15,7 @@ GRADIENTS, GATHERS, EXCHANGES = "sums of gradients", "gathers of parameters", "o
 OTHERS = "other devices"
 KINDS = (COMPUTES, AGAIN, OPTIMIZER, GRADIENTS, GATHERS, EXCHANGES)  # kinds of events
 WAITS = (GRADIENTS, GATHERS, EXCHANGES, OTHERS)  # kinds of what a device waits for
+PARTS = ("bound", "below the peaks", "computed again", "imbalance", *(f"waits for {kind}" for kind in WAITS))
 KindOf = Callable[[Event], str]
 
 
@@ -67,24 +68,52 @@ def gaps(spans: Iterable[tuple[float, float]], end_s: float) -> Iterator[tuple[f
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts that a step is the sum of: computing at its best (``ideal_s``), what the busiest device takes
-    longer than that, and the seconds that it waits for each of ``WAITS``."""
+class Bounds:
+    """The least seconds of a step. ``bound_s``: no plan is faster, as measured (``is_measured``) or else at
+    the peaks of the devices' figures. ``ideal_s``: all devices computing all the time, as the cost model
+    estimates them; no simulated step is shorter."""
 
+    bound_s: float
     ideal_s: float
+    is_measured: bool
+
+    @property
+    def basis(self) -> str:
+        """The source of the bound, in words that follow "all devices computing all the time, "."""
+        return "as fast as each was measured" if self.is_measured else "at the peaks of their figures"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that a step is the sum of: the bound; what kernels below the devices' peaks add to it, which
+    gives the ideal; what the busiest device computes again, and what else it computes longer than the ideal;
+    and the seconds that it waits for each of ``WAITS``."""
+
+    bounds: Bounds
+    again_s: float
     imbalance_s: float
     waits_s: tuple[float, ...]
     busiest: int  # a rank
 
     @classmethod
-    def of(cls, timeline: Timeline, ideal_s: float, kind_of: KindOf) -> Parts:
-        """The parts of a timeline with events. Without a known bound ``ideal_s`` may be the mean of what
-        devices compute."""
+    def of(cls, timeline: Timeline, bounds: Bounds, kind_of: KindOf) -> Parts:
+        """The parts of a timeline with events."""
         busiest = busiest_rank(timeline.compute_s)
         busy_s = timeline.compute_s[busiest]
-        ideal_s = min(ideal_s, busy_s)
+        # no step is shorter than the ideal but by rounding
+        ideal_s = min(bounds.ideal_s, busy_s)
+        bounds = replace(bounds, ideal_s=ideal_s, bound_s=min(bounds.bound_s, ideal_s))
+        repeated_s = sum(
+            e.end_s - e.start_s for e in timeline.events if e.rank == busiest and kind_of(e) == AGAIN
+        )
+        again_s = min(repeated_s, busy_s - ideal_s)
         waited_s = tuple(waits(timeline, busiest, kind_of).values())
-        return cls(ideal_s, busy_s - ideal_s, waited_s, busiest)
+        return cls(bounds, again_s, busy_s - ideal_s - again_s, waited_s, busiest)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the busiest device computes."""
+        return self.bounds.ideal_s + self.again_s + self.imbalance_s
 
     @property
     def exposed_s(self) -> float:
@@ -93,16 +122,24 @@ class Parts:
 
     @property
     def step_s(self) -> float:
-        return self.ideal_s + self.imbalance_s + self.exposed_s
+        return self.busy_s + self.exposed_s
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """The seconds of each of ``PARTS``."""
+        below_peaks_s = self.bounds.ideal_s - self.bounds.bound_s
+        return (self.bounds.bound_s, below_peaks_s, self.again_s, self.imbalance_s, *self.waits_s)
 
     def named(self) -> list[tuple[str, float]]:
         """Every part with its name, in the order of the waterfall."""
-        named = zip(WAITS, self.waits_s)
-        return [
-            ("the ideal: all devices compute all the time", self.ideal_s),
-            ("the busiest device computes longer", self.imbalance_s),
-            *((f"it waits for {kind}", time_s) for kind, time_s in named),
-        ]
+        about = (
+            "the bound",
+            "devices below their peaks, as estimated",
+            "the busiest device computes again",
+            "it computes more than an even part",
+            *(f"it waits for {kind}" for kind in WAITS),
+        )
+        return list(zip(about, self.seconds))
 
 
 def busiest_rank(compute_s: Sequence[float]) -> int:

@@ -7,18 +7,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...base.timeline import STREAMS, Timeline
+from ...base.timeline import STREAMS
 from ...base.units import seconds_text
 from ...simulator.memory import MemoryCourse
 from ..headline import headline
 from .drawing import cluster_html
 from .facts import Facts
+from .packing import packed_timeline
 from .page import Page, asset, filled, section_html
-from .parts import KINDS, WAITS, KindOf, Parts, waits
+from .parts import KINDS, PARTS, WAITS, Parts, waits
 from .words import sentences
 
-SHORTEST_S = 1e-9  # the shortest event that is drawn
-NS = 1e9
 MOMENTS = 240  # moments of a step at which the memory of a device is drawn
 MILLION = 1_000_000
 
@@ -32,6 +31,7 @@ def plan_page(shown: Sequence[Facts], words: Sequence[str] = (), side: str = "")
         "SIDE": side,
         "CHOICE": choice_html([f.name for f in shown]) if len(shown) > 1 else "",
         "CLUSTERS": variants_html(clusters),
+        "BOUNDS": variants_html([bounds_html(f.parts) for f in shown]),
         "COMPARED": COMPARED if any(f.rivals for f in shown) else "",
         "WHAT_IF": what_if_html(first) if first.what_if else "",
     }
@@ -74,6 +74,22 @@ def variants_html(contents: Sequence[str]) -> str:
     )
 
 
+def bounds_html(parts: Parts) -> str:
+    """What no plan is faster than, and how near to it this one is."""
+    bounds = parts.bounds
+    told = (
+        f"<b>The bound is {seconds_text(bounds.bound_s)}</b>: no plan for these devices is faster, however "
+        f"fast the links. It is all devices computing all the time, {bounds.basis}. This plan's step is "
+        f"{seconds_text(parts.step_s)}: at least {bounds.bound_s / parts.step_s:.0%} of the possible speed."
+    )
+    if not bounds.is_measured:
+        told += (
+            f" At the speeds that the plan counts on, all devices computing all the time would take "
+            f"{seconds_text(bounds.ideal_s)}, the ideal."
+        )
+    return f"<p>{told}</p>"
+
+
 def what_if_html(facts: Facts) -> str:
     asked = facts.what_if
     told = (
@@ -88,8 +104,9 @@ def what_if_html(facts: Facts) -> str:
 
 
 def page_object(shown: Sequence[Facts]) -> dict[str, Any]:
-    """All that the script draws. Times are in seconds, those of events in nanoseconds."""
-    return {"streams": STREAMS, "kinds": KINDS, "waits": WAITS, "variants": [variant(f) for f in shown]}
+    """All that the script draws. Times are in seconds, those of packed events in nanoseconds."""
+    names = {"streams": STREAMS, "kinds": KINDS, "waits": WAITS, "parts": PARTS}
+    return {**names, "variants": [variant(f) for f in shown]}
 
 
 def variant(facts: Facts) -> dict[str, Any]:
@@ -99,11 +116,13 @@ def variant(facts: Facts) -> dict[str, Any]:
         "name": facts.name,
         "planner": plan.planner,
         "step_s": timeline.step_s,
+        "bound_s": facts.parts.bounds.bound_s,
+        "ideal_s": facts.parts.bounds.ideal_s,
         "ranks": [rank_object(facts, rank) for rank in range(facts.cluster.world_size)],
         "waterfall": facts.parts.named(),
         "candidates": candidates(facts),
-        "predicted": timeline_object(timeline, facts.critical, facts.kind_of),
-        "measured": None if measured is None else timeline_object(measured, (), facts.kind_of),
+        "predicted": packed_timeline(timeline, facts.critical, facts.kind_of),
+        "measured": None if measured is None else packed_timeline(measured, (), facts.kind_of),
         "program": [[line.text, line.source, line.name, line.time_s] for line in facts.lines],
         "what_if": what_if_rows(facts),
     }
@@ -144,24 +163,20 @@ def thinned(course: MemoryCourse, step_s: float) -> list[tuple[float, int]]:
 def candidates(facts: Facts) -> list[dict[str, Any]]:
     """The chosen plan and the others, the fastest that fits first; parts where they are known."""
     own = {"name": facts.plan.planner, "chosen": True, "fits": True, "step_s": facts.timeline.step_s,
-           "parts": parts_list(facts.parts), "why": "chosen"}  # fmt: skip
+           "parts": facts.parts.seconds, "why": "chosen"}  # fmt: skip
     rows = [
         {
             "name": rival.planner,
             "chosen": False,
             "fits": rival.fits,
             "step_s": rival.step_s,
-            "parts": parts_list(rival.remade.parts) if rival.remade else None,
+            "parts": rival.remade.parts.seconds if rival.remade else None,
             "why": rival.why,
         }
         for rival in facts.rivals
         if math.isfinite(rival.step_s)
     ]
     return sorted([own, *rows], key=lambda row: (not row["fits"], row["step_s"])) if rows else []
-
-
-def parts_list(parts: Parts) -> list[float]:
-    return [time_s for _, time_s in parts.named()]
 
 
 def what_if_rows(facts: Facts) -> list[list[Any]]:
@@ -181,24 +196,3 @@ def what_if_rows(facts: Facts) -> list[list[Any]]:
         ]
         for a in (now, *ranked)
     ]
-
-
-def timeline_object(timeline: Timeline, critical: Sequence[int], kind_of: KindOf) -> dict[str, Any]:
-    """Events as rows: rank, stream, name, operator, start and duration, bytes, kind, whether it is on the
-    critical path. Names are numbers of a table."""
-    on_path = set(critical)
-    names: dict[str, int] = {}
-
-    def number(name: str) -> int:
-        return names.setdefault(name, len(names))
-
-    rows = []
-    for index, e in enumerate(timeline.events):
-        if not math.isfinite(e.end_s) or e.end_s - e.start_s < SHORTEST_S:
-            continue
-        start_ns, end_ns = round(e.start_s * NS), round(e.end_s * NS)
-        size_bytes = -1 if e.size_bytes is None else e.size_bytes
-        place = [e.rank, STREAMS.index(e.stream), number(e.name), number(e.op)]
-        kind = KINDS.index(kind_of(e))
-        rows.append([*place, start_ns, end_ns - start_ns, size_bytes, kind, int(index in on_path)])
-    return {"step_s": timeline.step_s, "names": list(names), "events": rows}

@@ -46,7 +46,7 @@ def why(facts: Facts) -> str:
     if gain < 1 + SAME:
         return f"The plan is {'as fast as' if gain > 1 - SAME else 'slower than'} {than}."
     begin = f"The plan is {gain:.2g}x as fast as {than}, mostly because"
-    if theirs.imbalance_s - own.imbalance_s >= theirs.exposed_s - own.exposed_s:
+    if theirs.busy_s - own.busy_s >= theirs.exposed_s - own.exposed_s:
         slowest = theirs.busiest
         computes = f"computes for {seconds_text(facts.timeline.compute_s[slowest])}"
         here = computes if facts.samples[slowest] or not any(facts.samples) else "has no samples"

@@ -42,6 +42,7 @@ def can_be_fused(optimizer: Any) -> bool:
     """Whether an optimizer that is new and says nothing of how its steps are made can have PyTorch's fused
     kernel make them (``runtime.optimizers.fuse``)."""
     import torch
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
     groups = optimizer.param_groups
     if type(optimizer) not in [getattr(torch.optim, name) for name in FUSED] or optimizer.state:
@@ -52,7 +53,8 @@ def can_be_fused(optimizer: Any) -> bool:
         if not free or group.get("differentiable") or group.get("capturable"):
             return False
     params = [p for group in groups for p in group["params"]]
-    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
+    devices = _get_fused_kernels_supported_devices()
+    return all(p.is_floating_point() and p.device.type in devices for p in params)
 
 
 # optimizers of which each element of the update depends on the same element of gradient and state only

@@ -13,7 +13,10 @@ from ...errors import InputError
 from .dtypes import DTYPE_NAME, TORCH_DTYPE
 
 Autocast = tuple[str, str]  # a type of devices and the name of a dtype: ("cuda", "bf16")
-DEVICES = ("cpu", "cuda")
+# that a context may be in effect for: a type that this PyTorch has no kernels for may be named, too
+DEVICES = tuple(
+    dict.fromkeys(("cpu", "cuda", getattr(torch.accelerator.current_accelerator(), "type", "cpu")))
+)
 
 
 def autocast_now(device: str) -> Autocast | None:

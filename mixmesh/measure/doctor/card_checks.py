@@ -8,7 +8,7 @@ from dataclasses import asdict
 import torch
 
 from ...errors import CollectiveError
-from ...runtime.accelerator import synchronize
+from ...runtime.accelerator import device_count, is_accelerator, reaches, synchronize
 from ...runtime.agreement import ranks_text
 from .cards import Card, card_of
 from .ground import Ground, Note
@@ -23,7 +23,7 @@ def clocks_and_power(ground: Ground) -> str | Note:
     """Clocks and limits of power of all cards: a lowered limit makes a card slower than is planned."""
 
     def make() -> dict | None:
-        card = card_of(ground.device) if ground.device.type == "cuda" else None
+        card = card_of(ground.device) if is_accelerator(ground.device) else None
         return None if card is None else asdict(card)
 
     told = ground.meeting.gather("the look at clocks", make)
@@ -73,10 +73,11 @@ def peer_to_peer(ground: Ground) -> str | Note:
     its process sees is right, also where it goes through the host."""
 
     def make() -> list[int] | None:
-        if ground.device.type != "cuda":
+        if not is_accelerator(ground.device):
             return None
-        own, seen = ground.device.index, range(torch.cuda.device_count())
-        if len(seen) > 1 and not is_copied(ground.device, torch.device("cuda", (own + 1) % len(seen))):
+        own, seen = ground.device.index, range(device_count())
+        following = torch.device(ground.device.type, (own + 1) % len(seen))
+        if len(seen) > 1 and not is_copied(ground.device, following):
             raise CollectiveError(
                 f"a copy from card {own} to card {(own + 1) % len(seen)} of the machine arrives changed",
                 expected="the numbers that were sent",
@@ -86,7 +87,7 @@ def peer_to_peer(ground: Ground) -> str | Note:
                     "or NCCL_P2P_DISABLE=1",
                 ),
             )
-        return [n for n in seen if n != own and torch.cuda.can_device_access_peer(own, n)]
+        return [n for n in seen if n != own and reaches(ground.device, n)]
 
     told = ground.meeting.gather("the copies between cards", make)
     ground.columns["reaches cards"] = [reach_text(peers) for peers in told]

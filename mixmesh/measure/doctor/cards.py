@@ -9,6 +9,8 @@ from functools import cache
 
 import torch
 
+from ...runtime.accelerator import card_facts
+
 SMI = "nvidia-smi"
 SMI_S = 20.0  # it answers in a second; one that hangs tells of a driver that does
 FIELDS = ("uuid", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "power.default_limit")
@@ -61,7 +63,7 @@ def number(cell: str) -> float | None:
 
 def card_of(device: torch.device) -> Card | None:
     """The card that ``device`` is, by its uuid; None where it is not told of, as a part of a card is not."""
-    uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    uuid = card_facts(device).uuid
     return next((card for card in read_cards() if uuid and card.uuid.removeprefix("GPU-") == uuid), None)
 
 

@@ -20,6 +20,7 @@ from ...base.units import size_text
 from ...cluster.detection.inventory import FoundDevice, inventory_of, read_device
 from ...cluster.detection.links import machine_pairs
 from ...errors import CollectiveError, InputError, MixmeshError
+from ...runtime.accelerator import HOST_BACKEND
 from ...runtime.agreement import by_value, difference, outliers, ranks_text
 from ...runtime.comm import leave
 from ...runtime.processes import process_place
@@ -153,14 +154,14 @@ def collectives(ground: Ground) -> str:
             timeout=timedelta(seconds=ground.group_timeout_s),
         )
         sums = [sum_of_ranks(ground.device)]
-        if ground.backend == "nccl":  # ranks tell each other small things by gloo, too
-            sums.append(sum_of_ranks(torch.device("cpu"), dist.new_group(backend="gloo")))
+        if ground.backend != HOST_BACKEND:  # ranks tell each other small things by gloo, too
+            sums.append(sum_of_ranks(torch.device("cpu"), dist.new_group(backend=HOST_BACKEND)))
         return sums
 
     told = meeting.gather_together("a sum over all ranks", make)
     expected = meeting.world_size * (meeting.world_size + 1) / 2
     wrong = {rank: sums for rank, sums in enumerate(told) if set(sums) != {expected}}
-    backends = ("nccl", "gloo") if ground.backend == "nccl" else (ground.backend,)
+    backends = tuple(dict.fromkeys((ground.backend, HOST_BACKEND)))
     if wrong:
         raise CollectiveError(
             f"a sum over all ranks is wrong on {ranks_text(sorted(wrong))}",

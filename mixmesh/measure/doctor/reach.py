@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import psutil
 
 from ...errors import InputError
+from ...runtime.accelerator import HOST_BACKEND
 
 CONNECT_S = 5.0  # a connection that takes longer is none to train over
 TOKEN_BYTES = 8
@@ -59,7 +60,7 @@ def own_host(backend: str) -> str:
     ``GLOO_SOCKET_IFNAME``, else what the host's name resolves to, else the loopback (createDefaultDevice of
     PyTorch's ProcessGroupGloo); of NCCL, which picks an interface by itself, it is the one that leads to the
     store. Raises InputError for an interface that is not there."""
-    if backend == "nccl":
+    if backend != HOST_BACKEND:
         return host_towards(os.environ.get("MASTER_ADDR", "127.0.0.1"))
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from ...base.files import PACKAGE
 from ...errors import PlanError
+from ...runtime.accelerator import backend_version, is_accelerator
 from ...runtime.agreement import by_value, outliers, ranks_text
 from ...runtime.versions import package_version, python_version
 from .cards import driver_version
@@ -17,15 +17,14 @@ ABSENT = "not there"
 ONLY_WITH_GPU = ("driver", "NCCL")
 
 
-def version_facts(has_gpu: bool) -> dict[str, str]:
+def version_facts(device: torch.device) -> dict[str, str]:
     """The versions of what this process computes and communicates with, by name."""
-    has_nccl = has_gpu and torch.version.cuda is not None and dist.is_nccl_available()
-    nccl = torch.cuda.nccl.version() if has_nccl else ()
+    has_gpu = is_accelerator(device)
     return {
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else ABSENT),
         "driver": (driver_version() if has_gpu else None) or ABSENT,
-        "NCCL": ".".join(map(str, nccl)) or ABSENT,
+        "NCCL": (backend_version(device) if has_gpu else "") or ABSENT,
         "Python": python_version(),
         "mixmesh": package_version(),
     }
@@ -33,8 +32,7 @@ def version_facts(has_gpu: bool) -> dict[str, str]:
 
 def versions(ground: Ground) -> str:
     """PyTorch, CUDA, the driver, NCCL, Python and mixmesh are the same on all ranks."""
-    has_gpu = ground.device.type == "cuda"
-    told = ground.meeting.gather("the comparison of versions", lambda: version_facts(has_gpu))
+    told = ground.meeting.gather("the comparison of versions", lambda: version_facts(ground.device))
     for name in told[0]:
         ground.columns[name] = [facts[name] for facts in told]
     differing = [name for name, values in ground.columns.items() if name in told[0] and _differ(name, values)]

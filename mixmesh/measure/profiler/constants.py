@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ...cost.gpu_memory import GROUPS
 from ...errors import MixmeshError
 from ...runtime import collectives
-from ...runtime.accelerator import outside_bytes, synchronize
+from ...runtime.accelerator import allocated_bytes, outside_bytes, synchronize
 from ...runtime.comm import Channel
 
 # imports of ``mixmesh run``, a process group, and every library once: the matrix products and convolutions
@@ -84,7 +84,7 @@ def gpu_process_bytes(channel: Channel) -> tuple[int, int]:
     processes hold of the card counts too: who shares it has less.
     """
     device = channel.comm.device
-    made = torch.accelerator.memory.memory_allocated(device)
+    made = allocated_bytes(device)
     torch.zeros(1, device=device)
     alone = outside_bytes(device)
     if not channel.alone:
@@ -94,7 +94,7 @@ def gpu_process_bytes(channel: Channel) -> tuple[int, int]:
     use_kernels(device)
     synchronize(device)
     kernels = outside_bytes(device) - alone - group
-    workspaces = torch.accelerator.memory.memory_allocated(device) - made
+    workspaces = allocated_bytes(device) - made
     idle = alone + GROUPS * max(group, 0)
     return idle, idle + max(kernels, 0) + max(workspaces, 0)
 

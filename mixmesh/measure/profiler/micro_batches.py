@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ...cost import CostModel
-from ...cost.memory import PeakMemory
 from ...errors import InputError, MixmeshError
 from ...lang.ir import Program, even_ratio, make_ratio, samples_of, with_whole_rows
 from ...lang.optimizer_states import ADAM, OptimizerStates
@@ -35,6 +34,7 @@ from ...runtime.data import shard_batches
 from ...runtime.parallel import parallelize
 from ...runtime.train import default_optimizer, owned, peak_memory_bytes
 from ...search.ratios import with_ratio
+from ...step.memory import PeakMemory
 from .children import Outcome, attempt_on
 from .steps import tensors_of
 

@@ -15,7 +15,9 @@ from ...errors import MixmeshError
 from ...lang.ir import print_program
 from ...lang.plan_file import Plan
 from ...passes.zero import zero_stage
+from ...runtime.accelerator import empty_cache
 from ...runtime.allocator import give_back
+from ...runtime.comm import default_device
 from ...runtime.first_rank import everyones
 from ...runtime.recording import typical
 from ...runtime.train import RECORDED_STEPS, WARMUP_STEPS, RunReport, train
@@ -98,8 +100,7 @@ def turn(load: Load, plan: Plan, *, record: bool = False) -> RunReport | str:
     except MixmeshError as error:  # in a program; and of collectives that another rank never got to
         failure = OUT_OF_MEMORY if isinstance(error.__cause__, torch.OutOfMemoryError) else str(error)
     gc.collect()  # the model, before the next one is made
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    empty_cache(default_device())
     give_back()
     failures = [(rank, text) for rank, text in enumerate(everyones(failure)) if text]
     if failures:  # the others have waited for the one that ran out of memory

@@ -1,45 +1,67 @@
-"""The joint graph of a step, forward and backward, and the b-levels of its tasks."""
+"""The events of a step as tasks with what each needs, and the b-levels of the tasks.
+
+A step has its events in one order. A list scheduler looks for other ones, so of that order only what cannot
+be otherwise is kept: a computation needs its inputs, a gradient those of all uses, the second run of a region
+and a second gather the gradient that sets them off, a weight's gradient what its ``wgrad`` says.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ...base.lazy import lazy
 from ...cost.exchanges import Exchange
-from ...cost.memory.repeats import repeats
-from ...cost.outline import purpose_of, synchronised
+from ...cost.outline import synchronised
 from ...cost.placed import Sheet
-from ...lang.ir import Instruction, Program, cell_bytes, cells, owned_type
+from ...lang.ir import Instruction, Program, beside_points, cell_bytes, cells, owned_type
 from ...lang.ir.samples import draws_numbers
+from ...step import Compute, Start, Step
+from ...step.events import BACKWARD, LOCAL, PRODUCT, REPEATED, WEIGHT, Pass, Sink
+from ...step.works import works_by_part
 
 Group = tuple[str, tuple[int, ...]]  # a process group: what for, and its ranks
+Seconds = tuple[float, ...]
+
+
+class Turn(IntEnum):
+    """When a rank comes to an event whose needs are met."""
+
+    AT_ONCE = 0  # a collective of what is complete
+    IN_ORDER = 1  # a computation, or a gather that it sets off
+    LAST = 2  # when all else of the pass has been computed
 
 
 @dataclass(frozen=True, slots=True)
 class StepTask:
-    """A piece of work that a step does in one go. ``seconds`` are per kind of rank; a collective has a
-    ``group``, and takes equally long on all ``kinds`` that meet."""
+    """An event of a step. ``seconds`` are per kind of rank; a collective has a ``group``, and takes equally
+    long on all ``kinds`` that meet. ``successors`` begin when it has ended, ``followers`` when it has begun.
+    """
 
-    seconds: tuple[float, ...]
+    seconds: Seconds
     group: Group | None
     kinds: tuple[int, ...]
     successors: tuple[int, ...]
+    followers: tuple[int, ...]
+    turn: Turn
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """The tasks of a step in topological order: forward by instruction, backward in reverse, the optimizer.
+    """The tasks of a step in topological order: forward, backward, the sums of gradients, the optimizer.
 
-    The backward of a parameter is the sum of its gradient, that of a redistribution the gradient's.
+    By the index of an instruction: its ``forward``; its ``backward``, which is the gradient's collective of a
+    redistribution and the sum of a parameter's; and the tasks ``before`` that and ``after`` it: second
+    gathers, factors, a weight's gradient that is computed apart.
     """
 
     tasks: tuple[StepTask, ...]
-
-    def backward(self, n: int) -> int:
-        """The task of the backward of instruction ``n``. Its forward is task ``n``."""
-        return len(self.tasks) - 2 - n
+    forward: Mapping[int, int]
+    backward: Mapping[int, int]
+    before: Mapping[int, Sequence[int]]
+    after: Mapping[int, Sequence[int]]
 
     @lazy
     def levels(self) -> tuple[float, ...]:
@@ -50,53 +72,210 @@ class StepGraph:
             out[t] = max(task.seconds) + max((out[s] for s in task.successors), default=0.0)
         return tuple(out)
 
+    @lazy
+    def instruction_of(self) -> dict[int, int]:
+        """By task, the instruction that it is the forward or the backward of."""
+        return {t: n for places in (self.forward, self.backward) for n, t in places.items()}
 
-def step_graph(program: Program, sheet: Sheet) -> StepGraph:
-    """The joint graph of a program under its ratios. ``sheet`` may be of other ratios."""
-    costs = sheet.costs
-    kind_of, firsts = _kinds(program, costs.class_of)
-    forward_s, backward_s = sheet.seconds(program, ranks=firsts)
-    nothing = (0.0,) * len(firsts)
-    count = len(program.instructions)
 
-    known: dict[Exchange, tuple[tuple[float, ...], tuple[int, ...]]] = {}
+def step_graph(program: Program, step: Step[Sheet]) -> StepGraph:
+    """The tasks of a program's step under its ratios. ``step`` may be of other ratios."""
+    builder = _Builder(program, step.outline)
+    builder.forward_pass(step.forward)
+    builder.backward_pass(step.backward)
+    builder.sums()
+    return builder.graph()
 
-    def task(exchange: Exchange | None, purpose: str, seconds, successors) -> StepTask:
-        if exchange is None:
-            return StepTask(seconds, None, (), tuple(successors))
-        if exchange not in known:
-            kinds = tuple(dict.fromkeys(kind_of[r] for r in exchange.ranks))
-            known[exchange] = (exchange.seconds(costs),) * len(firsts), kinds
-        took, kinds = known[exchange]
-        return StepTask(took, (purpose, exchange.ranks), kinds, tuple(successors))
 
-    after = _users(sheet)
-    before: dict[int, list[int]] = defaultdict(list)
-    for n, users in enumerate(after):
-        for m in users:
-            before[m].append(n)
-    # the second run of a region is part of the backward of its last computation
-    again = {
-        at: [backward_s[sheet.again_work_of[n]] for n in region.members]
-        for at, region in repeats(program).items()
-    }
-    forward, backward = [], []
-    for n, i in enumerate(program.instructions):
-        work = sheet.work_of.get(n)
-        back = [2 * count - 1 - n] if sheet.flows[n] else []
-        seconds = nothing if work is None else forward_s[work]
-        moved = sheet.exchanges[i.result, False] if i.is_redistribution else None
-        purpose = "data" if moved is None else purpose_of(program, i)
-        forward.append(task(moved, purpose, seconds, after[n] + back))
-        seconds = backward_s[work] if back and work is not None else nothing
-        if n in again:
-            seconds = tuple(map(sum, zip(seconds, *again[n])))
-        ends = [2 * count - 1 - m for m in before[n] if sheet.flows[m]] if back else []
-        exchange, purpose = _of_gradient(sheet, i)
-        backward.append(task(exchange, purpose, seconds, ends or [2 * count]))
-    took_s = sheet.optimizer_s(program)
-    optimizer = StepTask(tuple(took_s[r] for r in firsts), None, (), ())
-    return StepGraph((*forward, *reversed(backward), optimizer))
+class _Builder:
+    """Adds the tasks of a step one by one."""
+
+    def __init__(self, program: Program, sheet: Sheet) -> None:
+        self.program, self.sheet = program, sheet
+        self.kind_of, self.firsts = _kinds(program, sheet.costs.class_of)
+        self.forward_s, self.backward_s = sheet.seconds(program, ranks=self.firsts)
+        self.nothing: Seconds = (0.0,) * len(self.firsts)
+        self.work_of = works_by_part(sheet)
+        self.seconds: list[Seconds] = []
+        self.groups: list[tuple[Group | None, tuple[int, ...]]] = []
+        self.turns: list[Turn] = []
+        self.successors: list[list[int]] = []
+        self.followers: dict[int, list[int]] = defaultdict(list)
+        self.forward: dict[int, int] = {}
+        self.backward: dict[int, int] = {}
+        self.before: dict[int, list[int]] = defaultdict(list)
+        self.after: dict[int, list[int]] = defaultdict(list)
+        self.gradients: dict[str, list[int]] = defaultdict(
+            list
+        )  # by value, the tasks that its gradient needs
+        self.again: dict[str, int] = {}  # second gathers by value
+        self.known: dict[Exchange, tuple[Seconds, tuple[int, ...]]] = {}
+
+    def add(
+        self,
+        seconds: Seconds,
+        needs: Iterable[int],
+        exchange: Exchange | None = None,
+        purpose: str = "data",
+        turn: Turn = Turn.IN_ORDER,
+    ) -> int:
+        """A task after those that it ``needs``: a collective, if it has an ``exchange``."""
+        task = len(self.seconds)
+        group: Group | None = None
+        kinds: tuple[int, ...] = ()
+        if exchange is not None:
+            if exchange not in self.known:
+                meeting = tuple(dict.fromkeys(self.kind_of[r] for r in exchange.ranks))
+                took_s = exchange.seconds(self.sheet.costs)
+                self.known[exchange] = (took_s,) * len(self.firsts), meeting
+            seconds, kinds = self.known[exchange]
+            group = purpose, exchange.ranks
+        self.seconds.append(seconds)
+        self.groups.append((group, kinds))
+        self.turns.append(turn)
+        self.successors.append([])
+        for need in dict.fromkeys(needs):
+            self.successors[need].append(task)
+        return task
+
+    def start(self, order: Pass, event: Start, needs: Iterable[int]) -> int:
+        """A redistribution, a gradient's, or a gather."""
+        if event.number == LOCAL:
+            return self.add(self.nothing, needs)
+        exchange, purpose = order.exchanges[event.number]
+        turn = Turn.IN_ORDER if event.part in (REPEATED, PRODUCT) else Turn.AT_ONCE
+        return self.add(self.nothing, needs, exchange, purpose, turn)
+
+    # --- passes ------------------------------------------------------------------------------------------
+
+    def forward_pass(self, order: Pass) -> None:
+        makers: dict[str, int] = {}
+        drawn: list[int] = []  # random numbers are drawn in order
+        for event in order.script.events:
+            if not isinstance(event, Compute | Start | Sink):
+                continue
+            i = self.program.instructions[event.at]
+            needs = [makers[name] for name in i.inputs if name in makers]
+            if isinstance(event, Compute):
+                drawing = draws_numbers(i.op)
+                task = self.add(
+                    self.forward_s[self.work_of[event.part][event.at]], [*needs, *drawn * drawing]
+                )
+                drawn = [task] if drawing else drawn
+            elif isinstance(event, Start):
+                task = self.start(order, event, needs)
+            else:
+                task = self.add(self.nothing, needs)
+            self.forward[event.at] = task
+            makers.update((r, task) for r in i.results if r is not None)
+
+    def backward_pass(self, order: Pass) -> None:
+        runs_again: list[Compute] = []  # of the region whose backward is next
+        gathers: list[Start] = []  # that the next backward sets off
+        factors: dict[int, list[int]] = defaultdict(list)
+        products: list[Compute] = []
+        for event in order.script.events:
+            if isinstance(event, Compute):
+                if event.part == REPEATED:
+                    runs_again.append(event)
+                elif event.part == WEIGHT:
+                    self.weight(event.at)
+                else:
+                    self.gather_again(order, event.at, gathers)
+                    self.compute(event.at, runs_again)
+                    runs_again, gathers = [], []
+            elif isinstance(event, Start):
+                if event.part == REPEATED:
+                    gathers.append(event)
+                elif event.part == PRODUCT:
+                    task = self.start(order, event, self.needs(event.at))
+                    factors[event.at].append(task)
+                    self.before[event.at].append(task)
+                    products += [event.product] if event.product is not None else []
+                else:
+                    self.gradient(order, event)
+        for product in products:
+            self.product(product, factors[product.at])
+
+    def needs(self, n: int) -> list[int]:
+        """The tasks that the backward of an instruction needs: the gradients of its results, its forward."""
+        i = self.program.instructions[n]
+        given = [t for r in i.results if r is not None for t in self.gradients.get(r, ())]
+        return [*given, self.forward[n]]
+
+    def gather_again(self, order: Pass, n: int, gathers: Sequence[Start]) -> None:
+        """Second gathers before the backward of instruction ``n``."""
+        for event in gathers:
+            task = self.start(order, event, self.needs(n))
+            self.again[self.program.instructions[event.at].result] = task
+            self.before[n].append(task)
+
+    def compute(self, n: int, runs_again: Sequence[Compute]) -> None:
+        """The backward of a computation, with the second run of the region that it is the end of."""
+        program, i = self.program, self.program.instructions[n]
+        seconds = self.backward_s[self.work_of[BACKWARD][n]]
+        reads = list(i.inputs)
+        for event in runs_again:
+            again_s = self.backward_s[self.work_of[REPEATED][event.at]]
+            seconds = tuple(map(sum, zip(seconds, again_s)))
+            reads += program.instructions[event.at].inputs
+        gathered = [self.again[name] for name in reads if name in self.again]
+        is_apart = n in program.wgrads or n in self.sheet.factor_work_of
+        first = self.before.get(n, ()) if n in program.wgrads else ()  # its weight's gradient, if it has one
+        task = self.add(seconds, [*self.needs(n), *gathered, *first])
+        self.backward[n] = task
+        for position, name in enumerate(i.inputs):
+            if name in program.requires_grad and not (is_apart and position == 1):
+                self.gradients[name].append(task)
+
+    def weight(self, n: int) -> None:
+        """The gradient of a weight, apart."""
+        is_last, carrier = self.program.wgrads[n] == "last", self.carriers.get(n)
+        turn = Turn.LAST if is_last else Turn.IN_ORDER
+        task = self.add(self.backward_s[self.work_of[WEIGHT][n]], self.needs(n), turn=turn)
+        self.gradients[self.program.instructions[n].inputs[1]].append(task)
+        if carrier is not None:
+            self.followers[self.backward[carrier]].append(task)
+        (self.after if is_last or carrier is not None else self.before)[n].append(task)
+
+    @lazy
+    def carriers(self) -> dict[int, int]:
+        """By product whose weight's gradient is computed beside a collective, the redistribution of that."""
+        places = {i.result: n for n, i in enumerate(self.program.instructions) if i.is_redistribution}
+        return {n: places[b.collective] for n, b in beside_points(self.program).items()}
+
+    def gradient(self, order: Pass, event: Start) -> None:
+        """The gradient of a redistribution."""
+        i = self.program.instructions[event.at]
+        task = self.backward[event.at] = self.start(order, event, self.needs(event.at))
+        self.gradients[i.inputs[0]].append(task)
+
+    def product(self, product: Compute, factors: Sequence[int]) -> None:
+        """A weight's gradient out of gathered factors, when the pass is over."""
+        i = self.program.instructions[product.at]
+        task = self.add(self.backward_s[self.work_of[PRODUCT][product.at]], factors, turn=Turn.LAST)
+        self.gradients[i.inputs[1]].append(task)
+        self.after[product.at].append(task)
+
+    def sums(self) -> None:
+        """The sum of each parameter's gradient, and the optimizer."""
+        ends_before = len(self.forward)
+        for n, i in enumerate(self.program.instructions):
+            if i.op == "param" and i.result in self.program.requires_grad:
+                exchange = _sum_of(self.program, i)
+                needs = self.gradients.get(i.result, ())
+                self.backward[n] = self.add(self.nothing, needs, exchange, "gradient", Turn.AT_ONCE)
+        took_s = self.sheet.optimizer_s(self.program)
+        ends = [t for t in range(ends_before, len(self.seconds)) if not self.successors[t]]
+        self.add(tuple(took_s[r] for r in self.firsts), ends)
+
+    def graph(self) -> StepGraph:
+        rows = zip(self.seconds, self.groups, self.successors, self.turns)
+        tasks = tuple(
+            StepTask(seconds, *group, tuple(successors), tuple(self.followers.get(t, ())), turn)
+            for t, (seconds, group, successors, turn) in enumerate(rows)
+        )
+        return StepGraph(tasks, self.forward, self.backward, self.before, self.after)
 
 
 def _kinds(program: Program, class_of: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -112,34 +291,15 @@ def _kinds(program: Program, class_of: Sequence[int]) -> tuple[list[int], list[i
     return kind_of, firsts
 
 
-def _users(sheet: Sheet) -> list[list[int]]:
-    """Per instruction those that use its results. Random numbers depend on the order in which they are
-    drawn, so that one draw counts as the user of the one before."""
-    program = sheet.program
-    out = []
-    drawn: int | None = None
-    for n, i in enumerate(program.instructions):
-        out.append(sorted({m for r in i.results if r is not None for m in sheet.uses.get(r, ())}))
-        if draws_numbers(i.op):
-            if drawn is not None:
-                out[drawn].append(n)
-            drawn = n
-    return out
-
-
-def _of_gradient(sheet: Sheet, i: Instruction) -> tuple[Exchange | None, str]:
-    """The collective in the backward of an instruction, and what its process group is for."""
-    program = sheet.program
-    if synchronised(program, i):
-        name = "all_reduce" if owned_type(program, i) is None else "reduce_scatter"
-        size_bytes, ranks = i.type.value.size_bytes, program.participants(i.type)
-        if i.args[0] in program.copies:
-            shared = cells(program, program.copies[i.args[0]][0])
-            mine = [cell for cell in shared if not set(cell.ranks).isdisjoint(ranks)]
-            size_bytes = max((cell_bytes(i.type.value, cell) for cell in mine), default=0)
-            ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
-        return Exchange(name, size_bytes, ranks), "gradient"
-    flows = i.is_redistribution and i.result in program.requires_grad
-    if not flows:
-        return None, "data"
-    return sheet.exchanges[i.result, True], purpose_of(program, i)
+def _sum_of(program: Program, param: Instruction) -> Exchange | None:
+    """The sum of a parameter's gradient over ranks, by itself; None without any."""
+    if not synchronised(program, param):
+        return None
+    name = "all_reduce" if owned_type(program, param) is None else "reduce_scatter"
+    size_bytes, ranks = param.type.value.size_bytes, program.participants(param.type)
+    if param.args[0] in program.copies:
+        shared = cells(program, program.copies[param.args[0]][0])
+        mine = [cell for cell in shared if not set(cell.ranks).isdisjoint(ranks)]
+        size_bytes = max((cell_bytes(param.type.value, cell) for cell in mine), default=0)
+        ranks = tuple(sorted({r for cell in mine for r in cell.ranks}))
+    return Exchange(name, size_bytes, ranks)

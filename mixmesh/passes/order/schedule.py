@@ -1,8 +1,8 @@
 """Execution order: when every rank computes what, and so when it starts and awaits what it exchanges.
 
-A step's joint graph (``StepGraph``) has for every instruction a forward and a backward task, for every
-parameter the sum of its gradient, and the optimizer. The b-level of a task is how long the step goes on at
-least once it has begun,
+The events of a step as a graph (``StepGraph``) are forward and backward computations, weights' gradients that
+are computed apart, collectives, for every parameter the sum of its gradient, and the optimizer. The b-level
+of a task is how long the step goes on at least once it has begun,
 
     level(t) = seconds(t) + max over successors s of level(s),
 
@@ -28,7 +28,8 @@ from typing import Any
 from ...cost.outline import synchronised
 from ...cost.placed import Sheet
 from ...lang.ir import Program
-from .graph import Group, StepGraph, step_graph
+from ...step import Step
+from .graph import Group, StepGraph, Turn, step_graph
 
 GAIN = 0.005  # share of the estimated step below which an order is not worth a simulation
 
@@ -46,28 +47,47 @@ class Played:
 Priority = Callable[[int, float, float], tuple]
 
 
-def among(graph: StepGraph, tasks: Sequence[int]) -> tuple[dict[int, list[int]], dict[int, int]]:
-    """The successors of ``tasks`` that are among them, and how many predecessors of each are."""
-    inside = set(tasks)
-    successors = {t: [s for s in graph.tasks[t].successors if s in inside] for t in tasks}
-    missing: dict[int, int] = dict.fromkeys(tasks, 0)
-    for found in successors.values():
-        for s in found:
-            missing[s] += 1
-    return successors, missing
+@dataclass(frozen=True)
+class Part:
+    """Some tasks of a graph: ``successors`` and ``followers`` of each among them, and how many of them each
+    comes after."""
+
+    successors: dict[int, list[int]]
+    followers: dict[int, list[int]]  # of those tasks that have any
+    missing: dict[int, int]
+
+    @classmethod
+    def of(cls, graph: StepGraph, tasks: Sequence[int]) -> Part:
+        inside = set(tasks)
+        successors = {t: [s for s in graph.tasks[t].successors if s in inside] for t in tasks}
+        followers = {
+            t: [s for s in these if s in inside] for t in tasks if (these := graph.tasks[t].followers)
+        }
+        missing: dict[int, int] = dict.fromkeys(tasks, 0)
+        for after in (*successors.values(), *followers.values()):
+            for s in after:
+                missing[s] += 1
+        return cls(successors, followers, missing)
+
+    def begun(self, t: int) -> Iterator[int]:
+        """Tasks of which none is missing any more now that ``t`` has begun."""
+        for s in (*self.successors[t], *self.followers.get(t, ())):
+            self.missing[s] -= 1
+            if not self.missing[s]:
+                yield s
 
 
 def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = None) -> Played:
-    """Begins ``tasks`` one by one, of those whose predecessors among them have begun the one of the least
-    ``priority``; without one as they stand, predecessors first. Every rank computes one at a time, every
-    process group carries one at a time."""
-    successors, missing = among(graph, tasks)
+    """Issues ``tasks`` in order of ``priority`` among those whose predecessors were issued; without one as
+    they stand, predecessors first. Every rank computes one at a time, every process group carries one at a
+    time."""
+    part = Part.of(graph, tasks)
     kinds = range(len(graph.tasks[0].seconds))
     clock = [0.0 for _ in kinds]
     at_once = clock
     arrival: dict[int, list[float]] = {}  # when all that a task needs is there, by kind of rank
     free: dict[Group, float] = defaultdict(float)
-    waiting = [t for t in tasks if not missing[t]]
+    waiting = [t for t in tasks if not part.missing[t]]
     ready_s: dict[int, float] = dict.fromkeys(waiting, 0.0)
     as_given = iter(tasks)
     order, end_s = [], 0.0
@@ -86,42 +106,41 @@ def play(graph: StepGraph, tasks: Sequence[int], priority: Priority | None = Non
             clock = ends = [max(c, a) + s for c, a, s in zip(clock, needs, task.seconds)]
         else:
             start = max(max(clock[k], needs[k]) for k in task.kinds)
-            done = free[task.group] = max(start, free[task.group]) + task.seconds[0]
-            ends = [done if k in task.kinds else a for k, a in zip(kinds, needs)]
+            free[task.group] = carried = max(start, free[task.group]) + task.seconds[0]
+            ends = [carried if k in task.kinds else a for k, a in zip(kinds, needs)]
         end_s = max(end_s, *ends)
-        for s in successors[t]:
+        for s in part.successors[t]:
             arrival[s] = list(map(max, arrival[s], ends)) if s in arrival else ends
-            missing[s] -= 1
-            if not missing[s]:
-                waiting.append(s)
-                ready_s[s] = max(arrival[s])
+        for s in part.begun(t):
+            waiting.append(s)
+            ready_s[s] = max(arrival.get(s, at_once))
     return Played(tuple(order), ready_s, end_s)
 
 
 def in_turn(graph: StepGraph, tasks: Sequence[int], place: Callable[[int], Any]) -> list[int]:
     """``tasks`` by ``place`` as far as predecessors among them stand first: of those that may follow, the one
     of the least place does."""
-    successors, missing = among(graph, tasks)
-    waiting = [(place(t), t) for t in tasks if not missing[t]]
+    part = Part.of(graph, tasks)
+    waiting = [(place(t), t) for t in tasks if not part.missing[t]]
     heapify(waiting)
     order = []
     while waiting:
         _, t = heappop(waiting)
         order.append(t)
-        for s in successors[t]:
-            missing[s] -= 1
-            if not missing[s]:
-                heappush(waiting, (place(s), s))
+        for s in part.begun(t):
+            heappush(waiting, (place(s), s))
     return order
 
 
 class Orders:
     """The orders of one program's instructions: as they stand, and as a list scheduler has them."""
 
-    def __init__(self, program: Program, sheet: Sheet) -> None:
-        self.program, self.flows = program, sheet.flows
-        self.communicating = {name for (name, _), exchange in sheet.exchanges.items() if exchange is not None}
-        self.graph = step_graph(program, sheet)
+    def __init__(self, program: Program, step: Step[Sheet]) -> None:
+        """``step`` is of the same instructions, under whatever ratios and buckets."""
+        self.program = program
+        exchanges = step.outline.exchanges
+        self.communicating = {name for (name, _), exchange in exchanges.items() if exchange is not None}
+        self.graph = step_graph(program, step)
         instructions = program.instructions
         # leaves, and what parameters are turned into, stand where they are needed
         self.main = [
@@ -134,43 +153,56 @@ class Orders:
 
     def listed(self, t: int, _: float, begin: float) -> tuple:
         """A list scheduler's priority: what can begin first, collectives, the highest level."""
-        return begin, self.graph.tasks[t].group is None, -self.graph.levels[t], t
+        task = self.graph.tasks[t]
+        return task.turn is Turn.LAST, begin, task.group is None, -self.graph.levels[t], t
 
     def forward(self) -> list[int]:
         """By list scheduling of the forward tasks."""
-        played = play(self.graph, self.main, self.listed)
-        return self.complete(played.order)
+        return self._in_order_of(play(self.graph, self._forward(self.main), self.listed))
 
     def first_come(self) -> list[int]:
         """As an executor without priorities: what was ready first, forward."""
-        return self.complete(play(self.graph, self.main, lambda t, ready, begin: (begin, ready, t)).order)
+        played = play(self.graph, self._forward(self.main), lambda t, ready, begin: (begin, ready, t))
+        return self._in_order_of(played)
+
+    def _in_order_of(self, played: Played) -> list[int]:
+        return self.complete([self.graph.instruction_of[t] for t in played.order])
 
     def backward(self) -> list[int]:
         """By list scheduling of the backward tasks, in reverse."""
-        played = play(self.graph, self._back(self.main), self.listed)
-        back = [self.graph.backward(t) for t in reversed(played.order)]
+        graph, instruction_of = self.graph, self.graph.instruction_of
+        played = play(graph, self._back(self.main), self.listed)
+        back = [instruction_of[t] for t in reversed(played.order) if t in instruction_of]
         place = {n: float(k) for k, n in enumerate(back)}
         # a value that no gradient passes comes no later than it stood
         earliest = float(len(back))
         for n in reversed(self.main):
             earliest = min(earliest, place.setdefault(n, earliest - 0.5))
-        return self.complete(in_turn(self.graph, self.main, place.__getitem__))
+        tasks = in_turn(graph, self._forward(self.main), lambda t: place[instruction_of[t]])
+        return self.complete([instruction_of[t] for t in tasks])
+
+    def _forward(self, order: Sequence[int]) -> list[int]:
+        return [self.graph.forward[n] for n in order]
 
     def _back(self, order: Sequence[int]) -> list[int]:
         """The backward tasks of these instructions and of the parameters, in the reverse of the order."""
-        flows, instructions = self.flows, self.program.instructions
-        rest = [n for n, i in enumerate(instructions) if n not in self.placed]
-        return [self.graph.backward(n) for n in reversed((*rest, *order)) if flows[n]]
+        backward, before, after = self.graph.backward, self.graph.before, self.graph.after
+        rest = [n for n in range(len(self.program.instructions)) if n not in self.placed]
+        out: list[int] = []
+        for n in reversed((*rest, *order)):
+            if n in backward:
+                out += (*before.get(n, ()), backward[n], *after.get(n, ()))
+        return out
 
     def forward_pass(self, order: Sequence[int]) -> Played:
         """The forward pass in an order of all instructions."""
-        return play(self.graph, [n for n in order if n in self.placed])
+        return play(self.graph, self._forward([n for n in order if n in self.placed]))
 
     def backward_pass(self, order: Sequence[int]) -> Played:
         """As ``forward_pass``."""
         back = {t: k for k, t in enumerate(self._back([n for n in order if n in self.placed]))}
         tasks = self.graph.tasks
-        return play(self.graph, in_turn(self.graph, [*back], lambda t: (tasks[t].group is None, back[t])))
+        return play(self.graph, in_turn(self.graph, [*back], lambda t: (tasks[t].turn, back[t])))
 
     def estimate_s(self, order: Sequence[int]) -> float:
         return self.forward_pass(order).end_s + self.backward_pass(order).end_s
@@ -205,17 +237,17 @@ class Orders:
         return out + [n for n in range(len(instructions)) if n not in stood]
 
 
-def reordered(program: Program, sheet: Sheet) -> tuple[Program, ...]:
-    """The program in orders that list scheduling thinks faster, the fastest first. ``sheet`` is of the same
+def reordered(program: Program, step: Step[Sheet]) -> tuple[Program, ...]:
+    """The program in orders that list scheduling thinks faster, the fastest first. ``step`` is of the same
     instructions."""
-    orders = Orders(program, sheet)
+    orders = Orders(program, step)
     as_it_stands = tuple(range(len(program.instructions)))
-    found: dict[tuple[int, ...], float] = {}
+    seconds_of: dict[tuple[int, ...], float] = {}
     for order in (as_it_stands, tuple(orders.forward()), tuple(orders.backward())):
-        if order not in found:
-            found[order] = orders.estimate_s(order)
-    now_s = found[as_it_stands]
-    better = sorted((s, order) for order, s in found.items() if s < now_s * (1 - GAIN))
+        if order not in seconds_of:
+            seconds_of[order] = orders.estimate_s(order)
+    now_s = seconds_of[as_it_stands]
+    better = sorted((s, order) for order, s in seconds_of.items() if s < now_s * (1 - GAIN))
     return tuple(in_order(program, order) for _, order in better)
 
 
@@ -223,12 +255,12 @@ def in_order(program: Program, order: Sequence[int]) -> Program:
     return program.changed(instructions=tuple(program.instructions[n] for n in order))
 
 
-def ready_seconds(program: Program, sheet: Sheet) -> dict[str, float]:
+def ready_seconds(program: Program, step: Step[Sheet]) -> dict[str, float]:
     """Per parameter whose gradient is summed, when in the backward pass it is there on the slowest rank."""
-    orders = Orders(program, sheet)
+    orders = Orders(program, step)
     backward = orders.backward_pass(range(len(program.instructions)))
     return {
-        i.result: backward.ready_s[orders.graph.backward(n)]
+        i.result: backward.ready_s[orders.graph.backward[n]]
         for n, i in enumerate(program.instructions)
         if synchronised(program, i)
     }

@@ -13,7 +13,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ...cost import VIEWS
-from ...cost.memory import kept_inputs
 from ...errors import InputError, PlanError
 from ...lang.ir import (
     LEAVES,
@@ -32,6 +31,7 @@ from ...lang.ir import (
     support,
     with_attrs,
 )
+from ...step.repeats import kept_inputs
 
 STAGES = (0, 1, 2, 3)
 # their results may be their inputs

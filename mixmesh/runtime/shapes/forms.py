@@ -25,6 +25,7 @@ from ...frontend.trace.shapes import passes_for
 from ...lang.ir import Graph, Program, batch_norm_of, outputs_of
 from ...lang.ir.recompute import buffers_kept_for_backward
 from ...lang.plan_file import Plan, accumulates
+from ..accelerator import HOST_BACKEND, is_accelerator, is_on_device
 from ..batches import program_inputs
 from ..calls import Calls, missing
 from ..comm import Comm
@@ -101,7 +102,7 @@ class Forms:
         if isinstance(plan, Program):
             plan = Plan(plan, "", 0.0, (), "")
         planned = Form.of(PLANNED, plan, comm)
-        backend = "gloo" if dist.get_backend() == "nccl" else None  # between hosts: no device waits
+        backend = HOST_BACKEND if is_on_device() else None  # between hosts: no device waits
         agreement = Agreement(plan.program, comm)
         comm.add(agreement.groups(), backend)
         modules = tuple(own_module(original).modules())
@@ -206,7 +207,7 @@ class Forms:
             for now, before in zip(shape or (), i.type.value.shape)
         )
         if larger or (learns and not is_planned):
-            check_room(self.plan, plan, learns=learns, cuda=self.comm.device.type == "cuda")
+            check_room(self.plan, plan, learns=learns, cuda=is_accelerator(self.comm.device))
         return plan.program, plan.micro_batches, traced.returned
 
     @contextmanager

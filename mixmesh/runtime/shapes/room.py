@@ -10,13 +10,12 @@ from __future__ import annotations
 import numpy as np
 
 from ...base.units import size_text
-from ...cost.memory import ALLOWANCE, SMALL_ALLOWANCE, Memory, Walked, flight_of
-from ...cost.memory.walk import Held
 from ...cost.micro_steps import costed_micro_step, largest_parts
 from ...errors import Infeasible
 from ...lang.ir import Program, local_bytes
 from ...lang.optimizer_states import ADAM
 from ...lang.plan_file import Plan, accumulation, schedule
+from ...step.memory import ALLOWANCE, SMALL_ALLOWANCE, Held, Memory, Walked, flight_of
 
 SLACK_BYTES = 2**20  # that a step may hold more than planned: scalars, and what is rounded
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import pymetis
 
 from ...cost import VIEWS, CostModel
-from ...cost.memory.kept import backward_bytes, extra_bytes, kept
 from ...errors import InputError
 from ...lang.ir import Graph, Node
 from ...lang.rules import Call, call_of
+from ...step.kept import backward_bytes, extra_bytes, kept
 from ..synthesis.fold import Run, find_runs
 from .strategy import Group, Grouping, Value
 

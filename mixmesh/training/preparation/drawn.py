@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...runtime.device_random import drawing_device, generator_state
+
 MESSAGE = (
     "random numbers were drawn between the loader and the model, by each rank for its own rows: if they are "
     "noise or mixtures of samples, they are not those of one device, and may be the same for other samples. "
@@ -64,5 +66,5 @@ class Watched:
 
 def states() -> list[torch.Tensor]:
     """The states of the generators that loops draw from: the CPU's, and the current GPU's."""
-    gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
-    return [torch.get_rng_state(), *gpu]
+    device = drawing_device()
+    return [torch.get_rng_state(), *([] if device is None else [generator_state(device)])]

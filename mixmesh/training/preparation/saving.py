@@ -16,6 +16,7 @@ from ...errors import InputError
 from ...runtime.first_rank import everyones, from_first_rank
 from ...runtime.parallel import full_optimizer_state_dict
 from ...runtime.shard_tensor import ShardTensor
+from ...runtime.watch import in_call
 from ...runtime.whole_model import whole
 
 
@@ -36,6 +37,11 @@ def save(path_or_state: Any, path: Any = None, /, **parts: Any) -> None:
     DataLoader, an iterator, or what else gives batches and has ``loader`` in its name; and for a ``state``
     that has pieces of other tensors on some ranks.
     """
+    with in_call("save"):
+        _save(path_or_state, path, parts)
+
+
+def _save(path_or_state: Any, path: Any, parts: dict[str, Any]) -> None:
     if path is not None:
         if parts:
             raise InputError(

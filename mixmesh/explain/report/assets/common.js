@@ -39,11 +39,26 @@ function bars(names) {
   const width = isNarrow() ? 120 : 220;
   return axis({ type: 'category', data: names, inverse: true, axisLabel: { color: style('--text'), width, overflow: 'break', interval: 0, lineHeight: 14, fontSize: 12 } });
 }
-const GRID = { left: 8, right: 24, top: 56, bottom: 8, containLabel: true };
-// a legend may need several rows: the charts below it begin where it ends
-function legend(names) {
-  return { data: names, textStyle: { color: style('--text') }, type: 'scroll', top: 0, left: 0, right: 0, pageTextStyle: { color: style('--text') },
-    pageIconColor: style('--text'), pageIconInactiveColor: style('--line') };
+const GRID = { left: 8, right: 24, top: 12, bottom: 8, containLabel: true };
+// the keys of a chart are buttons above it: they wrap where they do not fit, and hide or show what they name
+function legend(names) { return { show: false, data: names }; }
+function drawKeys(id, option) {
+  const chart = document.getElementById(id), names = option.legend ? option.legend.data : [];
+  let place = document.getElementById(id + '-keys');
+  if (!place) {
+    chart.insertAdjacentHTML('beforebegin', `<p class="keys" id="${id}-keys"></p>`);
+    place = document.getElementById(id + '-keys');
+  }
+  const colourOf = (s, n) => (s.itemStyle && s.itemStyle.color) || (s.lineStyle && s.lineStyle.color) || colours()[n % 8];
+  place.innerHTML = names.map(name => {
+    const n = option.series.findIndex(s => s.name === name), dotted = (option.series[n].lineStyle || {}).type === 'dotted';
+    return `<button aria-pressed="true"><span class="swatch${dotted ? ' dotted' : ''}" style="border-color:${colourOf(option.series[n], n)}"></span>${escaped(name)}</button>`;
+  }).join('');
+  [...place.children].forEach((button, n) => (button.onclick = () => {
+    const shows = button.getAttribute('aria-pressed') !== 'true';
+    button.setAttribute('aria-pressed', String(shows));
+    charts[id].dispatchAction({ type: shows ? 'legendSelect' : 'legendUnSelect', name: names[n] });
+  }));
 }
 function draw(id, label, option, height) {
   const place = document.getElementById(id);
@@ -53,9 +68,10 @@ function draw(id, label, option, height) {
   charts[id].setOption(Object.assign({ textStyle: { color: style('--text'), fontFamily: 'system-ui, sans-serif' }, animation: false,
     aria: { enabled: true }, color: colours(), backgroundColor: 'transparent', tooltip: tip() }, option));
   place.setAttribute('aria-label', label);
+  drawKeys(id, option);
 }
 // rows of bars: as high as their names are long
-function barHeight(names, top = 96) {
+function barHeight(names, top = 56) {
   const letters = isNarrow() ? 16 : 32;
   return top + names.length * Math.max(isNarrow() ? 36 : 32, ...names.map(name => 8 + 15 * Math.ceil(name.length / letters)));
 }

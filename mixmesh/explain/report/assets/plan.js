@@ -1,29 +1,29 @@
 let plan = data.variants[0];
-const PARTS = ['ideal', 'busiest device above it', ...data.waits.map(w => 'waits for ' + w)];
-const CHOSEN_FIRST = [0, 1, 3, 4, 5, 2];  // colours of the parts, so that gradients are the same everywhere
+const FIRST_WAIT = data.parts.length - data.waits.length;
+const PART_COLOURS = [0, 7, 6, 1, 3, 4, 5, 2];  // so that gradients are the same everywhere
 function rankName(r) { return 'rank ' + r + ' ' + plan.ranks[r].name; }
-function partColour(n) { return colours()[CHOSEN_FIRST[n]]; }
+function partColour(n) { return colours()[PART_COLOURS[n]]; }
 
 // an axis that ends with the step has no label there: it could stand on that of the last tick
 let wholeTicks;
 
 function drawWaterfall() {
-  const rows = plan.waterfall.filter(([, s], n) => n < 2 || s > plan.step_s / 1000);
+  const rows = plan.waterfall.filter(([, s], n) => !n || s > plan.step_s / 1000);
   const names = [...rows.map(r => r[0]), 'the step'], values = [...rows.map(r => r[1]), plan.step_s];
   const before = values.map((_, n) => (n === rows.length ? 0 : values.slice(0, n).reduce((a, b) => a + b, 0)));
-  draw('waterfall', `From the ideal to the step of ${plan.name}: ` + names.map((n, i) => `${n} ${seconds(values[i])}`).join(', '), {
-    grid: { ...GRID, top: 8, right: 72 }, xAxis: timeAxis(), yAxis: bars(names),
+  draw('waterfall', `From the bound to the step of ${plan.name}: ` + names.map((n, i) => `${n} ${seconds(values[i])}`).join(', '), {
+    grid: { ...GRID, right: 72 }, xAxis: timeAxis(), yAxis: bars(names),
     tooltip: tip({ trigger: 'item', formatter: p => `${escaped(names[p.dataIndex])}: ${seconds(values[p.dataIndex])}` }),
     series: [{ type: 'bar', stack: 's', silent: true, itemStyle: { color: 'transparent' }, data: before },
              { type: 'bar', stack: 's', barMaxWidth: 24, label: { show: true, position: 'right', color: style('--text'), formatter: p => seconds(p.value) },
-               data: values.map((value, n) => ({ value, itemStyle: { color: n === rows.length ? colours()[2] : partColour(plan.waterfall.findIndex(w => w[0] === names[n])) } })) }] },
+               data: values.map((value, n) => ({ value, itemStyle: { color: n === rows.length ? style('--text') : partColour(plan.waterfall.findIndex(w => w[0] === names[n])) } })) }] },
     barHeight(names, 40));
   table('waterfall-table', ['part', 'seconds', 'of the step'], names.map((n, i) => [n, seconds(values[i]), percent(values[i] / plan.step_s)]));
 }
 
 function drawRanks() {
   const names = plan.ranks.map((_, r) => rankName(r));
-  const waited = data.waits.map((name, k) => ({ name: 'waits for ' + name, colour: partColour(k + 2), values: plan.ranks.map(r => r.waits_s[k]) }))
+  const waited = data.waits.map((name, k) => ({ name: 'waits for ' + name, colour: partColour(FIRST_WAIT + k), values: plan.ranks.map(r => r.waits_s[k]) }))
     .filter(w => w.values.some(s => s > plan.step_s / 1000));
   const parts = [{ name: 'computes', colour: partColour(0), values: plan.ranks.map(r => r.computes_s) }, ...waited];
   draw('busy', 'Seconds that each device computes, and waits', {
@@ -38,7 +38,7 @@ function drawMemory() {
   const most = Math.max(1, ...plan.ranks.map(r => Math.max(r.peak_bytes, ...r.memory.map(m => m[1])) / r.limit_bytes));
   const names = plan.ranks.map((_, r) => rankName(r));
   draw('memory', 'Share of its memory that each device holds over the step: at most ' + plan.ranks.map((r, n) => `rank ${n} ${percent(r.peak_bytes / r.limit_bytes)}`).join(', '), {
-    grid: { ...GRID, top: 40 }, legend: legend(names),
+    grid: GRID, legend: legend(names),
     xAxis: timeAxis({ min: 0, max: plan.step_s, axisLabel: wholeTicks }), yAxis: axis({ type: 'value', min: 0, max: Math.ceil(most * 10 + 0.5) / 10, axisLabel: { color: style('--text'), formatter: percent } }),
     tooltip: tip({ trigger: 'axis', formatter: found => seconds(found[0].value[0]) + '<br>' + found.map(p => `${p.marker}${escaped(p.seriesName)}: ${bytes(p.value[1] * plan.ranks[p.seriesIndex].limit_bytes)} (${percent(p.value[1])})`).join('<br>') }),
     series: plan.ranks.map((r, n) => ({ name: names[n], type: 'line', step: 'end', symbol: 'none', lineStyle: { width: 1.5 },
@@ -55,7 +55,7 @@ function drawCandidates() {
   if (section.hidden) return;
   const rows = plan.candidates;
   const title = row => row.name + (row.chosen ? ' (chosen)' : row.fits ? '' : ' (does not fit)');
-  const used = PARTS.map((name, n) => ({ name, n })).filter(p => rows.some(r => r.parts && r.parts[p.n] > plan.step_s / 1000));
+  const used = data.parts.map((name, n) => ({ name, n })).filter(p => rows.some(r => r.parts && r.parts[p.n] > plan.step_s / 1000));
   const series = used.map(p => ({ name: p.name, type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: partColour(p.n) }, data: rows.map(r => (r.parts ? r.parts[p.n] : 0)) }));
   if (rows.some(r => !r.parts)) series.push({ name: 'step', type: 'bar', stack: 's', barMaxWidth: 24, itemStyle: { color: style('--line') }, data: rows.map(r => (r.parts ? 0 : r.step_s)) });
   draw('candidates', 'The step of each plan that was considered: ' + rows.map(r => `${title(r)} ${seconds(r.step_s)}`).join(', '), {
@@ -69,7 +69,7 @@ function drawWhatIf() {
   if (!rows.length) return;
   const names = rows.map(r => r[0]);
   draw('what-if', 'Samples per second after each change, as times those now: ' + rows.map(r => `${r[0]} ${r[3].toFixed(2)}`).join(', '), {
-    grid: { ...GRID, top: 8, right: 56 }, xAxis: axis({ type: 'value', axisLabel: { color: style('--text'), formatter: x => x + 'x', hideOverlap: true } }), yAxis: bars(names),
+    grid: { ...GRID, right: 56 }, xAxis: axis({ type: 'value', axisLabel: { color: style('--text'), formatter: x => x + 'x', hideOverlap: true } }), yAxis: bars(names),
     tooltip: tip({ trigger: 'axis', valueFormatter: x => x.toFixed(2) + 'x the samples per second' }),
     series: [{ type: 'bar', barMaxWidth: 20, label: { show: true, position: 'right', color: style('--text'), formatter: p => p.value.toFixed(2) + 'x' },
       data: rows.map((r, n) => ({ value: r[3], itemStyle: { color: n ? colours()[0] : colours()[2] } })),
@@ -81,14 +81,29 @@ function drawWhatIf() {
 
 // --- the timeline: rows of predicted events above those of measured ones ---------------------------------
 const KIND_COLOURS = [0, 1, 2, 3, 4, 5];
-function rowsOf(timeline) {
-  return timeline.events.map(e => ({ rank: e[0], stream: e[1], name: timeline.names[e[2]], op: timeline.names[e[3]],
-    start: e[4] / 1e9, end: (e[4] + e[5]) / 1e9, size: e[6], kind: e[7], critical: e[8] === 1 }));
+// the inverse of report/packing.py
+function eventsOf(timeline) {
+  const letters = atob(timeline.events), events = [];
+  let at = 0;
+  function number() {
+    let value = 0, scale = 1, byte;
+    do { byte = letters.charCodeAt(at++); value += (byte & 127) * scale; scale *= 128; } while (byte > 127);
+    return value;
+  }
+  for (const [rank, stream, count] of timeline.lanes) {
+    for (let n = 0, end = 0; n < count; n++) {
+      const code = number(), gap = number(), [name, op, size, kind] = timeline.rows[Math.floor(code / 2)];
+      const start = end + (gap % 2 ? -(gap + 1) / 2 : gap / 2);
+      end = start + number();
+      events.push({ rank, stream, name: timeline.names[name], op: timeline.names[op], start: start / 1e9, end: end / 1e9, size, kind, critical: code % 2 === 1 });
+    }
+  }
+  return events;
 }
 let lanes = [], marked = '';
 function takeLanes() {
   lanes = [['predicted', plan.predicted], ['measured', plan.measured]].filter(t => t[1])
-    .map(([name, t]) => ({ name, step_s: t.step_s, events: rowsOf(t) }));
+    .map(([name, t]) => ({ name, step_s: t.step_s, events: eventsOf(t) }));
 }
 const near = (a, b) => Math.abs(a - b) < 2e-9;
 function waitsFor(lane, event) {
@@ -106,20 +121,22 @@ function described(lane, e) {
     after.length ? `when it ends ${after[0].name} (rank ${after[0].rank})${after.length > 1 ? ` and ${after.length - 1} more begin` : ' begins'}` : ''].filter(Boolean);
 }
 function drawTimeline() {
-  const categories = plan.ranks.flatMap((_, r) => data.streams.map(s => (s === 'compute' ? rankName(r) : 'rank ' + r + ' links')));
+  const left = isNarrow() ? 96 : 170;
+  // names of devices where they fit; on a phone they are told by the chart of devices below
+  const fits = plan.ranks.every((_, r) => echarts.format.getTextRect(rankName(r), '11px system-ui').width <= left - 14);
+  const categories = plan.ranks.flatMap((_, r) => data.streams.map(s => (s === 'compute' ? (fits ? rankName(r) : 'rank ' + r) : 'rank ' + r + ' links')));
   const place = document.getElementById('timeline');
   const row = Math.max(14, Math.min(24, 480 / categories.length)), height = row * categories.length;
   const longest = Math.max(...lanes.map(l => l.step_s));
-  const left = isNarrow() ? 96 : 170;
   const grids = [], xs = [], ys = [], series = [], titles = [];
   lanes.forEach((lane, n) => {
-    const top = 64 + n * (height + 80);
+    const top = 32 + n * (height + 80);
     grids.push({ left, right: 24, top, height });
     titles.push({ text: `${lane.name}, ${seconds(lane.step_s)}`, top: top - 26, left: left - 4, textStyle: { fontSize: 13, color: style('--text') } });
     xs.push(timeAxis({ gridIndex: n, min: 0, max: longest, axisLabel: wholeTicks }));
-    ys.push(Object.assign(bars(categories), { gridIndex: n, axisLabel: { color: style('--text'), width: left - 12, overflow: 'truncate', fontSize: 11, interval: 0 } }));
+    ys.push(Object.assign(bars(categories), { gridIndex: n, axisLabel: { color: style('--text'), fontSize: 11, interval: 0 } }));
     const kinds = new Set(lane.events.map(e => e.kind));
-    data.kinds.forEach((kind, k) => kinds.has(k) && series.push({ name: kind, type: 'custom', xAxisIndex: n, yAxisIndex: n, clip: true,
+    data.kinds.forEach((kind, k) => kinds.has(k) && series.push({ name: kind, type: 'custom', xAxisIndex: n, yAxisIndex: n, clip: true, progressive: 0,
       itemStyle: { color: colours()[KIND_COLOURS[k]] }, encode: { x: [1, 2], y: 0 },
       data: lane.events.map((e, i) => [2 * e.rank + e.stream, e.start, e.end, i]).filter(found => lane.events[found[3]].kind === k),
       tooltip: { formatter: p => described(lane, lane.events[p.value[3]]).map(escaped).join('<br>') },
@@ -136,8 +153,8 @@ function drawTimeline() {
     title: titles, grid: grids, xAxis: xs, yAxis: ys, series, legend: legend([...new Set(series.map(s => s.name))]), tooltip: tip({ trigger: 'item' }),
     dataZoom: [{ type: 'inside', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter' },
                { type: 'slider', xAxisIndex: xs.map((_, n) => n), filterMode: 'weakFilter', bottom: 8, height: 18, left, right: 24, showDetail: false }] },
-    64 + lanes.length * (height + 80));
-  table('path-table', ['event', 'device', 'begins', 'takes'], lanes[0].events.filter(e => e.critical)
+    32 + lanes.length * (height + 80));
+  table('path-table', ['event', 'device', 'begins', 'takes'], lanes[0].events.filter(e => e.critical).sort((a, b) => a.start - b.start)
     .map(e => [e.name, rankName(e.rank) + (e.stream ? ', links' : ''), seconds(e.start), seconds(e.end - e.start)]), [0, 1]);
 }
 function zoom(begin, end) {

@@ -17,7 +17,7 @@ function course(id, label, column, format, smallest) {
   const series = data.runs.map((run, n) => ({ name: run.name, type: 'line', symbol: 'none', sampling: 'lttb', lineStyle: { width: 1.5 }, itemStyle: { color: colours()[n] },
     data: run.points.map(p => [p[0], p[column]]), markLine: markLines(run, kinds) }));
   const all = [...series, ...markSeries(kinds)];
-  draw(id, label, { grid: { ...GRID, top: 40, bottom: 28 }, legend: legend(all.map(s => s.name)),
+  draw(id, label, { grid: { ...GRID, bottom: 28 }, legend: legend(all.map(s => s.name)),
     xAxis: axis({ type: 'value', name: 'step', nameLocation: 'middle', nameGap: 26, min: 'dataMin', max: 'dataMax', splitNumber: isNarrow() ? 4 : 8 }),
     yAxis: axis({ type: 'value', scale: true, min: smallest, axisLabel: { color: style('--text'), formatter: format } }),
     tooltip: tip({ trigger: 'axis', valueFormatter: x => (x === null || x === undefined ? '-' : format(x)) }),
@@ -31,7 +31,7 @@ function drawLags() {
     return Array.from({ length: count }, (_, r) => ({ name: (data.runs.length > 1 ? run.name + ' ' : '') + 'rank ' + r, type: 'line', symbolSize: 5,
       data: run.own.filter(o => o[1].length > r).map(o => [o[0], o[1][r]]) }));
   });
-  draw('lags', 'Seconds of a step in which each rank waits for nobody', { grid: { ...GRID, top: 40, bottom: 28 }, legend: legend(series.map(s => s.name)),
+  draw('lags', 'Seconds of a step in which each rank waits for nobody', { grid: { ...GRID, bottom: 28 }, legend: legend(series.map(s => s.name)),
     xAxis: axis({ type: 'value', name: 'step', nameLocation: 'middle', nameGap: 26, scale: true }), yAxis: timeAxis({ min: 0 }),
     tooltip: tip({ trigger: 'axis', valueFormatter: seconds }), series });
 }

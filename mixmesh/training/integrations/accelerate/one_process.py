@@ -13,18 +13,19 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from accelerate.state import AcceleratorState, DistributedType, PartialState
 
 from ....errors import InputError
+from ....runtime.accelerator import is_accelerator
 from ....runtime.comm import default_device, release_last_tensors
+from ....runtime.first_rank import wait_for_all
 
 
 def look_like_one_process(state: PartialState) -> None:
     """Makes ``state``, and every Accelerator that is made after it, those of a single process. Raises
     InputError if they are for another device than the plan's."""
     device, planned = state.device, default_device()
-    if device.type != planned.type or (device.type == "cuda" and device.index != planned.index):
+    if device.type != planned.type or (is_accelerator(device) and device.index != planned.index):
         raise InputError(
             "Accelerate and the plan would run on different devices",
             expected=f"{planned}, as this process has it",
@@ -45,7 +46,7 @@ def keep_to_first_rank(state: PartialState) -> None:
     """Has ``state`` wait for all ranks, and leave what is decorated with ``on_main_process`` and the like to
     the first one, which in a single process it would not. All that Accelerate makes of its state shares
     this."""
-    state.wait_for_everyone = dist.barrier
+    state.wait_for_everyone = partial(wait_for_all, "wait_for_everyone")
     on_first = partial(_only_where, state.is_main_process)
     state.on_main_process = state.on_last_process = state.on_process = on_first
     on_first_of_machine = partial(_only_where, state.is_local_main_process)

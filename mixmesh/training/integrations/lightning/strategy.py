@@ -18,7 +18,7 @@ from torch import Tensor
 from ....errors import InputError
 from ....frontend.trace.outputs import IfGiven
 from ....runtime.comm import default_device, initialise
-from ....runtime.first_rank import from_first_rank
+from ....runtime.first_rank import from_first_rank, wait_for_all
 from ....runtime.parallel import ParallelModel, full_optimizer_state_dict
 from ...preparation.loading import same_random_numbers
 from ...preparation.script import prepare
@@ -80,8 +80,7 @@ class Strategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if dist.is_initialized():
-            dist.barrier()
+        wait_for_all("a barrier of Lightning")
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return from_first_rank(lambda: obj) if dist.is_initialized() else obj

@@ -1,8 +1,8 @@
 """An upper bound of a program's memory: all that may be kept, as if it all were, and the most at any time of
 what goes with its last use.
 
-Passes without a ledger, a tenth of the walk's time. Where even this fits, which is usual, nobody needs to
-know the peak.
+Sums over a step's facts, without a ledger: a tenth of the fold's time. Where even this fits, which is usual,
+nobody needs to know the peak.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from math import floor
 
 import numpy as np
 
-from ...lang.ir import Cut, Instruction, Program, owned_type, regions, weight_points
+from ...cost.calls import Kind
+from ...cost.exchanges import DUAL_COLLECTIVE, cut_shares
+from ...cost.model import VIEWS
+from ...cost.outline import is_factored
+from ...lang.ir import Cut, Instruction, Program, owned_type, regions
 from ...lang.optimizer_states import OptimizerStates
 from ...lang.rules import Call
-from ..calls import Kind, kinds_of
-from ..exchanges import DUAL_COLLECTIVE, cut_shares
-from ..model import VIEWS
-from .kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
-from .walk import BROADCAST_BYTES, LOOKUPS, Sizes, whole
+from ..kept import backward_bytes, extra_bytes, forward_bytes, kept, row_of
+from ..step import Step
+from .before import BROADCAST_BYTES
+from .footprints import LOOKUPS
+from .moments import EVERYWHERE, Sizes, whole
 
-EVERYWHERE: Cut = (0, 1, None)
+Times = list[tuple[int, float]]  # when bytes come, and go as negative ones
 # views whatever the strides; the rest of ``VIEWS`` may have to copy
 NEVER_COPY = VIEWS - {"aten.view"}
 IN_MEMORY_ORDER = (
@@ -40,22 +44,20 @@ class Bound:
     """Bytes of a program under whatever ratios and buckets, by how they are cut, and ``at_first`` on every
     rank."""
 
-    def __init__(
-        self, program: Program, optimizer_states: OptimizerStates, kinds: Sequence[Kind | None] | None
-    ) -> None:
-        """``kinds`` are those of the program's computations, where they are known already."""
+    def __init__(self, program: Program, optimizer_states: OptimizerStates, step: Step) -> None:
+        """``step`` is that of the program with whatever buckets."""
         sizes: Sizes = {}
         self.at_first = _at_first(program)
         _stored(program, optimizer_states, sizes)
-        kinds = kinds_of(program) if kinds is None else kinds
-        last = {name: n for n, i in enumerate(program.instructions) for name in i.inputs}
+        kinds = step.outline.kinds
+        last = {name: uses[-1] for name, uses in step.outline.uses.items()}
         for i in program.instructions:
             if i.op == "output":
                 shown = program.types[i.inputs[0]]
                 _add(sizes, shown.cut, float(shown.value.size_bytes))  # a loop still has the step before's
         _computed(program, kinds, last, sizes)
-        _beside(program, kinds, sizes)
-        _gradients(program, last, sizes)
+        _temporaries(program, kinds, sizes)
+        _gradients(program, last, step.later, sizes)
         _moved(program, sizes)
         self.cuts = tuple(sizes)
         self.sizes = np.array([sizes[cut] for cut in self.cuts])
@@ -77,7 +79,7 @@ def _add(sizes: Sizes, cut: Cut, size_bytes: float) -> None:
 
 
 def _at_first(program: Program) -> float:
-    """The whole model and batch, as they come, and the groups that values travel in (``Walk.set_up``)."""
+    """The whole model and batch, as they come, and the groups that values travel in (``before.set_up``)."""
     leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
     model = sum(i.type.value.size_bytes for i in leaves)
     batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
@@ -108,7 +110,7 @@ def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str,
     """Results that are no views: all of those that may be kept, and the most at any time of those that go
     with their ``last`` use."""
     kept_names = _kept(program, kinds)
-    coming: dict[Cut, list[tuple[int, float]]] = {}
+    coming: dict[Cut, Times] = {}
     for n, (i, kind) in enumerate(zip(program.instructions, kinds)):
         if kind is None or kind.call.op in NEVER_COPY or _is_view(program, i):
             continue
@@ -117,45 +119,48 @@ def _computed(program: Program, kinds: Sequence[Kind | None], last: Mapping[str,
                 _add(sizes, t.cut, t.value.size_bytes)
             else:
                 there = coming.setdefault(t.cut, [])
-                there += [(n, t.value.size_bytes), (last.get(name, n) + 1, -t.value.size_bytes)]
+                end = n if name is None else last.get(name, n)
+                there += [(n, t.value.size_bytes), (end + 1, -t.value.size_bytes)]
     _most_at_once(coming, sizes)
 
 
 def _kept(program: Program, kinds: Sequence[Kind | None]) -> set[str | None]:
     """Values that may be held beyond their last use: by autograd, by a view, or by a redistribution."""
-    found: set[str | None] = {program.loss}
-    known: dict[int, tuple[list[int], list[int]]] = {}
+    names: set[str | None] = {program.loss}
+    places: dict[Kind, tuple[Sequence[int], Sequence[int]]] = {}  # of inputs and results that may be
     for i, kind in zip(program.instructions, kinds):
         if kind is None:
-            found.update(i.inputs)
+            names.update(i.inputs)
             continue
-        if id(kind) not in known:
-            row, every = row_of(kind.call), list(kept(kind.call, kind.takes))
-            inputs = [n for what, n in every if what == "input"]
-            looked_at = row.passes and not (row.strided and kind.call.op != "aten.broadcast_tensors")
-            known[id(kind)] = (
-                list(range(len(kind.inputs))) if looked_at else inputs,
-                [n for what, n in every if what == "result"],
-            )
-        inputs, results = known[id(kind)]
-        found.update(i.inputs[n] for n in inputs)
-        found.update(i.results[n] for n in results)
-    return found
+        if kind not in places:
+            places[kind] = _kept_places(kind)
+        inputs, results = places[kind]
+        names.update(i.inputs[n] for n in inputs)
+        names.update(i.results[n] for n in results)
+    return names
 
 
-def _most_at_once(coming: dict[Cut, list[tuple[int, float]]], sizes: Sizes) -> None:
+def _kept_places(kind: Kind) -> tuple[Sequence[int], Sequence[int]]:
+    """Positions of inputs that are kept, or looked at by a result that may be a view; and of results."""
+    row, every = row_of(kind.call), list(kept(kind.call, kind.takes))
+    inputs: Sequence[int] = [n for what, n in every if what == "input"]
+    if row.passes and not (row.strided and kind.call.op != "aten.broadcast_tensors"):
+        inputs = range(len(kind.inputs))
+    return inputs, [n for what, n in every if what == "result"]
+
+
+def _most_at_once(coming: dict[Cut, Times], sizes: Sizes) -> None:
     """Adds, of bytes that come and go at numbered times, the most that are there."""
     for cut, there in coming.items():
         _, by = np.array(sorted(there)).T
         _add(sizes, cut, float(by.cumsum().max()))
 
 
-def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
-    """Adds what operators keep beside their results, and need meanwhile."""
-    counts = Counter(map(id, kinds))
-    beside: Sizes = {}
-    for kind in {id(kind): kind for kind in kinds if kind is not None}.values():
-        count, call, cut = counts[id(kind)], kind.call, kind.work_type.cut
+def _temporaries(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> None:
+    """Adds what operators keep apart from their results, and need meanwhile."""
+    most: Sizes = {}
+    for kind, count in Counter(kind for kind in kinds if kind is not None).items():
+        call, cut = kind.call, kind.work_type.cut
         for t in kind.inputs if _may_copy(call) else ():
             _add(sizes, t.cut, count * t.value.size_bytes)
         _add(sizes, cut, count * extra_bytes(call))
@@ -168,29 +173,29 @@ def _beside(program: Program, kinds: Sequence[Kind | None], sizes: Sizes) -> Non
         for size, cut in needs:
             _add(here, cut, size)
         for cut, size in here.items():
-            beside[cut] = max(beside.get(cut, 0.0), size)
-    for cut, size in beside.items():
+            most[cut] = max(most.get(cut, 0.0), size)
+    for cut, size in most.items():
         _add(sizes, cut, size)
     for i in program.instructions:
-        if i.attrs and i.attr("sfb", False):  # the factors of all ranks
+        if is_factored(i):  # the factors of all ranks
             factors = program.types[i.inputs[0]].value.size_bytes + i.type.value.size_bytes
             _add(sizes, whole(i.type), float(factors))
 
 
-def _gradients(program: Program, last: Mapping[str, int], sizes: Sizes) -> None:
+def _gradients(program: Program, last: Mapping[str, int], later: Mapping[int, float], sizes: Sizes) -> None:
     """The most at any time of the gradients of values, each there from the ``last`` use to what made the
-    value, or to the weight's gradient that waits for it if that is later. Those of parameters stay."""
+    value, or to the weight's gradient that waits for it if that is ``later``. Those of parameters stay."""
     grad = program.requires_grad
     wholes: dict[str, float] = {}
-    until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in weight_points(program).items()}
+    until = {program.instructions[n].results[0]: max(floor(p), 0) for n, p in later.items()}
     for i in program.instructions:
         if i.op == "aten.cat":  # each a view of the whole
-            for name in i.inputs:
-                wholes[name] = wholes.get(name, 0.0) + i.type.value.size_bytes
-    coming: dict[Cut, list[tuple[int, float]]] = {}
+            for part in i.inputs:
+                wholes[part] = wholes.get(part, 0.0) + i.type.value.size_bytes
+    coming: dict[Cut, Times] = {}
     for n, i in enumerate(program.instructions):
         for name, t in zip(i.results, i.types) if not i.is_leaf else ():
-            if name in grad:
+            if name is not None and name in grad:
                 size = max(wholes.get(name, 0.0), t.value.size_bytes)
                 there = coming.setdefault(t.cut, [])
                 there += [(last.get(name, n) + 1, -size), (until.get(name, n), size)]

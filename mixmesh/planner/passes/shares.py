@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..lang.ir import Program, Ratio, make_ratio, shard_sizes, support
-from ..search.ratios import with_ratio
-from .task import Proposal, Task
+from ...lang.ir import Program, Ratio, make_ratio, shard_sizes, support
+from ...search.ratios import with_ratio
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
 
 MAX_POLISH = 64
 FAR = 1.05  # times the best step: single samples save less
@@ -71,3 +73,10 @@ def whole_counts(ratio: Ratio, total: int) -> tuple[int, ...]:
             counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
             counts[rank] += 1
     return tuple(counts)
+
+
+SHARES = Pass(
+    "shares",
+    "single samples moved between ranks",
+    lambda task, proposal, quick: polish(task, proposal),
+)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...lang.rules import Call
-from ..model import VIEWS
+from ..cost.model import VIEWS
+from ..lang.rules import Call
 
 
 @dataclass(frozen=True, slots=True)

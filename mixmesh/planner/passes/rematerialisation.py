@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ..lang.ir import regions, with_regions
-from .task import Proposal, Task
+from ...lang.ir import regions, with_regions
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
 
 
 def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None) -> Proposal:
@@ -32,3 +34,11 @@ def fewest(task: Task, proposal: Proposal, among: Collection[int] | None = None)
         low, high = (low, middle) if candidate.feasible else (middle, high)
         best = min(best, candidate, key=lambda p: p.key)
     return best
+
+
+REMATERIALISATION = Pass(
+    "rematerialisation",
+    "no more regions that run again than memory asks for",
+    lambda task, proposal, quick: fewest(task, proposal),
+    keeps_micro_batches=True,
+)

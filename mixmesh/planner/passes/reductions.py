@@ -1,4 +1,4 @@
-"""How the gradients of a plan that was found are summed, where the simulator says that it matters.
+"""Reductions of gradients: summed everywhere or to owners, where the simulator says that it matters.
 
 Where devices are GPUs, owners are tried for a run of the buckets. On CPUs all buckets meet in one way: on
 gloo, mixtures were slower than simulated (``python -m benchmarks sync``).
@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..cost.sums import gradient_sums
-from ..lang.ir import Program
-from ..passes.buckets import with_buckets
-from ..passes.sync import best_run, best_sync
-from ..passes.zero import zero_stage
-from .task import SMALL_INSTRUCTIONS, Proposal, Task
+from ...lang.ir import Program
+from ...passes.buckets import with_buckets
+from ...passes.sync import best_run, best_sync
+from ...passes.zero import zero_stage
+from ..proposal import Proposal
+from ..task import SMALL_INSTRUCTIONS, Task
+from .row import Pass
 
 # share of the step that sums of gradients must take, beyond what hides, and the optimizer, which owners share
 EXPOSED, QUICK_EXPOSED = 0.015, 0.05
@@ -21,7 +22,6 @@ EXPOSED, QUICK_EXPOSED = 0.015, 0.05
 MARGIN = 0.01
 QUICK_INSTRUCTIONS = 2000  # in a program that there is some time for
 SMALL_BYTES = 1e6
-SAME = 1e-6  # share of a step: less is rounding
 RUN_BYTES = (4e6, 16e6)  # sizes of buckets of which some have owners
 TRIED = 40  # runs of buckets of each size
 QUICK_TRIED, LARGE_TRIED = 12, 6  # where there is little time, and of larger programs then
@@ -69,26 +69,8 @@ def max_number(program: Program) -> int:
     return max((number for number in program.buckets if number is not None), default=0)
 
 
-def flat(task: Task, proposal: Proposal) -> Proposal:
-    """The proposal without levels, if it is as fast so or no sum goes by them: of two that are equal in
-    simulation flat sums ask less of processors."""
-    if proposal.program.levels is None:
-        return proposal
-    program = proposal.program.changed(levels=None)
-    if not any(s.parts for s in gradient_sums(proposal.program)):
-        return replace(proposal, program=program)
-    with task.timed("sync"):
-        step_s = proposal.simulation.step_s(program, proposal.micro_batches)
-    if step_s > proposal.timeline.step_s * (1 + SAME):
-        return proposal
-    timeline = replace(proposal.timeline, step_s=step_s)
-    return replace(proposal, program=program, timeline=timeline)
-
-
-def without_needless_directness(proposal: Proposal) -> Proposal:
-    """The proposal, whose program says that ranks send each other the addends of small values only if there
-    are such sums."""
-    program = proposal.program
-    if not program.direct_bytes or any(e and e.direct for e in proposal.simulation.sheet.exchanges.values()):
-        return proposal
-    return replace(proposal, program=program.changed(direct_bytes=0))
+REDUCTIONS = Pass(
+    "reductions",
+    "gradients all-reduced, or reduced to shard owners, whichever is faster for each bucket",
+    lambda task, proposal, quick: synced(task, proposal, quick=quick),
+)

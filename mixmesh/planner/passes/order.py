@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..lang.ir import Program, regions
-from ..passes.buckets import merged
-from ..passes.order import (
+from ...lang.ir import Program, regions
+from ...passes.buckets import merged
+from ...passes.order import (
     GAIN,
     coalesced,
     in_runs,
@@ -18,7 +18,9 @@ from ..passes.order import (
     reordered,
     separated,
 )
-from .task import Proposal, Task
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
 
 QUICK_INSTRUCTIONS = 3000  # some sixty layers, of which each follows from the one before
 RUNS = (1, 2)  # in which the sums of a level are packed: all in one, or so that one travels beside computing
@@ -40,7 +42,7 @@ def ordered(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
             candidate = task.best_buckets(proposal.planner, program)
             best = min(best, in_order(task, candidate), key=lambda p: p.key)
     with task.timed("order"):
-        ready_s = ready_seconds(best.program, best.simulation.sheet)
+        ready_s = ready_seconds(best.program, best.simulation.step)
         program = merged(best.program, task.costs, ready_s)
         faster = best.simulation.step_s(program) < best.timeline.step_s
     if faster:
@@ -57,7 +59,7 @@ def waits(proposal: Proposal) -> bool:
 def in_order(task: Task, proposal: Proposal) -> Proposal:
     """The proposal in the fastest of its orders."""
     with task.timed("order"):
-        programs = reordered(proposal.program, proposal.simulation.sheet)
+        programs = reordered(proposal.program, proposal.simulation.step)
     candidates = [task.best_buckets(proposal.planner, program) for program in programs]
     return min((proposal, *candidates), key=lambda p: p.key)
 
@@ -82,3 +84,10 @@ def summed_otherwise(
 
 def num_sums(program: Program) -> int:
     return sum(i.op == "all_reduce" for i in program.instructions)
+
+
+ORDER = Pass(
+    "order",
+    "the order of instructions, small all-reduces packed or apart, and the buckets of gradients",
+    lambda task, proposal, quick: ordered(task, proposal, quick=quick),
+)

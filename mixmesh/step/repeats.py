@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...lang.ir import Instruction, Program, regions
-from ...lang.rules import call_of
+from ..lang.ir import Instruction, Program, regions
+from ..lang.rules import call_of
 from .kept import extra_bytes, kept
 
 

@@ -1,0 +1,51 @@
+"""The line of a script that a call of mixmesh comes from, and warnings that name it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import warnings
+from functools import lru_cache
+from types import FrameType
+
+from .files import PACKAGE
+
+_LIBRARIES = (str(PACKAGE) + os.sep, os.path.abspath(sysconfig.get_paths()["stdlib"]) + os.sep, "<")
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def line_of_script(thread: int | None = None) -> str:
+    """The script's own line that is under way on this thread, or on another one, as ``train.py:31``: the
+    innermost outside of mixmesh and of installed packages. Empty where there is none."""
+    frame = _frame_of_script(None if thread is None else sys._current_frames().get(thread))
+    if frame is None:
+        return ""
+    path, here = os.path.abspath(frame.f_code.co_filename), os.getcwd() + os.sep
+    shown = path[len(here) :] if path.startswith(here) else os.path.basename(path)
+    return f"{shown}:{frame.f_lineno}"
+
+
+def warn(text: str) -> None:
+    """A warning of the script's own line."""
+    frame = _frame_of_script()
+    if frame is None:
+        warnings.warn(text, stacklevel=2)
+        return
+    module = frame.f_globals.get("__name__", "__main__")
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno, module, registry)
+
+
+def _frame_of_script(innermost: FrameType | None = None) -> FrameType | None:
+    frame: FrameType | None = innermost or sys._getframe(1)
+    while frame is not None and not is_script(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
+
+
+@lru_cache(maxsize=4096)
+def is_script(file: str) -> bool:
+    """Whether a file is a person's own, and not of mixmesh, Python or an installed package."""
+    path = file if file.startswith("<") else os.path.abspath(file)
+    return not path.startswith(_LIBRARIES) and not any(part in path for part in _INSTALLED)

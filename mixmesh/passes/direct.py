@@ -1,0 +1,14 @@
+"""One-shot all-reduces: ranks send each other their addends of a small value, with one message each."""
+
+from __future__ import annotations
+
+from ..cost.placed import Sheet
+from ..lang.ir import Program
+
+
+def without_needless_directness(program: Program, sheet: Sheet) -> Program:
+    """The program, which names a size up to which all-reduces are one-shot only if it has such sums.
+    ``sheet`` is its own."""
+    if not program.direct_bytes or any(e and e.direct for e in sheet.exchanges.values()):
+        return program
+    return program.changed(direct_bytes=0)

@@ -1,0 +1,36 @@
+"""Weight gradients that every rank computes for itself from gathered factors (SFB), where that is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...lang.ir import Program, support
+from ...passes.factors import best_factors
+from ...search.ratios import with_ratio
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
+
+
+def factored(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal with those weight gradients computed from gathered factors that are faster so, under the
+    shares that are best then."""
+
+    def judge(program: Program) -> tuple[bool, float]:
+        return task.best_buckets(proposal.planner, program).key
+
+    with_sums = best_factors(proposal.program, task.costs, judge)
+    if with_sums is None:
+        return proposal
+    simulation, ratio = task.simulation(with_sums), proposal.program.ratio_of["r0"]
+    better = task.ratio(simulation, with_sums, support(ratio)) or ratio
+    with_better = task.best_buckets(proposal.planner, with_ratio(with_sums, "r0", better), simulation)
+    candidates = (proposal, task.best_buckets(proposal.planner, with_sums, simulation), with_better)
+    return replace(min(candidates, key=lambda p: p.key), gap=proposal.gap)
+
+
+FACTORS = Pass(
+    "factors",
+    "weight gradients computed from gathered factors, where these are smaller than the gradient",
+    lambda task, proposal, quick: factored(task, proposal),
+)

@@ -1,0 +1,36 @@
+"""All-reduces that are not hierarchical, where that is as fast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...cost.sums import gradient_sums
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
+
+SAME = 1e-6  # share of a step: less is rounding
+
+
+def flat(task: Task, proposal: Proposal) -> Proposal:
+    """The proposal without levels, if it is as fast so or no sum goes by them: of two that are equal in
+    simulation flat sums ask less of processors."""
+    if proposal.program.levels is None:
+        return proposal
+    program = proposal.program.changed(levels=None)
+    if not any(s.parts for s in gradient_sums(proposal.program)):
+        return replace(proposal, program=program)
+    with task.timed("sync"):
+        step_s = proposal.simulation.step_s(program, proposal.micro_batches)
+    if step_s > proposal.timeline.step_s * (1 + SAME):
+        return proposal
+    timeline = replace(proposal.timeline, step_s=step_s)
+    return replace(proposal, program=program, timeline=timeline)
+
+
+FLAT = Pass(
+    "flat",
+    "all-reduces that are not hierarchical where that is as fast",
+    lambda task, proposal, quick: flat(task, proposal),
+    keeps_micro_batches=True,
+)

@@ -1,0 +1,40 @@
+"""Passes at the end that change no step: what a program needs to say, and what it need not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ...lang.ir import Program, without_needless_names
+from ...passes.algorithms import with_algorithms
+from ...passes.direct import without_needless_directness
+from ..proposal import Proposal
+from ..task import Task
+from .row import Pass
+
+
+def spelled(name: str, about: str, rewrite: Callable[[Task, Proposal], Program]) -> Pass:
+    """The row of a rewrite after which a program takes the same step."""
+
+    def improve(task: Task, proposal: Proposal, quick: bool) -> Proposal:
+        program = rewrite(task, proposal)
+        return proposal if program is proposal.program else replace(proposal, program=program)
+
+    return Pass(name, about, improve, keeps_micro_batches=True)
+
+
+ONE_SHOT = spelled(
+    "one-shot",
+    "no mention of one-shot all-reduces where none is small enough",
+    lambda task, proposal: without_needless_directness(proposal.program, proposal.simulation.sheet),
+)
+NAMES = spelled(
+    "names",
+    "no names of ratios on what is neither cut nor left out by a rank",
+    lambda task, proposal: without_needless_names(proposal.program),
+)
+ALGORITHMS = spelled(
+    "algorithms",
+    "the fastest measured algorithm of each collective, where the runtime would take another",
+    lambda task, proposal: with_algorithms(proposal.program, task.costs),
+)

@@ -1,0 +1,120 @@
+"""Weight gradients of a plan that was found, computed before, after or beside what the backward pass waits
+for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from ...lang.ir import Program, beside_points, separable, with_wgrads
+from ...passes.zero import with_owners, zero_stage
+from ..proposal import Proposal
+from ..task import SMALL_INSTRUCTIONS, Task
+from .reductions import owned_runs
+from .row import Pass
+
+# share of the step that sums of gradients, or other waits, must take beyond what hides
+EXPOSED, QUICK_EXPOSED = 0.01, 0.03
+GAIN = 0.01  # share of the step that must be saved
+SMALL_BYTES = 2**16  # a weight's, from which on its sum can matter
+LASTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5)  # parts of the products that are used first, which are made last
+QUICK_LASTS = (0.0, 0.1)
+QUICK_INSTRUCTIONS = 2000  # in a program that there is time for
+
+
+def apart(task: Task, proposal: Proposal, *, quick: bool = False) -> Proposal:
+    """The proposal with weight gradients as early as they can be, or beside collectives of the backward pass,
+    but for those of the first few layers, which are last; itself if that is no faster."""
+    program, step_s = proposal.program, proposal.timeline.step_s
+    if quick and len(program.instructions) > QUICK_INSTRUCTIONS:
+        return proposal
+    able, beside = movable(task, proposal, (QUICK_EXPOSED if quick else EXPOSED) * step_s)
+    hurried = quick and len(program.instructions) > SMALL_INSTRUCTIONS
+    tried = {
+        task.best_buckets(proposal.planner, form): c
+        for form, c in forms(task, proposal, able, beside, hurried)
+    }
+    if not tried:
+        return proposal
+    best = min(tried, key=lambda p: p.key)
+    if not hurried:
+        best = refined(
+            task, best, [marked(program, able, tried[best], n) for n in counts(able, quick)], quick
+        )
+    if best.feasible and best.timeline.step_s < step_s * (1 - GAIN):
+        return replace(best, gap=proposal.gap)
+    return proposal
+
+
+def movable(task: Task, proposal: Proposal, least_s: float) -> tuple[Sequence[int], frozenset[int]]:
+    """The products whose weight's gradient can be first or last, if reductions take ``least_s`` beyond what
+    hides, and those that can have it beside a collective, if the backward pass waits that long for these."""
+    program = proposal.program
+    with task.timed("wgrad"):
+        floor_s = proposal.simulation.least_s(program)[0]
+        able: list[int] = []
+        if proposal.timeline.step_s - floor_s >= least_s:
+            able = [n for n in separable(program) if _is_summed(proposal, n)]
+        if floor_s - max(proposal.timeline.compute_s) < least_s:
+            return able, frozenset()
+        return able, hideable(task, proposal, least_s)
+
+
+def forms(
+    task: Task, proposal: Proposal, able: Sequence[int], beside: frozenset[int], hurried: bool
+) -> list[tuple[Program, frozenset[int]]]:
+    """The program with all gradients of the ``able`` products first, and with those ``beside`` collectives
+    that can be, each with the latter; if ``hurried``, only those that are faster in usual buckets."""
+    program = proposal.program
+    choices = dict.fromkeys([frozenset[int](), beside] if able else [beside] if beside else [])
+    programs = [(marked(program, able, collectives), collectives) for collectives in choices]
+    if not hurried:
+        return programs
+    enough_s = proposal.timeline.step_s * (1 - GAIN)
+    return [(form, c) for form, c in programs if task.usual_s(proposal.planner, form) <= enough_s]
+
+
+def counts(able: Sequence[int], quick: bool) -> list[int]:
+    """How many of the products that are used first may have their weight's gradient last."""
+    return sorted({round(part * len(able)) for part in (QUICK_LASTS if quick else LASTS)} - {0})
+
+
+def refined(task: Task, best: Proposal, programs: Sequence[Program], quick: bool) -> Proposal:
+    """The fastest of a proposal and other forms of its program, with other buckets reduced to owners where
+    some are: reductions that begin earlier leave others to them."""
+    best = min([best, *(task.best_buckets(best.planner, p) for p in programs)], key=lambda p: p.key)
+    if zero_stage(best.program) != 1:
+        return best
+    runs = owned_runs(task, with_owners(best.program, {}), quick=quick)
+    return min([best, *(task.judge(best.planner, p) for p in runs)], key=lambda p: p.key)
+
+
+def marked(program: Program, able: Sequence[int], beside: Collection[int] = (), last: int = 0) -> Program:
+    """``program`` in which the first few of the products that are ``able`` have their weight's gradient
+    ``last``, those that can be computed ``beside`` a collective have it so, the others ``first``."""
+    lasts = {*able[:last]}
+    chosen = {n: "last" if n in lasts else "beside" if n in beside else "first" for n in (*able, *beside)}
+    return with_wgrads(program, chosen)
+
+
+def hideable(task: Task, proposal: Proposal, least_s: float) -> frozenset[int]:
+    """The products that can be computed beside a collective of the backward pass; none if these collectives
+    take less of the step."""
+    program, exchanges = proposal.program, proposal.simulation.sheet.exchanges
+    points = beside_points(with_wgrads(program, dict.fromkeys(separable(program), "beside")))
+    collectives = dict.fromkeys(at.collective for at in points.values())
+    seconds = sum(e.seconds(task.costs) for name in collectives if (e := exchanges[name, True]) is not None)
+    return frozenset(points) if seconds >= least_s else frozenset()
+
+
+def _is_summed(proposal: Proposal, n: int) -> bool:
+    weight = proposal.program.instructions[n].inputs[1]
+    size_bytes = proposal.program.types[weight].value.size_bytes
+    return weight in proposal.simulation.step.ready.points and size_bytes >= SMALL_BYTES
+
+
+WEIGHT_GRADIENTS = Pass(
+    "weight gradients",
+    "weight gradients first, last, or overlapped with collectives of the backward pass",
+    lambda task, proposal, quick: apart(task, proposal, quick=quick),
+)

@@ -1,0 +1,77 @@
+"""Streams and events of a device, and copies to it.
+
+By ``torch.Stream`` and ``torch.Event``, which are those of CUDA, ROCm and XPU alike. On a CPU nothing is
+issued ahead: its moments are those of the clock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .accelerator import is_accelerator, synchronize
+
+
+def copied(x: Tensor, device: torch.device) -> Tensor:
+    """``x`` on the device. Where it is in pinned memory of the host the copy is issued, and runs in the
+    current stream before all that is issued there later; PyTorch keeps ``x`` until then."""
+    return x.to(device, non_blocking=True)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.Stream:
+    """The stream of an accelerator for what runs beside its current one, the same at every call."""
+    return torch.Stream(device)
+
+
+Moment = torch.Event  # of a stream
+
+
+def issue_beside(device: torch.device, x: Tensor, issue: Callable[[], None]) -> Moment:
+    """Has ``issue`` issue work on ``x`` in the side stream, after all that was issued in the current one, and
+    gives the moment of its end. The memory of ``x`` is not used for another tensor before that."""
+    stream = side_stream(device)
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        issue()
+        end = torch.Event(device)
+        end.record(stream)
+    x.record_stream(stream)
+    return end
+
+
+def await_moment(device: torch.device, moment: Moment) -> None:
+    """Has the current stream go on after the moment; the host does not wait."""
+    torch.accelerator.current_stream(device).wait_event(moment)
+
+
+class Clock:
+    """Moments of this rank: of the host, or on an accelerator of the stream that is current."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._base: Moment | None = None
+        if is_accelerator(device):
+            self._base = self._event()
+            synchronize(device)
+        self._base_s = time.perf_counter()
+
+    def now(self) -> float | Moment:
+        """The moment, which ``seconds`` reads once the device has reached it."""
+        return time.perf_counter() if self._base is None else self._event()
+
+    def seconds(self, moment: float | Moment) -> float:
+        """On the scale of ``time.perf_counter``. The device must have reached the moment."""
+        if isinstance(moment, float):
+            return moment
+        assert self._base is not None
+        return self._base_s + self._base.elapsed_time(moment) / 1e3
+
+    def _event(self) -> Moment:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        return event

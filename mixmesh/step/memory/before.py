@@ -1,0 +1,69 @@
+"""What ranks hold before the first pass: while values are handed out, and from then on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ...cost.micro_steps import unmarked
+from ...lang.ir import Shard
+from .ledger import Storage, View
+from .moments import BEFORE, EVERYWHERE, Moment, Sizes
+from .state import Held, State
+from .views import contiguous
+
+BROADCAST_BYTES = 32 * 2**20  # initial values travel in groups of this size (``runtime.shards``)
+
+
+def set_up(state: State) -> None:
+    """Every process makes the whole model and batch, takes rank 0's values in groups, and cuts."""
+    program, moments = state.setting.program, state.ledger.moments
+    leaves = [i for i in program.instructions if i.op in ("param", "buffer")]
+    # a parameter with copies is one of the model's
+    model = sum(i.type.value.size_bytes for i in {i.args[0]: i for i in leaves}.values())
+    batch = sum(i.type.value.size_bytes for i in program.instructions if i.op == "input")
+    largest = max((i.type.value.size_bytes for i in leaves), default=0)
+    group = min(model, BROADCAST_BYTES + largest) if program.world_size > 1 else 0
+    cut = max(leaves, key=lambda i: i.type.value.size_bytes, default=None)
+    if state.setting.cuda:
+        held: Sizes = {EVERYWHERE: 2.0 * group}
+        for i in leaves:
+            held[i.type.cut] = held.get(i.type.cut, 0.0) + i.type.value.size_bytes
+        moments.append(Moment("the initial values", held, event=BEFORE))
+        return
+    moments.append(Moment("the initial values", {EVERYWHERE: model + batch + group + largest}, event=BEFORE))
+    if cut is not None and isinstance(cut.type.placement, Shard):
+        held = {EVERYWHERE: float(model + batch), cut.type.cut: float(largest)}
+        moments.append(Moment("cutting the model", held, event=BEFORE))
+
+
+def stored(state: State) -> None:
+    """Adds what is held between steps, and the batch, which comes whole."""
+    program, ledger = state.setting.program, state.ledger
+    for i in program.instructions:
+        if i.op in ("param", "buffer", "input", "const"):
+            # a rank has its whole share of the batch, whatever a micro-batch takes of it
+            held = replace(i.type, ratio=unmarked(i.type.ratio)) if i.op == "input" else i.type
+            ledger.take(i.type.value.size_bytes, held.cut, stays=True)
+            if i.op == "param" and i.result in program.requires_grad:
+                _trained(state, i)
+            storage = Storage(0.0, i.type.cut, references=2)  # never let go of
+            state.values[i.result] = View(storage, contiguous(i.type.value.shape))
+    for i in program.instructions:
+        if i.op == "output":  # a loop holds those of the step before until it is given new ones
+            shown = program.types[i.inputs[0]]
+            held = replace(shown, ratio=unmarked(shown.ratio))
+            ledger.take(shown.value.size_bytes, held.cut, stays=True)
+    inputs = [i.type for i in program.instructions if i.op == "input"]
+    if not state.setting.cuda:
+        ledger.moment("the batch", *((float(t.value.size_bytes), EVERYWHERE) for t in inputs))
+
+
+def _trained(state: State, param) -> None:
+    """What the optimizer keeps of a parameter, and gradients of earlier micro-batches."""
+    setting, size = state.setting, param.type.value.size_bytes
+    cut = setting.owned.get(param.result, param.type).cut
+    state.ledger.take(setting.states.kept * size, cut, stays=True)
+    if setting.held is Held.ADDENDS or (setting.held is Held.SUMS and param.result not in setting.owned):
+        state.gradients[param.result] = state.new(param.type)
+    elif setting.held is Held.SUMS:
+        state.ledger.take(size, cut)

@@ -1,0 +1,76 @@
+"""An account of the bytes that ranks hold: storages with references, as PyTorch counts them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ...lang.ir import Cut
+from .moments import Moment, Sizes
+
+OWN_PIECE_BYTES = 8 * 2**20  # tensors from this size on are no part of the heap (``runtime.allocator``)
+
+
+@dataclass(slots=True)
+class Storage:
+    """Unsharded bytes that are held as long as somebody refers to them."""
+
+    size_bytes: float
+    cut: Cut
+    references: int = 1
+    small: bool = False
+
+
+@dataclass(slots=True)
+class View:
+    """A tensor: a storage with strides."""
+
+    storage: Storage
+    strides: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The bytes that are held now, and the moments so far."""
+
+    world_size: int
+    has_heap: bool  # whether small tensors come and go in a heap: on a CPU
+    held: Sizes = field(default_factory=dict)
+    small: Sizes = field(default_factory=dict)
+    moments: list[Moment] = field(default_factory=list)
+    same_small: Sizes | None = None  # a copy of ``small``, while it stays so
+
+    def take(self, size_bytes: float, cut: Cut, *, stays: bool = False) -> Storage:
+        """New storage. One that ``stays`` for long is no part of a heap."""
+        held = self.held
+        held[cut] = held.get(cut, 0.0) + size_bytes
+        # by an even share, so that memory stays linear in the shares
+        small = (
+            self.has_heap and not stays and size_bytes / (self.world_size if cut[0] else 1) < OWN_PIECE_BYTES
+        )
+        if small:
+            self.small[cut] = self.small.get(cut, 0.0) + size_bytes
+            self.same_small = None
+        return Storage(size_bytes, cut, 1, small)
+
+    def drop(self, *storages: Storage) -> None:
+        """Takes a reference off each; the last one frees it."""
+        for s in storages:
+            s.references -= 1
+            if s.references == 0:
+                self.held[s.cut] -= s.size_bytes
+                if s.small:
+                    self.small[s.cut] -= s.size_bytes
+                    self.same_small = None
+
+    def moment(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> None:
+        """Notes what is held now, with ``temporary`` bytes that are gone right after."""
+        self.moments.append(self.now(what, *temporary, event=event))
+
+    def now(self, what: str, *temporary: tuple[float, Cut], event: str = "") -> Moment:
+        """As ``moment``, but not noted."""
+        held = self.held.copy()
+        for size_bytes, cut in temporary:
+            held[cut] = held.get(cut, 0.0) + size_bytes
+        if self.same_small is None:
+            self.same_small = self.small.copy()
+        return Moment(what, held, self.same_small, event)

@@ -1,0 +1,155 @@
+"""The peaks of ranks, under whatever ratios and buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...cost.micro_steps import Part, costed_micro_step, largest_parts
+from ...cost.model import CostModel
+from ...cost.outline import Outline
+from ...cost.sums import Summed, order_of_sums
+from ...lang.ir import Program, Samples, owned_type
+from ...lang.optimizer_states import ADAM, OptimizerStates
+from ...lang.plan_file import Schedule
+from ..step import Step, step_of
+from .bound import Bound, has_bound
+from .flight import NO_FLIGHT, Flight, flight_of
+from .moments import Sizes
+from .state import Held
+from .tables import ALLOWANCE, HEAP_BYTES, SMALL_ALLOWANCE, Memory, Walked
+
+
+class PeakMemory:
+    """Peaks under other ratios and buckets of one program, walked once; with ``samples`` in whatever
+    micro-batches."""
+
+    def __init__(
+        self,
+        costs: CostModel,
+        optimizer_states: OptimizerStates = ADAM,
+        samples: Samples | None = None,
+        like: PeakMemory | None = None,
+        step: Step | None = None,
+    ) -> None:
+        """``like`` is that of the same instructions on other ranks; ``step`` is that of the program, of a
+        micro-batch's with ``samples``, where it is known already."""
+        self.costs, self.optimizer_states, self.samples = costs, optimizer_states, samples
+        self._walked: dict[tuple, Walked] = {} if like is None else like._walked
+        self._memories: dict[tuple, Memory] = {}
+        self._step = step
+        self._summed: tuple[Summed, ...] | None = None
+        self._has_bound: bool | None = None
+        self._bound: Bound | None = None if like is None else like._bound
+
+    def peaks(self, program: Program, planned: Schedule | None = None) -> tuple[int, ...]:
+        """Bytes per rank, with what the process itself takes.
+
+        Among several micro-batches that of the most samples counts, with the gradients of those before it and
+        the sums of the last.
+        """
+        part, one, keys = self._walks(program, planned)
+        tensors = {key: self.of(one, *key).peaks(one, part) for key in dict.fromkeys(keys)}
+        constant = self._constants(program)
+        return tuple(round(constant[rank] + tensors[key][rank]) for rank, key in enumerate(keys))
+
+    def moments(
+        self, program: Program, planned: Schedule | None = None
+    ) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """The bytes that each rank holds at every moment of a step, in order, with the event of a timeline
+        that each moment belongs to (``BEFORE`` for those before the first step; empty where it goes with the
+        moment before it). The largest of them is the peak.
+
+        Moments of buckets come last. Among several micro-batches these are of the one that ``peaks`` counts.
+        """
+        part, one, keys = self._walks(program, planned)
+        held = {key: self.of(one, *key).held_bytes(one, part) for key in dict.fromkeys(keys)}
+        constant = self._constants(program)
+        return tuple(
+            tuple(
+                (moment.event, round(constant[rank] + size_bytes))
+                for moment, size_bytes in zip(self.of(one, *key).moments, held[key][:, rank].tolist())
+            )
+            for rank, key in enumerate(keys)
+        )
+
+    def _walks(
+        self, program: Program, planned: Schedule | None
+    ) -> tuple[Part, Program, Sequence[tuple[str, Held, Flight]]]:
+        """The part of the samples and the program of the micro-batch that counts, and what tells the moments
+        of ranks apart."""
+        if planned is None:
+            keys = [(device.kind, Held.NOTHING, NO_FLIGHT) for device in self.costs.cluster.devices]
+            return None, program, keys
+        assert self.samples is not None  # there are micro-batches
+        flight, later = flight_of(program, self.samples, planned), Held.of(planned.scatters)
+        keys = [
+            (device.kind, later if len(sizes) > 1 else Held.NOTHING, flight)
+            for device, sizes in zip(self.costs.cluster.devices, planned.sizes)
+        ]
+        return largest_parts(planned), costed_micro_step(program, self.samples), keys
+
+    def _constants(self, program: Program) -> list[float]:
+        """Bytes that the process itself takes, per rank."""
+        constant, working = self.costs.memory_constant_bytes, set(program.working_ranks)
+        return [constant(rank, idle=rank not in working) for rank in range(program.world_size)]
+
+    def at_most(self, program: Program) -> tuple[int, ...] | None:
+        """Bytes per rank that a step, at once, surely does not exceed; None where that is not known without
+        the moments."""
+        if self._has_bound is None:
+            self._has_bound = self.samples is None and has_bound(program)
+        if not self._has_bound:
+            return None
+        if self._bound is None:
+            self._bound = Bound(program, self.optimizer_states, self._step_of(program))
+        constant, held = self.costs.memory_constant_bytes, self._bound.held_bytes(program)
+        lost = [0.0 if d.kind == "gpu" else ALLOWANCE + SMALL_ALLOWANCE for d in self.costs.cluster.devices]
+        heap = [0 if d.kind == "gpu" else HEAP_BYTES for d in self.costs.cluster.devices]
+        return tuple(
+            round(constant(rank) + held[rank] * (1 + lost[rank]) + heap[rank])
+            for rank in range(program.world_size)
+        )
+
+    def of(
+        self, program: Program, kind: str, held: Held = Held.NOTHING, flight: Flight = NO_FLIGHT
+    ) -> Memory:
+        """The memory of a program on devices of a kind (``cpu``, ``gpu``). Where gradients have owners, their
+        buckets are part of the moments."""
+        key = (kind, held, flight, program.buckets)
+        if key not in self._memories:
+            if self._summed is None:
+                self._summed = order_of_sums(program)
+            has_owners = any(owned_type(program, i) is not None for i in program.params)
+            walked = key if has_owners else (kind, held, flight)
+            if walked not in self._walked:
+                self._walked[walked] = Walked(
+                    program,
+                    self.optimizer_states,
+                    cuda=kind == "gpu",
+                    held=held,
+                    flight=flight,
+                    step=self._step_of(program),
+                )
+            self._memories[key] = Memory(
+                program, self.optimizer_states, walked=self._walked[walked], summed=self._summed
+            )
+        return self._memories[key]
+
+    def _step_of(self, program: Program) -> Step:
+        if self._step is None:
+            self._step = step_of(Outline(program))
+        return self._step
+
+
+def held_moments(
+    program: Program, optimizer_states: OptimizerStates, *, cuda: bool = False
+) -> tuple[Sizes, ...]:
+    """Unsharded bytes by how they are cut, for every moment that may be the peak: one LP row each."""
+    return Memory(program, optimizer_states, cuda=cuda).envelope()
+
+
+def peak_memory_bytes(
+    program: Program, costs: CostModel, optimizer_states: OptimizerStates = ADAM
+) -> tuple[int, ...]:
+    """Per rank; a rank that takes part in nothing holds its constant, and the whole model at first."""
+    return PeakMemory(costs, optimizer_states).peaks(program)

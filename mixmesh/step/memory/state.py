@@ -1,0 +1,167 @@
+"""The state of a fold over one step: what every rank holds so far, and for whom."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from ...cost.calls import Kind
+from ...cost.outline import is_resharded
+from ...cost.sums import GradientSum, gradient_sums
+from ...lang.ir import Instruction, Program, TensorType, owned_type, region_of
+from ...lang.optimizer_states import OptimizerStates
+from ..repeats import Repeat
+from ..step import Step
+from .flight import NO_FLIGHT, Flight
+from .footprints import Footprint, Strides
+from .ledger import Ledger, Storage, View
+from .moments import Moment
+from .views import contiguous
+
+
+class Held(Enum):
+    """How much a micro-batch finds of the gradients of those before it."""
+
+    NOTHING = "it is the first"
+    ADDENDS = "what was not summed, whole"
+    SUMS = "of owned parameters the owners' rows"
+
+    @classmethod
+    def of(cls, scatters: bool) -> Held:
+        return cls.SUMS if scatters else cls.ADDENDS
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The facts of a step that its memory depends on. ``held`` are gradients that a micro-batch finds,
+    ``flight`` what others of a pipeline keep meanwhile."""
+
+    program: Program
+    step: Step
+    states: OptimizerStates
+    cuda: bool
+    held: Held
+    flight: Flight
+    kinds: Sequence[Kind | None]
+    inputs: tuple[tuple[str, ...], ...]  # of each instruction, without repetition
+    last: dict[str, int]  # index of the last instruction that uses a value in the forward pass
+    resharded: frozenset[str]  # gathered parameters that nobody keeps between the passes
+    owned: dict[str, TensorType]  # by parameter, how its owners hold its gradient
+    regions: dict[int, Repeat]  # what is computed again, by the number of its region
+    ends: dict[int, Repeat]  # the same, by the computation whose backward is its last
+    last_reruns: dict[int, dict[str, int]]  # by region, as ``last`` in its second run
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        step: Step,
+        states: OptimizerStates,
+        *,
+        cuda: bool = False,
+        held: Held = Held.NOTHING,
+        flight: Flight = NO_FLIGHT,
+    ) -> Setting:
+        """``program`` may have other buckets and owners than that of the step."""
+        outline, instructions = step.outline, program.instructions
+        last = {name: uses[-1] for name, uses in outline.uses.items()}
+        last[program.loss] = len(instructions)
+        last |= {i.inputs[0]: len(instructions) for i in instructions if i.op == "output"}
+        owned = {p.result: t for p in program.params if (t := owned_type(program, p)) is not None}
+        inputs = tuple(
+            [i.inputs if len(i.inputs) < 2 else tuple(dict.fromkeys(i.inputs)) for i in instructions]
+        )
+        regions = {
+            number: repeat
+            for repeat in step.repeats.values()
+            if (number := region_of(instructions[repeat.at])) is not None
+        }
+        return cls(
+            program,
+            step,
+            states,
+            cuda,
+            held,
+            flight,
+            outline.kinds,
+            inputs,
+            last,
+            frozenset(i.result for i in instructions if is_resharded(program, i)),
+            owned,
+            regions,
+            {repeat.first: repeat for repeat in regions.values()},
+            {number: {name: n for n in r.members for name in inputs[n]} for number, r in regions.items()},
+        )
+
+
+def _once(names: tuple[str, ...]) -> tuple[str, ...]:
+    return names if len(names) < 2 else tuple(dict.fromkeys(names))
+
+
+@dataclass(slots=True)
+class State:
+    """All that is held at one point of the fold."""
+
+    setting: Setting
+    ledger: Ledger
+    values: dict[str, View] = field(default_factory=dict)
+    gradients: dict[str, View] = field(default_factory=dict)
+    footprints: dict[Kind, Footprint] = field(default_factory=dict)
+    saved: dict[int, list[Storage]] = field(default_factory=dict)  # by the instruction that keeps them
+    unordered: set[str] = field(default_factory=set)  # gathered values that nobody has used yet
+    fetching: list[tuple[GradientSum, Storage]] = field(default_factory=list)  # owned parameters on their way
+    to_fetch: list[GradientSum] = field(default_factory=list)
+    # of the backward pass
+    late: dict[int, tuple[Storage, ...]] = field(default_factory=dict)  # factors of weights' gradients
+    again: dict[str, Storage] = field(default_factory=dict)  # gathered once more
+    kept_inputs: dict[int, dict[str, Storage]] = field(default_factory=dict)  # of regions, by ``Repeat.at``
+    rerun: set[str] = field(default_factory=set)  # values that a second run has made
+    returning: dict[str, tuple[View, list[Storage]]] = field(default_factory=dict)  # with what carries them
+    # sums on their way to where pieces are kept: bytes, and what is held meanwhile
+    flying: deque[tuple[float, tuple[Storage, ...]]] = field(default_factory=deque)
+    scatters: list[tuple[GradientSum, set[str]]] = field(default_factory=list)  # with gradients that lack
+    # by point of the backward pass, where the last gradient of a parameter is there
+    complete: dict[float, Moment] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, setting: Setting) -> State:
+        program = setting.program
+        state = cls(setting, Ledger(program.world_size, has_heap=not setting.cuda))
+        if setting.owned:
+            sums = [s for s in gradient_sums(program) if s.owned is not None]
+            state.scatters = [(s, {p.result for p in s.params}) for s in sums]
+            if setting.held is Held.NOTHING:  # the first micro-batch has them
+                state.to_fetch = sums[::-1]
+        state.kept_inputs = {repeat.at: {} for repeat in setting.regions.values()}
+        return state
+
+    def new(self, t: TensorType, strides: Strides | None = None) -> View:
+        storage = self.ledger.take(t.value.size_bytes, t.cut)
+        return View(storage, strides or contiguous(t.value.shape))
+
+    def alias(self, view: View, strides: Strides) -> View:
+        view.storage.references += 1
+        return View(view.storage, strides)
+
+    def footprint(self, kind: Kind) -> Footprint:
+        if kind not in self.footprints:
+            self.footprints[kind] = Footprint.of(kind)
+        return self.footprints[kind]
+
+    def outgoing(self, i: Instruction) -> list[View]:
+        """The gradients of an instruction's results, which are taken away; zeros for that of the loss."""
+        out = []
+        for name, t in zip(i.results, i.types):
+            if name is not None and name in self.gradients:
+                out.append(self.gradients.pop(name))
+            elif name == self.setting.program.loss:
+                out.append(self.new(t))
+        return out
+
+    def forget(self, n: int, names: Iterable[str | None], last: Mapping[str, int]) -> None:
+        """Drops those of these values whose ``last`` use is instruction ``n``."""
+        for name in names:
+            if name is not None and last.get(name, n) <= n and name in self.values:
+                self.ledger.drop(self.values[name].storage)

@@ -1,0 +1,145 @@
+"""The ranks on which gradients arrive, and where parameters are used that are used by way of views.
+
+A replicated value of which one rank's copy counts (``as_partial``) gets no gradient on the others, nor does
+what it is made of, and what is made of zeros passes none. Where nobody has to send anything for a
+redistribution, autograd knows it as a view: its gradient comes when that of the view does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from ..cost.outline import Outline, is_factored
+from ..lang.ir import Instruction, Partial, Program, Replicate
+from .again import gathers_again
+
+Ranks = frozenset[int]
+
+
+def is_local(outline: Outline, i: Instruction) -> bool:
+    """Whether no rank sends anything for a redistribution, nor for its gradient."""
+    return outline.exchanges[i.result, False] is None and outline.exchanges[i.result, True] is None
+
+
+def is_view(outline: Outline, i: Instruction) -> bool:
+    """Whether autograd has no node for a redistribution: ranks go on with their copy, or do not."""
+    held = outline.program.types[i.inputs[0]].placement
+    goes_on = isinstance(held, Replicate) and isinstance(i.type.placement, Replicate | Partial)
+    return goes_on and is_local(outline, i)
+
+
+def reach(outline: Outline) -> Mapping[str, Ranks]:
+    """By value that takes a gradient, on which ranks one arrives; only where some of those that hold it get
+    none."""
+    program = outline.program
+    if not _may_lose(outline):
+        return {}
+    triggers = {*gathers_again(program), *(n for n, i in enumerate(program.instructions) if is_factored(i))}
+    able = _able(outline, triggers)
+    on: dict[str, set[int]] = {name: set() for name in able}
+    loss = program.types[program.loss]
+    counting = program.participants(loss)
+    on[program.loss] = able[program.loss].intersection(
+        counting[:1] if isinstance(loss.placement, Replicate) else counting
+    )
+    for n in range(len(program.instructions) - 1, -1, -1):
+        i = program.instructions[n]
+        if not i.is_leaf and outline.flows[n]:
+            if n in triggers:  # autograd reaches it on all ranks
+                on |= {r: able[r] for r in i.results[:1] if r is not None}
+            here = set().union(*(on[r] for r in i.results if r in on))
+            for name in i.inputs:
+                if name in on:
+                    on[name] |= able[name] & _passed(outline, i, name, here)
+    return {
+        name: frozenset(ranks)
+        for name, ranks in on.items()
+        if ranks != {*program.participants(program.types[name])}
+    }
+
+
+def _able(outline: Outline, triggers: Collection[int]) -> dict[str, set[int]]:
+    """By value that takes a gradient, the ranks on which it is made of something that does, or of one of the
+    ``triggers`` of gathers."""
+    program = outline.program
+    able: dict[str, set[int]] = {}
+    for n, i in enumerate(program.instructions):
+        for r, t in zip(i.results, i.types):
+            if r is None or r not in program.requires_grad:
+                continue
+            holders = {*program.participants(t)}
+            made = [_kept(program, i, name) & able[name] for name in i.inputs if name in able]
+            is_everywhere = i.is_leaf or (n in triggers and r == i.results[0])
+            able[r] = holders if is_everywhere else holders & _meeting(outline, i).union(*made)
+    return able
+
+
+def _may_lose(outline: Outline) -> bool:
+    """Whether the program has anything by which a rank may get no gradient."""
+    program = outline.program
+    if isinstance(program.types[program.loss].placement, Replicate):
+        return True
+    return any(
+        i.is_redistribution and outline.flows[n] and _may_lose_in(outline, i)
+        for n, i in enumerate(program.instructions)
+    )
+
+
+def _may_lose_in(outline: Outline, i: Instruction) -> bool:
+    """Whether a redistribution leaves ranks to themselves, and they do not all go on with what they hold."""
+    program = outline.program
+    source, target = program.types[i.inputs[0]], i.type
+    before, after = {*program.participants(source)}, {*program.participants(target)}
+    becomes_addend = isinstance(source.placement, Replicate) and isinstance(target.placement, Partial)
+    return (becomes_addend or before != after) and not before | after <= _meeting(outline, i)
+
+
+def _kept(program: Program, i: Instruction, name: str) -> set[int]:
+    """The ranks that hold an input of what needs no communication, and go on with it."""
+    held = {*program.participants(program.types[name])}
+    becomes_addend = i.is_redistribution and isinstance(i.type.placement, Partial)
+    if becomes_addend and isinstance(program.types[name].placement, Replicate):
+        return {min(held & {*program.participants(i.type)})}
+    return held
+
+
+def _passed(outline: Outline, i: Instruction, name: str, here: set[int]) -> set[int]:
+    """The ranks on which an instruction whose results have gradients ``here`` gives one to an input. Of those
+    that meet in a redistribution the ones without a gradient send zeros."""
+    kept = _kept(outline.program, i, name)
+    return (here & kept) | (
+        _meeting(outline, i) & {*outline.program.participants(outline.program.types[name])}
+    )
+
+
+def _meeting(outline: Outline, i: Instruction) -> set[int]:
+    """The ranks that send or receive something in a redistribution or for its gradient."""
+    if not i.is_redistribution:
+        return set()
+    both = (outline.exchanges[i.result, backward] for backward in (False, True))
+    return {rank for exchange in both if exchange is not None for rank in exchange.ranks}
+
+
+def uses_of(outline: Outline, name: str) -> Iterator[tuple[int, str]]:
+    """The instructions that pass a value a gradient, by index, each with the name under which it uses the
+    value: that of a view, for those that use one."""
+    for n in outline.uses.get(name, ()):
+        i = outline.program.instructions[n]
+        if outline.flows[n]:
+            if i.is_redistribution and is_view(outline, i):
+                yield from uses_of(outline, i.result)
+            else:
+                yield n, name
+
+
+def taking(outline: Outline, n: int, name: str, on: Mapping[str, Ranks]) -> set[int]:
+    """The ranks on which the backward of instruction ``n`` gives its input ``name`` a gradient; ``on`` is of
+    ``reach``."""
+    program = outline.program
+    i = program.instructions[n]
+    here: set[int] = set()
+    for result, t in zip(i.results, i.types):
+        if result in program.requires_grad:
+            here.update(on[result] if result in on else program.participants(t))
+    held = on[name] if name in on else program.participants(program.types[name])
+    return _passed(outline, i, name, here).intersection(held)
