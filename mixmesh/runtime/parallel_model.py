@@ -26,6 +26,7 @@ from .guards import wrapped_twice
 from .hooks import HookWatch
 from .input_gradients import given_inputs, wanted_gradients
 from .inspection import Inspector
+from .modes import Modes, modes_of
 from .outputs import Output
 from .passes import Forward, Runtime, accumulate, code_of, rooted, rooted_pieces, zero
 from .pipeline import stage_inputs
@@ -45,6 +46,7 @@ class ParallelModel(Face):
     """
 
     _runtime: Runtime
+    _in_order: tuple[nn.Module, ...]  # its modules
 
     def __init__(
         self,
@@ -69,9 +71,9 @@ class ParallelModel(Face):
         return self._runtime.comm
 
     @property
-    def modes(self) -> tuple[bool, ...]:
+    def modes(self) -> Modes:
         """Whether each of its modules trains, in their order."""
-        return tuple([module.training for module in self._in_order])
+        return modes_of(self._in_order)
 
     @property
     def source(self) -> str:

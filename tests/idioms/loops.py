@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,12 +60,12 @@ def numbers(loop: Callable[[], Iterator[Any]]) -> list[torch.Tensor]:
 
 
 def check_same(loop: Callable[..., Iterator[Any]], kinds: tuple[str, ...] = KINDS) -> None:
-    """Runs ``loop(prepare)``, a script that yields numbers, on one device and by all ranks under every kind of
-    plan, and compares what they yield."""
+    """Runs ``loop(prepare)``, a script that yields numbers, on one device and by all ranks under every kind
+    of plan, and compares what they yield."""
     with one_device():
         expected = numbers(lambda: loop(prepare))
     for kind in kinds:
-        got = numbers(lambda: loop(lambda *args, **options: prepare(*args, planner=kind, **options)))
+        got = numbers(partial(loop, partial(prepare, planner=kind)))
         assert len(got) == len(expected), kind
         for n, (a, b) in enumerate(zip(got, expected)):
             close(a, b, f"{kind}, number {n}")

@@ -23,9 +23,9 @@ from ..calls import missing
 from ..collectives import done
 from ..comm import Comm
 from ..listeners import Listeners
+from ..modes import Modes
 
 Shapes = tuple[tuple[int, ...] | None, ...]  # by input of a program, in its order; None for one left out
-Modes = tuple[bool, ...]  # whether each module of a model trains, in their order
 Given = tuple[tuple[int, ...] | None, ...]  # by rank
 Told = tuple[Given, ...]  # by input
 SAMPLED = 1024  # elements of a tensor by which two ranks know that they have the same one
@@ -40,7 +40,7 @@ class Agreement:
     def __init__(self, program: Program, comm: Comm) -> None:
         self.program, self.comm = program, comm
         self._listeners = Listeners(program)
-        # the first rank is asked for programs of other values, and so takes part also where it computes nothing
+        # the first rank is asked for programs, and so takes part also where it computes nothing
         self._telling = tuple(sorted({0, *self._listeners.working}))
         self._was_unclear = False  # whether the call before needed digests; the same on all ranks
 

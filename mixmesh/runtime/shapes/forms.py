@@ -34,11 +34,12 @@ from ..input_gradients import Wanted, no_gradient_in_micro_steps, with_input_gra
 from ..layout import meetings
 from ..micro_steps import MicroSteps
 from ..model_check import batch_of_shapes
+from ..modes import Modes, modes_of, set_modes
 from ..original import traceable
 from ..outputs import Returns
 from ..outside import Outside
 from ..whole_model import own_module
-from .agree import Agreement, Modes, Shapes
+from .agree import Agreement, Shapes
 from .carry import CannotCarry, carry
 from .lower import lower
 from .parts import resized
@@ -58,8 +59,9 @@ Key = tuple[Modes, bool, Shapes] | str | tuple["Key", Wanted]
 @dataclass(frozen=True)
 class Form:
     """A program for one shape of the batch, and one mode of each module. ``steps``: its micro-steps, None for
-    one step at once. ``kept_buffers`` are updated while the backward pass may read their old values; ``returns`` makes what a
-    call returns, None where that is the loss itself; ``outside`` does where the model computes none."""
+    one step at once. ``kept_buffers`` are updated while the backward pass may read their old values;
+    ``returns`` makes what a call returns, None where that is the loss itself; ``outside`` does where the
+    model computes none."""
 
     key: Key
     program: Program
@@ -83,8 +85,8 @@ class Form:
 
 @dataclass
 class Forms:
-    """``original`` is the model that was planned, its ``modules`` in ``modes``. ``limit`` is how many programs
-    are kept beside the planned one."""
+    """``original`` is the model that was planned, its ``modules`` in ``modes``. ``limit`` is how many
+    programs are kept beside the planned one."""
 
     original: nn.Module
     plan: Plan
@@ -106,8 +108,7 @@ class Forms:
         agreement = Agreement(plan.program, comm)
         comm.add(agreement.groups(), backend)
         modules = tuple(own_module(original).modules())
-        modes = tuple(module.training for module in modules)
-        return cls(original, plan, calls, comm, planned, limit, agreement, modules, modes)
+        return cls(original, plan, calls, comm, planned, limit, agreement, modules, modes_of(modules))
 
     def form(
         self,
@@ -214,14 +215,12 @@ class Forms:
     def _in(self, modes: Modes) -> Iterator[None]:
         """Within it the original's modules are in these modes; after it as the user left them."""
         every = (self.original, *self.modules)
-        before = [module.training for module in every]
+        before = modes_of(every)
         try:
-            for module, mode in zip(every, (modes[0], *modes), strict=True):
-                module.training = mode
+            set_modes(every, (modes[0], *modes))
             yield
         finally:
-            for module, mode in zip(every, before):
-                module.training = mode
+            set_modes(every, before)
 
     def _placed(self, graph: Graph, modes: Modes) -> tuple[Plan, bool]:
         """A plan for a graph, and whether it has the planned placements."""

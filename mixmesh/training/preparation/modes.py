@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from ...runtime.modes import Modes, modes_of, set_modes
 from ...runtime.whole_model import own_module
 
 
@@ -17,20 +18,14 @@ def has_own_train(model: nn.Module) -> bool:
 
 
 @contextmanager
-def as_its_train_has_it(model: nn.Module) -> Iterator[tuple[bool, ...]]:
+def as_its_train_has_it(model: nn.Module) -> Iterator[Modes]:
     """Within it a model that trains, and has a ``train()`` of its own, is as that leaves it: so it is in
     every step of a loop that calls it. Gives the modes of its modules before, which it has again after."""
     own = own_module(model)
-    before = tuple(module.training for module in own.modules())
+    before = modes_of(own.modules())
     if own.training and has_own_train(own):
         own.train()
     try:
         yield before
     finally:
-        set_modes(own, before)
-
-
-def set_modes(model: nn.Module, modes: tuple[bool, ...]) -> None:
-    """Gives each module of a model its mode, in their order."""
-    for module, mode in zip(model.modules(), modes, strict=True):
-        module.training = mode
+        set_modes(own.modules(), before)

@@ -24,11 +24,12 @@ from ...frontend.trace.words import is_words
 from ...lang.optimizer_states import OptimizerStates
 from ...measure.testbed import enter_device
 from ...runtime.calls import Signature
+from ...runtime.modes import set_modes
 from ...runtime.optimizer_check import check_can_be_prepared
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
 from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
-from .modes import as_its_train_has_it, set_modes
+from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
 from .refusals import check_gives_all, check_last_batch, check_unwrapped
@@ -151,7 +152,7 @@ def prepare(
             compile=compile,
             check_model=False,  # it was traced just now
         )
-    set_modes(parallel, modes)
+    set_modes(parallel.modules(), modes)
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader
