@@ -52,7 +52,7 @@ class Timeline:
     """One step, predicted or measured. ``peak_memory_bytes`` and ``compute_s`` have one entry per rank (peaks
     none, where it was enough to know that they fit); ``communication_s`` counts a collective once.
     ``link_busy_s``, of a predicted step with events: for how long each link carries something, by its way
-    ("out", "in" or "inside") and the number of its machine."""
+    ("out", "in", "inside", "bridge" or "link N") and the number of its machine."""
 
     step_s: float
     peak_memory_bytes: tuple[int, ...]

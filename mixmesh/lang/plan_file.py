@@ -86,7 +86,8 @@ class Plan:
     ``devices``: what was planned for, per rank; None where that is not known, and then nothing is compared at
     the start. ``usable_bytes``: per rank, the memory that the plan may use, if that is known; batches of
     other shapes may take no more. ``autocast``: a type of device and a dtype, of the context that the model
-    is called under; None for none. ``edited``: the program was read from a file and is not as mixmesh wrote
+    is called under; None for none. ``tf32``: matrix products of float32 may run in TF32, and costs and bounds
+    count on it. ``edited``: the program was read from a file and is not as mixmesh wrote
     it, so that its types are not known to be those that PyTorch gives.
     """
 
@@ -115,6 +116,7 @@ class Plan:
     returned: Returned = Returned()
     usable_bytes: tuple[int, ...] = ()
     autocast: tuple[str, str] | None = None
+    tf32: bool = False
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # where it was just made
@@ -230,6 +232,8 @@ def _header(plan: Plan, program_digest: str) -> str:
         lines.append(f"returns_tuple = {_toml(plan.returned.is_tuple)}")
     if plan.autocast is not None:
         lines.append(f"autocast = {_toml(list(plan.autocast))}  # around the model's call")
+    if plan.tf32:
+        lines.append("tf32 = true  # in matrix products of float32")
     if not plan.edited:  # an edited program stays one when it is saved again
         lines.append(f"program_digest = {_toml(program_digest)}  # of the program below")
     if plan.batch_norm == LOCAL:
@@ -288,6 +292,7 @@ def _from_header(header: dict, program: Program, where: str, *, edited: bool) ->
         ),
         usable_bytes=tuple(header.get("usable_bytes", ())),
         autocast=tuple(header["autocast"]) if "autocast" in header else None,
+        tf32=header.get("tf32", False),
         edited=edited,
         **values,
     )

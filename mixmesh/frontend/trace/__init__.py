@@ -46,6 +46,7 @@ from .simplify import (
     static_shapes,
     updates_at_once,
 )
+from .tf32 import tf32_now
 
 __all__ = [
     "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "Rule", "Traced",
@@ -58,7 +59,8 @@ class Traced:
     """``output_has_loss``: the model returns an object or dict with the loss, not the loss itself.
     ``warnings`` say what about the model is unlikely to be meant; ``arguments`` are those of the call that
     was traced, by name: "tensor", or a constant's text. ``returned`` says what the model returns where
-    it does not return the loss itself. ``autocast`` is the context of that call."""
+    it does not return the loss itself. ``autocast`` is the context of that call, ``tf32`` whether the process
+    let matrix products of float32 run in TF32 (``torch.backends.cuda.matmul.allow_tf32``)."""
 
     graph: Graph
     output_has_loss: bool
@@ -66,6 +68,7 @@ class Traced:
     arguments: tuple[tuple[str, str], ...] | None = None
     returned: Returned = Returned()
     autocast: Autocast | None = None
+    tf32: bool = False
 
 
 # operators that have a rule, or are written out by a pass
@@ -164,7 +167,8 @@ def trace(
     if captured.outputs:
         graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))
-    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
+    call = captured.arguments, captured.returned, autocast
+    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now())
 
 
 def depends_on_batch(graph: Graph) -> bool:
