@@ -54,8 +54,8 @@ class Timeline:
 
     ``peak_memory_bytes`` and ``compute_s`` have one entry per rank; ``peak_memory_bytes`` is empty where it
     was enough to know that the step fits. ``communication_s`` counts a collective once. ``link_busy_s`` says,
-    for a predicted step with events, how long each link carries data: its direction ("out", "in" or
-    "inside"), the number of its machine, and seconds.
+    for a predicted step with events, how long each link carries data: its direction ("out", "in",
+    "inside", "bridge" or "link N"), the number of its machine, and seconds.
     """
 
     step_s: float

@@ -55,8 +55,7 @@ Unmeasured = Annotated[
     typer.Option(
         "--unmeasured",
         metavar="NAME",
-        help="Count on what no GPU was measured to do: one-shot-sums, overlapped-issue, blocking-sends; "
-        "repeat.",
+        help="Count on what no GPU was measured to do: one-shot-sums, blocking-sends; repeat.",
     ),
 ]
 BatchNorm = Annotated[

@@ -35,7 +35,7 @@ def explain_tensor(
     layers. Raises InputError for a tensor that is not there, PlanError for a plan of another cluster.
     """
     check_plan(plan, cluster)
-    costs = CostModel(cluster, profile)
+    costs = CostModel(cluster, profile, tf32=plan.tf32)
     view = view_of(plan.program, costs, tensor, all_layers, optimizer_states)
     question = Question(plan, view, costs, optimizer_states)
     alternatives = tuple(question.alternatives())

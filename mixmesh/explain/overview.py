@@ -72,7 +72,7 @@ def explain_plan(
 ) -> Overview:
     """Describes a plan. Raises PlanError for a plan of another cluster."""
     check_plan(plan, cluster)
-    costs = CostModel(cluster, profile)
+    costs = CostModel(cluster, profile, tf32=plan.tf32)
     kind = kind_of(plan)
     timeline = Judge(plan, costs, optimizer_states).planned().proposal.timeline
     return Overview(

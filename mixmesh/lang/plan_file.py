@@ -94,6 +94,7 @@ class Plan:
     - ``usable_bytes``: per rank, the memory that the plan may use, also with batches of other shapes; empty
       where it is not known.
     - ``autocast``: the type of device and the dtype of the autocast context around the model's call, or None.
+    - ``tf32``: matrix products of float32 may run in TF32, and costs and bounds count on it.
     - ``edited``: the program comes from a file and differs from what mixmesh wrote, so that its types may not
       be those of PyTorch.
     """
@@ -123,6 +124,7 @@ class Plan:
     returned: Returned = Returned()
     usable_bytes: tuple[int, ...] = ()
     autocast: tuple[str, str] | None = None
+    tf32: bool = False
     edited: bool = field(default=False, compare=False)
     notes: dict[int, str] = field(default_factory=dict, compare=False, repr=False)
     passes: tuple[PassResult, ...] = field(default=(), compare=False, repr=False)  # only of a new plan
@@ -236,6 +238,7 @@ def _optional_values(plan: Plan, program_digest: str) -> tuple[tuple[str, object
         ("loss_name", returned and returned.loss, "of these"),
         ("returns_tuple", returned and returned.is_tuple, ""),
         ("autocast", plan.autocast, "around the model's call"),
+        ("tf32", plan.tf32 or None, "in matrix products of float32"),
         # an edited program stays one when it is saved again
         ("program_digest", None if plan.edited else program_digest, "of the program below"),
         (
@@ -293,6 +296,7 @@ def _from_header(header: dict[str, Any], program: Program, where: str, *, edited
         ),
         usable_bytes=tuple(header.get("usable_bytes", ())),
         autocast=tuple(header["autocast"]) if "autocast" in header else None,
+        tf32=header.get("tf32", False),
         edited=edited,
         **values,
     )

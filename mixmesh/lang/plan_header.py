@@ -118,6 +118,7 @@ ROWS: dict[str, Row] = {
         'a type of device and a dtype: ["cuda", "bf16"]',
         optional=True,
     ),
+    "tf32": FLAG._replace(optional=True),
     "batch_norm": TEXT._replace(optional=True),
     "program_digest": TEXT._replace(optional=True),
     "warnings": Row(lambda v: _is_list(v, _is_text), "a list of strings", optional=True),

@@ -46,6 +46,7 @@ from .simplify import (
     static_shapes,
     updates_at_once,
 )
+from .tf32 import tf32_now
 
 __all__ = [
     "DTYPE_NAME", "PASSES", "TORCH_DTYPE", "Builder", "LossSource", "Rule", "Traced",
@@ -60,7 +61,8 @@ class Traced:
     ``output_has_loss``: the model returns an object or dict with the loss, not the loss itself. ``warnings``
     point out what is probably a mistake in the model. ``arguments`` are those of the call, by name: "tensor",
     or the text of a constant. ``returned`` is what the model returns, where it does not return the loss
-    itself. ``autocast`` is the context of the call.
+    itself. ``autocast`` is the context of the call; ``tf32``: whether the process let
+    matrix products of float32 run in TF32 (``torch.backends.cuda.matmul.allow_tf32``).
     """
 
     graph: Graph
@@ -69,6 +71,7 @@ class Traced:
     arguments: tuple[tuple[str, str], ...] | None = None
     returned: Returned = Returned()
     autocast: Autocast | None = None
+    tf32: bool = False
 
 
 # operators that have a rule, or that a pass replaces
@@ -170,7 +173,8 @@ def trace(
     if captured.outputs:
         graph = mark_outputs(graph, is_outside=may_be_outside and not captured.returned.has_loss)
     warnings = (*captured.warnings, *_warnings(graph))
-    return Traced(graph, captured.output_has_loss, warnings, captured.arguments, captured.returned, autocast)
+    call = captured.arguments, captured.returned, autocast
+    return Traced(graph, captured.output_has_loss, warnings, *call, tf32_now())
 
 
 def depends_on_batch(graph: Graph) -> bool:
