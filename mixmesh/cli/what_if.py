@@ -71,8 +71,8 @@ def what_if(
 
 
 def prepared(loaded: Job, planner: str, profile: Path | None) -> tuple[Any, int, Any, Any]:
-    """The sources of answers: the traced model for a multiple of the batch, the samples of a batch, the
-    planner with the job's optimizer, and the profile."""
+    """Returns a function that traces the model for a multiple of the batch, the samples of a batch, a
+    function that plans with the job's optimizer, and the profile."""
     from ..api import load_profile, plan_traced
     from ..frontend.job import batch_size, needs_whole_parameters, optimizer_states
     from ..frontend.trace import trace
@@ -92,7 +92,7 @@ def prepared(loaded: Job, planner: str, profile: Path | None) -> tuple[Any, int,
 
 
 def repeated(job: Job, times: int) -> Any:
-    """The job's batch with its samples repeated ``times`` times."""
+    """Repeats the samples of the job's batch."""
     if times == 1:
         return job.batch
     import torch
@@ -103,8 +103,8 @@ def repeated(job: Job, times: int) -> Any:
     )
 
 
-def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
-    now = found[0]
+def what_if_table(answers: list[Answer], rows: list[Answer]) -> str:
+    now = answers[0]
     is_priced = now.price_per_hour is not None
     header = ["change", "step", "per sample", "samples/s", "planned by"]
     is_epoch_known = is_priced and now.epoch_samples is not None
@@ -126,10 +126,10 @@ def what_if_table(found: list[Answer], rows: list[Answer]) -> str:
     return table(header, cells)
 
 
-def what_if_object(found: list[Answer]) -> dict[str, Any]:
+def what_if_object(answers: list[Answer]) -> dict[str, Any]:
     from ..explain.whatif.answers import advice
 
-    now = found[0]
+    now = answers[0]
     rows = [
         {
             "kind": a.change.kind,
@@ -143,6 +143,6 @@ def what_if_object(found: list[Answer]) -> dict[str, Any]:
             "price_per_million_samples": None if a.sample_price is None else MILLION * a.sample_price,
             "price_per_epoch": a.epoch_price,
         }
-        for a in found
+        for a in answers
     ]
-    return {"now": rows[0], "changes": rows[1:], "advice": advice(found)}
+    return {"now": rows[0], "changes": rows[1:], "advice": advice(answers)}

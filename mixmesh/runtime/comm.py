@@ -172,7 +172,8 @@ class Comm:
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group in use for one purpose. Its errors name this rank and that purpose."""
+    """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_call`` is
+    False where ranks start its collectives at other moments between their calls."""
 
     comm: Comm
     group: dist.ProcessGroup | None

@@ -1,7 +1,7 @@
-"""A job: the user's own file, a function in it, and what that function returns.
+"""A job: a function in the user's file that returns a model, a batch, an optimizer and data.
 
-job         what it returns                     loading     the file and the function
-checks      what is wrong with it               optimizers  its optimizer: states, kernels, what may be cut
+job         the returned value                  loading     the file and the function
+checks      errors in the returned value        optimizers  its optimizer: states, kernels, what may be cut
 workloads   the package's own jobs, the only ones that import torch at once
 """
 

@@ -1,4 +1,4 @@
-"""A job as a value: what the user's function returns."""
+"""The job: the value that the user's function returns."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ WORKLOAD = "workload:"
 class Job:
     """A model to train, with its batch and optimizer.
 
-    ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with
-    ``.loss``. ``batch`` is one global example batch, the samples in dim 0 of its tensors; tensors without
-    dims stand for themselves. ``optimizer`` maps parameters to a ``torch.optim`` optimizer, ``data`` is
-    iterated over for batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler,
-    which is stepped after each of the optimizer's steps. ``outputs`` names what the parallel model returns
-    beside the loss, of what the model does (``("logits",)``, or ``(1,)`` of a tuple).
+    ``model(**batch)`` (or ``model(*batch)`` for a tuple) returns a scalar loss or an object with ``.loss``.
+    ``batch`` is one global example batch, with the samples in dim 0 of its tensors; tensors without dims are
+    the same for all samples. ``optimizer`` maps parameters to a ``torch.optim`` optimizer; ``data`` is an
+    iterable of batches like ``batch``. ``scheduler`` maps the optimizer to a learning rate scheduler, which
+    is stepped after each of the optimizer's steps. ``outputs`` names what the parallel model returns in
+    addition to the loss, from what the model returns (``("logits",)``, or ``(1,)`` for a tuple).
     """
 
     model: Any
@@ -30,7 +30,7 @@ class Job:
 
 
 def batch_size(batch: Mapping[str, Any] | tuple) -> int | None:
-    """Samples in a batch; None if no tensor of it has dims."""
+    """The number of samples in a batch; None if none of its tensors has dims."""
     import torch
     from torch.utils import _pytree as pytree
 
