@@ -25,7 +25,8 @@ from ...runtime.accelerator import indexed
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
-from .constants import gpu_process_bytes, process_bytes
+from ...runtime.messages import meet
+from .constants import ProcessMemory, gpu_process_memory, process_memory
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -61,9 +62,9 @@ def profile(
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
     progress("memory of a process without tensors")
-    idle, working = constant_bytes(comm, cluster)
+    idle, working, communicator = constant_memory(comm, cluster)
     on_start()
-    dist.barrier()
+    meet()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
@@ -96,7 +97,18 @@ def profile(
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
     mine = DeviceProfile(
-        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+        ops,
+        optimizer_s,
+        working,
+        scale,
+        slowdown,
+        host_s,
+        host_scale,
+        idle,
+        samples,
+        *rest,
+        beside_s,
+        communicator,
     )
     measured = everyones((own, mine, skipped))
     devices = {}
@@ -124,7 +136,7 @@ def profile_links(
     """
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
     on_start()
-    dist.barrier()
+    meet()
     started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
     links_s = time.perf_counter() - started
@@ -177,17 +189,17 @@ def confirmed(
     )
 
 
-def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
-    """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
+def constant_memory(comm: Comm, cluster: Cluster) -> ProcessMemory:
+    """Bytes of their device's memory that processes hold before any tensor. Collective.
 
     On a CPU the first rank of every machine measures it for the others: they run the same libraries.
     """
     if comm.device.type != "cpu":
-        return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
+        return gpu_process_memory(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    of_all = everyones((machine, process_bytes() if first else (0, 0)))
-    return max(sizes for there, sizes in of_all if there == machine)
+    of_all = everyones((machine, tuple(process_memory()) if first else (0, 0)))
+    return ProcessMemory(*max(sizes for there, sizes in of_all if there == machine))
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...cost import CostModel
 from ...frontend.trace.capture import loss_of
 from ...lang.ir import Graph
 from ...lang.rules import call_of
 from ...runtime.allocator import give_back
+from ...runtime.messages import meet
 from ...runtime.optimizers import fuse
 from .children import attempt_on
 from .meter import REPEATS, Meter
@@ -91,11 +91,11 @@ def measure_steps(
         while count and attempt_on(device, partial(both, count), TRIAL_S).out_of_memory:
             count //= 2
         if not count:
-            dist.barrier()  # as those who measure
+            meet()  # as those who measure
             continue
         batch = part(count)
         step(batch)
-        dist.barrier()
+        meet()
         measured = mean_s(clock, partial(step, batch), budget_s / len(FACTORS))
         predicted = predicted_step_s(graph, costs, device_class, count / rows)
         if predicted > 0:

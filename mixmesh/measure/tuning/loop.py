@@ -16,6 +16,7 @@ from ...frontend.trace import trace
 from ...lang.plan_file import Plan
 from ...planner import make_plans
 from ...runtime.comm import default_device, initialise
+from ...runtime.messages import message_group
 from ...simulator import simulate
 from ..testbed import leave_device
 from .correct import corrected, device_factors
@@ -120,7 +121,7 @@ class _Planning:
                 said = [list(map(str, planned))]
             except MixmeshError as error:
                 said = [error]
-        dist.broadcast_object_list(said)
+        dist.broadcast_object_list(said, group=message_group())
         if isinstance(said[0], MixmeshError):
             raise said[0]
         return planned or tuple(map(Plan.parse, said[0]))

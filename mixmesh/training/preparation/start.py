@@ -18,6 +18,7 @@ from ...cluster import Cluster
 from ...cluster.detection import Cache, detect, read_inventory
 from ...cluster.detection.cache import key_of
 from ...cost import Profile
+from ...cost.gpu_memory import allocator_loss
 from ...errors import InputError
 from ...frontend.job import needs_whole_parameters, optimizer_states
 from ...frontend.trace import Traced, trace
@@ -126,9 +127,11 @@ def prepare_job(
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
         )
     what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
+    returned = traced.output_has_loss, traced.returned
+    plan_key = key_of(job_key, what_plans_rest_on, *returned, allocator_loss())
     plan = phases.kept(
         "plan",
-        f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
+        f"plans/{plan_key}.plan",
         (Plan.load, lambda made, path: made.save(path)),
         lambda: from_first_rank(lambda: _planned(traced, job, cluster, profile, options, progress)),
     )
