@@ -45,6 +45,7 @@ def prepared_plan(
     batch_norm: str = "exact",
     cluster_file: Path | None = None,
     heartbeat_s: float = 20.0,
+    compiles: bool = False,
 ) -> tuple[Job, Prepared, int]:
     """The job, its plan for the devices of this launch with what that rests on, and this process's rank.
     Collective. Random numbers are as the job left them, alike on all ranks."""
@@ -64,7 +65,9 @@ def prepared_plan(
             prepared = prepare_job(
                 loaded,
                 world_size,
-                options=Options(profile_s, planner, heartbeat_s=heartbeat_s, batch_norm=batch_norm),
+                options=Options(
+                    profile_s, planner, heartbeat_s=heartbeat_s, batch_norm=batch_norm, compiles=compiles
+                ),
                 cache=Cache(None if is_fresh else folder or default_folder()),
                 cluster_file=cluster_file,
                 progress=say,

@@ -127,7 +127,15 @@ def run(
     if plan is None:
         with checkpoint_stays(kept):
             loaded, prepared, rank = prepared_plan(
-                job, profile_s, planner, cache, is_fresh, batch_norm or "exact", cluster, heartbeat_s
+                job,
+                profile_s,
+                planner,
+                cache,
+                is_fresh,
+                batch_norm or "exact",
+                cluster,
+                heartbeat_s,
+                compiles,
             )
         jobs.append(loaded)
         del loaded

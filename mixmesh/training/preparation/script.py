@@ -121,6 +121,7 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
+            compiles=compile,
             may_be_outside=loss is None and not outputs,
         )
         try:

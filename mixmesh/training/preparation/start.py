@@ -50,6 +50,7 @@ class Options:
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
+    compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
     may_be_outside: bool = False  # the script computes the loss, where the model returns none
 
 
@@ -118,11 +119,11 @@ def prepare_job(
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:
-        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s)
+        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s, options.compiles)
         kinds = Kinds.of(phases.cache, kind_key, where)
         profile = phases.kept(
             "profile",
-            f"profiles/{key_of(job_key, options.profile_s)}.json",
+            f"profiles/{key_of(job_key, options.profile_s, options.compiles)}.json",
             (Profile.load, lambda made, path: made.save(path)),
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
         )
@@ -220,7 +221,7 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
         if known is not None:
             progress("operators: kept of devices of these kinds")
             return profile_links(graph, cluster, known, **common)
-        made = measure_profile(graph, job, cluster, **common)
+        made = measure_profile(graph, job, cluster, compiles=options.compiles, **common)
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
