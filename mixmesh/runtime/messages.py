@@ -14,7 +14,8 @@ import torch.distributed as dist
 from .accelerator import HOST_BACKEND, is_on_device
 
 PRETENDED_BACKEND = "fake"  # PyTorch's, of one process as if all others were there
-_made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []  # the default group, and that for its messages
+# the default group, and that for its messages
+_made: list[tuple[dist.ProcessGroup | None, dist.ProcessGroup]] = []
 
 
 def begin_messages(timeout: timedelta) -> None:

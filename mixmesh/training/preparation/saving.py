@@ -54,6 +54,8 @@ def _save(path_or_state: Any, path: Any, parts: dict[str, Any]) -> None:
     for name, part in parts.items():
         check_has_state(name, part)
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
+    for model in models:
+        model.check_replicas()
     states = {name: full_state(part, models) for name, part in parts.items()}
     from_first_rank(lambda: torch.save(states, path_or_state))
 
