@@ -99,5 +99,7 @@ def test_a_profile_of_the_other_setting_is_warned_about():
 
 
 def test_plans_of_cpus_say_nothing_of_it():
-    plan = make_plan(MLP, cluster(THREE.replace("memory_gib", 'kind = "cpu", memory_gib')), planner="ddp-even")
+    plan = make_plan(
+        MLP, cluster(THREE.replace("memory_gib", 'kind = "cpu", memory_gib')), planner="ddp-even"
+    )
     assert "tf32" not in str(plan).lower()
