@@ -10,6 +10,7 @@ from ..lang.ir import Program, Replicate, Samples, separable, support, wgrad_of,
 from ..lang.optimizer_states import OptimizerStates
 from ..lang.plan_file import MicroBatch, Plan, accumulates, accumulation
 from ..passes.recomputation import recomputed
+from ..planner.budget import AMPLE
 from ..planner.passes.flat import flat
 from ..planner.passes.order import ordered
 from ..planner.passes.rematerialisation import fewest
@@ -78,7 +79,7 @@ class Judge:
         """In the fastest of its orders, as plans are that take the batch at once."""
         if self.accumulates:
             return judged
-        return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal)))
+        return replace(judged, proposal=flat(self.task, ordered(self.task, judged.proposal, AMPLE)))
 
     def in_micro_steps(self, program: Program) -> Judged:
         refused = ""
