@@ -13,6 +13,7 @@ from ..cluster import Cluster
 from ..cost import CostModel
 from ..cost.gaps import gaps
 from ..cost.placed import Sheet
+from ..cost.tf32 import tf32_warnings
 from ..errors import InputError
 from ..lang.ir import Graph, Returned
 from ..lang.plan_devices import planned_devices
@@ -47,6 +48,8 @@ class Traced(Protocol):
     def autocast(self) -> tuple[str, str] | None: ...
     @property
     def returned(self) -> Returned: ...
+    @property
+    def tf32(self) -> bool: ...
 
 
 def make_plan(
@@ -68,7 +71,8 @@ def make_plans(
     prediction first (``finalists``)."""
     wanted = Options(**options)
     with untouched():
-        costs = CostModel(cluster, wanted.profile, wanted.unmeasured)
+        tf32 = traced.tf32 if wanted.tf32 is None and not isinstance(traced, Graph) else bool(wanted.tf32)
+        costs = CostModel(cluster, wanted.profile, wanted.unmeasured, tf32=tf32)
         return plans_of(traced, costs, wanted, count, progress or (lambda _: None))
 
 
@@ -176,9 +180,11 @@ def plan_of(task: Task, proposal: Proposal, planning_s: float) -> Plan:
             *whole_batch_warnings(graph, program),
             *dtype_warnings(task, program),
             *gaps(program, task.costs),
+            *tf32_warnings(task.costs, graph),
         ),
         micro_batches=proposal.micro_batches,
         devices=planned_devices(cluster),
         usable_bytes=tuple(int(size) for size in task.usable_bytes),
+        tf32=task.costs.tf32,
         notes=notes_of(program, sheet),
     )

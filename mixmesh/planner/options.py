@@ -21,7 +21,8 @@ class Options:
     have no end of their own (heterog, tag, placed: each ``SEARCH_S`` by default); ``auto`` asks these and
     other slow ones only where it is given, within it. ``exact_s`` is how long HiGHS may prove how far from
     the cheapest the chosen program is. ``unmeasured`` names mechanisms of GPUs to count on that were never
-    measured (``cost.UNMEASURED``).
+    measured (``cost.UNMEASURED``). ``tf32``: whether matrix products of float32 may run in TF32; None for
+    what the job had when it was traced. A bare graph does not say, and then it is not counted on.
 
     Raises InputError for an unknown planner, or an exact search without time.
     """
@@ -33,6 +34,7 @@ class Options:
     search_s: float | None = None
     exact_s: float | None = None
     unmeasured: Collection[str] = ()
+    tf32: bool | None = None
 
     def __post_init__(self) -> None:
         check_planner(self.planner)
