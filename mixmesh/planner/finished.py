@@ -33,7 +33,7 @@ def finish(task: Task, chosen: Proposal, every: Sequence[Proposal]) -> Proposal:
     can be done; the others may gain more, and are looked at where no search has been for such plans."""
     usual = [p for p in every if p.feasible and BY_NAME[p.planner].is_usual]
     is_usual = BY_NAME[chosen.planner].is_usual
-    near = []
+    near: list[Proposal] = []
     if usual and (is_usual or not task.budget.is_ample):
         near = finished_near(task, [chosen, *usual] if is_usual else usual)
     if not is_usual:
