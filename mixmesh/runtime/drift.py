@@ -60,9 +60,9 @@ class DriftWatch:
     def __init__(self, comm: Comm, held: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
         self._comm = comm
         self._replicas = [
-            Replica(name, layout.ranks, math.prod(s.shape), s.dtype)
+            Replica(name, layout.ranks, torch.Size(s.shape).numel(), s.dtype)
             for name, s in stored.items()
-            if name in held and s.dtype in ROUNDING and math.prod(s.shape)
+            if name in held and s.dtype in ROUNDING and torch.Size(s.shape).numel()
             for layout in s.copies or (s.held,)
             if is_replicated(layout)
         ]
@@ -85,7 +85,9 @@ class DriftWatch:
         with comm.call("comparison of parameters"):
             channel = comm.channel(comm.everyone, "all_gather of norms of parameters")
             mine = self._norms().to(comm.device).unsqueeze(0)
-            of_ranks = collectives.all_gather(channel, mine, [1] * comm.world_size).cpu()
+            gathered = collectives.all_gather(channel, mine, [1] * comm.world_size)
+            assert isinstance(gathered, Tensor)  # a handle only where it is asked for
+            of_ranks = gathered.cpu()
         for number, replica in enumerate(self._replicas):
             self._compare(replica, of_ranks[:, number])
         self._alike_at = self.num_calls

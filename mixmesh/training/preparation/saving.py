@@ -139,12 +139,12 @@ def _is_loader(name: str, part: Any) -> bool:
     return hasattr(part, "__iter__")
 
 
-def parallel_models(module: nn.Module) -> list[nn.Module]:
+def parallel_models(module: nn.Module) -> list[Any]:
     """The parallel models that a module is or holds."""
     return [m for m in module.modules() if hasattr(m, "_runtime")]
 
 
-def full_state(part: Any, models: list[nn.Module]) -> Any:
+def full_state(part: Any, models: list[Any]) -> Any:
     """The state of one part as on a single device; a plain value is its own state. Collective."""
     if isinstance(part, nn.Module):
         with whole(part) as module:
