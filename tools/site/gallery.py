@@ -112,8 +112,7 @@ def output(plan: Plan, cluster: Cluster) -> str:
         for c in plan.candidates
     ]  # fmt: skip
     ideal = f"all devices computing all the time, as estimated, would take {seconds(plan.ideal_s)}"
-    no_faster = bound(plan.bound_s, plan.is_bound_measured)
-    head = [headline(plan, cluster), no_faster, *([] if plan.is_bound_measured else [ideal])]
+    head = [headline(plan, cluster), bound(plan), *([] if plan.is_bound_measured else [ideal])]
     return "\n".join([*head, "", table(("", "candidate", "step", "fits"), rows)])
 
 
