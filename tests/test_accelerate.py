@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import mixmesh
 from mixmesh.accelerate import Accelerator
-from mixmesh.training.integrations.accelerate.refusals import check_arguments, check_model, check_prepared
+from mixmesh.training.integrations.accelerate.refusals import check_arguments, check_prepared
+from mixmesh.training.integrations.launched import check_not_spread
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 RANKS = 2
@@ -175,10 +176,10 @@ def test_one_call_prepares_what_is_planned_together():
 
 def test_models_on_devices_already_are_refused():
     model = nn.Linear(2, 2)
-    check_model(model)
+    check_not_spread(model)
     model.hf_device_map = {"": 0}
     with pytest.raises(mixmesh.InputError, match="device_map"):
-        check_model(model)
+        check_not_spread(model)
 
 
 def test_without_torchrun_it_is_the_plain_accelerator(fresh):
