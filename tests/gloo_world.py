@@ -18,6 +18,7 @@ from fuzz.ports import free_port
 from fuzz.world import forking
 from torch import nn
 
+from mixmesh.errors import CollectiveError
 from mixmesh.lang.ir import Program
 from mixmesh.runtime.comm import leave
 from mixmesh.runtime.parallel import parallelize
@@ -58,7 +59,7 @@ def _worker(
             results[name] = traceback.format_exc()
     Path(folder, str(rank)).write_bytes(pickle.dumps(results))
     if dist.is_initialized() and not any(results.values()):
-        with suppress(RuntimeError):  # another rank failed and has gone
+        with suppress(RuntimeError, CollectiveError):  # another rank failed and has gone
             leave()
     else:  # the others may wait for what never comes
         sys.stderr.flush()

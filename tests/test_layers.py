@@ -23,7 +23,8 @@ LAYERS: tuple[tuple[set[str], ...], ...] = (
     (
         {"errors"},
         {"base.lazy"},
-        {"base.files", "base.callers"},
+        {"base.patch"},
+        {"base.files", "base.callers", "base.progress"},
         {"base.units"},
         {"base.solver"},
         {"lang.operators"},

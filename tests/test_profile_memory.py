@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mixmesh.cost import CostModel, moved_bytes
 from mixmesh.frontend.job import Job
 from mixmesh.frontend.trace import trace
 from mixmesh.lang.rules import call_of
+from mixmesh.measure.profiler import steps
 from mixmesh.measure.profiler.meter import Meter
 from mixmesh.measure.profiler.operators import measure_ops, sharded, share_bytes
 from mixmesh.measure.profiler.steps import measure_steps
@@ -63,13 +65,15 @@ class Hungry(torch.nn.Module):
         return self.layer(x).square().mean()
 
 
-def steps_of(most: int) -> tuple[float, float] | None:
+def steps_of(most: int, compiles: bool = False) -> tuple[float, float] | None:
     batch = {"x": torch.randn(32, 8)}
     whole = Job(Hungry(32), batch, optimizer=jobs.adamw)
     made = trace(whole.model, batch).graph
     before = [p.clone() for p in whole.model.parameters()]
     whole.model.most = most
-    found = measure_steps(made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05)
+    found = measure_steps(
+        made, whole, 0.5, CostModel(cluster(THREE)), 0, Meter(CPU, emulated=False), 0.05, compiles
+    )
     assert all(torch.equal(a, b) for a, b in zip(before, whole.model.parameters()))
     return found
 
@@ -89,7 +93,22 @@ def none(_) -> None:
     assert steps_of(0) is None
 
 
-CHECKS = {f.__name__: f for f in (enough, halved, none)}
+def compiled(_) -> None:
+    """Whole steps are those of the compiled model, if the job is compiled: for one size of a batch."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        graphs.append(inputs)
+        return graph
+
+    steps.compiled = partial(torch.compile, dynamic=False, backend=backend)
+    for compiles in (False, True):
+        scale, optimizer_s = steps_of(32, compiles)
+        assert scale > 0 and optimizer_s > 0
+        assert len(graphs) == int(compiles)
+
+
+CHECKS = {f.__name__: f for f in (enough, halved, none, compiled)}
 
 
 def begin() -> None:

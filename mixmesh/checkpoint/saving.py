@@ -148,7 +148,9 @@ def content_of(
     what cannot be kept."""
     check_numbers(step, keep)
     if hasattr(model, "_runtime"):
-        model._runtime.check_values()
+        parallel: Any = model
+        parallel._runtime.check_values()
+        parallel.check_replicas()
     tensors, described, optimizer_values = own_model_tensors(model, ranks.rank), None, {}
     if optimizer is not None:
         named = NamedOptimizer.of(model, optimizer, ranks.rank)

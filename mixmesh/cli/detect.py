@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..base.progress import telling
 from ..errors import InputError
 from .output import Json, print_json
-from .profile import telling
 
 
 def detect(

@@ -1,20 +1,18 @@
-"""The start of ``mixmesh run`` without a plan: detect, profile, plan, and say what was decided."""
+"""The start of ``mixmesh run`` without a plan: detects, profiles, plans, and prints the result."""
 
 from __future__ import annotations
 
 import os
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..frontend.job import Job
-from .output import seconds
-from .profile import telling
 
 if TYPE_CHECKING:
-    from ..training.preparation import Prepared
+    from ..training.preparation import Options, Prepared
 
 ProfileSeconds = Annotated[
     float,
@@ -36,46 +34,50 @@ CacheFolder = Annotated[
 Fresh = Annotated[bool, typer.Option("--fresh-plan", help="Measure and plan again, whatever is kept.")]
 
 
-def prepared_plan(
-    job: str,
-    profile_s: float,
-    planner: str,
-    folder: Path | None,
-    is_fresh: bool,
-    batch_norm: str = "exact",
-    cluster_file: Path | None = None,
-    heartbeat_s: float = 20.0,
-) -> tuple[Job, Prepared, int]:
-    """The job, its plan for the devices of this launch with what that rests on, and this process's rank.
-    Collective. Random numbers are as the job left them, alike on all ranks."""
+@dataclass(frozen=True)
+class Preparing:
+    """The options of a start without a plan; ``folder`` is that of the cache."""
+
+    profile_s: float
+    planner: str
+    folder: Path | None
+    is_fresh: bool
+    batch_norm: str
+    cluster_file: Path | None
+    heartbeat_s: float
+    compiles: bool = False
+
+    def options(self) -> Options:
+        from ..training.preparation import Options
+
+        return Options(
+            self.profile_s,
+            self.planner,
+            heartbeat_s=self.heartbeat_s,
+            batch_norm=self.batch_norm,
+            compiles=self.compiles,
+        )
+
+
+def prepared_plan(job: str, preparing: Preparing) -> tuple[Job, Prepared, int]:
+    """Loads a job and plans it for the devices of this launch. Returns both with this process's rank.
+    Collective. Random numbers stay as the job left them, equal on all ranks."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     from ..planner import check_planner
 
-    check_planner(planner)
+    check_planner(preparing.planner)
     from ..cluster.detection import Cache
     from ..cluster.detection.cache import default_folder
     from ..frontend.job import load_job
-    from ..training.preparation import Options, prepare_job, same_random_numbers
+    from ..training.preparation import prepare_job, same_random_numbers
 
-    with telling(rank, "preparing") as say:
-        say("loading the job")
-        loaded = load_job(job)
-        with same_random_numbers():
-            prepared = prepare_job(
-                loaded,
-                world_size,
-                options=Options(profile_s, planner, heartbeat_s=heartbeat_s, batch_norm=batch_norm),
-                cache=Cache(None if is_fresh else folder or default_folder()),
-                cluster_file=cluster_file,
-                progress=say,
-            )
-    if rank == 0:
-        from ..explain.headline import headline
-
-        for phase in prepared.phases:
-            source = "kept from an earlier start" if phase.was_kept else seconds(phase.time_s)
-            print(f"{phase.name}: {source}", file=sys.stderr)
-        print(headline(prepared.plan, prepared.cluster), file=sys.stderr, flush=True)
-        for warning in prepared.plan.warnings:
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+    loaded = load_job(job)
+    with same_random_numbers():
+        prepared = prepare_job(
+            loaded,
+            world_size,
+            options=preparing.options(),
+            cache=Cache(None if preparing.is_fresh else preparing.folder or default_folder()),
+            cluster_file=preparing.cluster_file,
+        )
     return loaded, prepared, rank

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from ..base.progress import telling
 from ..cluster import Cluster
 from ..errors import InputError
 from .output import Json, print_json
@@ -30,6 +27,9 @@ def profile(
     ] = 60,
     micro_batches: Annotated[
         bool, typer.Option("--micro-batches", help="Confirm first how many samples each device can hold.")
+    ] = False,
+    compiles: Annotated[
+        bool, typer.Option("--compile", help="Measure whole steps as `mixmesh run --compile` runs them.")
     ] = False,
     batch_norm: BatchNorm = "exact",
     as_json: Json = False,
@@ -56,6 +56,7 @@ def profile(
             described,
             budget_s=budget,
             program=program,
+            compiles=compiles,
             on_start=enter_device,
             progress=say,
         )
@@ -64,7 +65,7 @@ def profile(
     leave()
     if rank:
         return
-    skipped = measured.provenance.get("skipped", [])
+    skipped = measured.provenance.get("skipped")
     if as_json:
         devices = {
             name: {
@@ -87,15 +88,15 @@ def profile(
     for name, d in measured.devices.items():
         if d.largest_micro_batch:
             print(f"{name}: up to {', '.join(map(str, d.largest_micro_batch))} samples in ZeRO stages 0 to 3")
-    if skipped:
+    if isinstance(skipped, list) and skipped:
         print(f"warning: no time was left for {', '.join(skipped)}: estimated instead")
 
 
 def on_every_device(
     command: str, job: str, cluster: Path | None, out: Path, *, writes: str
 ) -> tuple[Cluster, int]:
-    """The cluster, given or the testbed's, and this process's rank, of a command that writes to ``out`` what
-    was measured. Raises InputError."""
+    """The cluster (of the file, or the testbed's) and this process's rank, for a command that measures and
+    writes to ``out``. Raises InputError."""
     cluster_path = cluster or os.environ.get(CLUSTER_VARIABLE)
     if cluster_path is None:
         raise InputError(f"{command} needs to know the cluster", expected="--cluster C.toml")
@@ -105,31 +106,9 @@ def on_every_device(
     return described, check_launch(command, job, described, cluster_path, out)
 
 
-@contextmanager
-def telling(rank: int, doing: str) -> Iterator[Callable[[str], None]]:
-    """Says on the first rank's stderr what is going on: a line that changes on a terminal, one line per
-    stage elsewhere."""
-    if rank:
-        yield lambda text: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status(doing) as status:
-            yield status.update
-    else:
-        stage = [""]
-
-        def say(text: str) -> None:
-            name = re.sub(r" \d.*", "", text.split(":")[0])
-            if name != stage[0]:
-                stage[0] = name
-                print(f"{doing}: {name}", file=sys.stderr, flush=True)
-
-        yield say
-
-
 def check_launch(command: str, job: str, cluster: Cluster, path: Path | str, out: Path) -> int:
-    """This process's rank. Raises InputError, with what to type, outside of torchrun and the testbed."""
+    """Returns this process's rank. Raises InputError with a command to type outside of torchrun and the
+    testbed."""
     world_size = cluster.world_size
     line = f"mixmesh {command} {job} --cluster {path} --out {out}"
     if os.environ.get("WORLD_SIZE") == str(world_size) and "RANK" in os.environ:

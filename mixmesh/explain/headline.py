@@ -1,18 +1,24 @@
-"""A plan in one line."""
+"""Describes a plan in one line."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import floor, inf
+
 from ..base.units import plural, seconds_text
-from ..cluster import Cluster
+from ..cluster import Cluster, Device
 from ..lang.ir import Shard
 from ..lang.plan_file import Plan
 
+ROUNDING = 1e-6  # of sums of speeds
 BASELINES = (("single", "the fastest device alone"), ("ddp-even", "DDP"))
 
 
 def headline(plan: Plan, cluster: Cluster) -> str:
-    """One line for people: ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``, by what
-    the plan predicts of itself and of the baselines that fit."""
+    """Formats a plan's own predictions, and those of the baselines that fit, for people:
+    ``3 devices in 2 machines: hap, 22 / 7 / 3 samples, 118 ms, 1.4x of DDP``. Several devices are never
+    said to be faster than one by more than the sum of their speeds: a prediction that says so has seen one of
+    them at its worst."""
     devices = f"{plural(cluster.world_size, 'device')} in {plural(len(cluster.machines), 'machine')}"
     samples = samples_per_rank(plan)
     parts = [plan.planner]
@@ -20,16 +26,40 @@ def headline(plan: Plan, cluster: Cluster) -> str:
         parts.append(" / ".join(map(str, samples)) + " samples")
     parts.append(seconds_text(plan.predicted_step_s))
     steps_s = {c.planner: c.predicted_step_s for c in plan.candidates if c.feasible}
+    fastest = max(cluster.devices, key=lambda device: device.flop_per_s)
+    most = {"single": floored(summed_speeds(cluster.devices, (fastest,)))}
     parts += [
-        f"{steps_s[name] / plan.predicted_step_s:.2g}x of {words}"
+        f"{times_text(min(steps_s[name] / plan.predicted_step_s, most.get(name, inf)))} of {words}"
         for name, words in BASELINES
         if name in steps_s and name != plan.planner
     ]
     return f"{devices}: {', '.join(parts)}"
 
 
+def times_text(ratio: float) -> str:
+    """``1.4x``, ``120x``."""
+    return f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x"
+
+
+def floored(ratio: float) -> float:
+    """The largest number that ``times_text`` shows as it is and that is no more than ``ratio``."""
+    digits = 1 if ratio < 10 else 0
+    return floor(10**digits * ratio + ROUNDING) / 10**digits
+
+
+def summed_speeds(devices: Sequence[Device], part: Sequence[Device]) -> float:
+    """How many times as fast ``devices`` together are as ``part`` of them: by products, in half precision
+    too, or by memory, whichever is the most."""
+
+    def speeds(some: Sequence[Device]) -> list[float]:
+        rates = [(d.flop_per_s, d.half_flop_per_s, d.memory_bytes_per_s) for d in some]
+        return [sum(of_all) for of_all in zip(*rates)]
+
+    return max(of_all / of_part for of_all, of_part in zip(speeds(devices), speeds(part)))
+
+
 def samples_per_rank(plan: Plan) -> tuple[int, ...]:
-    """The samples of a global batch that each rank computes; all 0 where the program cuts no samples."""
+    """The samples of a global batch that each rank computes; zeros if the program does not cut samples."""
     program = plan.program
     if plan.micro_batches is not None:
         return tuple(sum(m.sizes) for m in plan.micro_batches)

@@ -21,6 +21,7 @@ from .accelerator import (
     HOST_BACKEND,
     device_backend,
     device_count,
+    grow_segments,
     indexed,
     is_accelerator,
     local_device,
@@ -31,6 +32,7 @@ from .first_rank import wait_for_all
 from .launch_store import connect_store, is_of_launcher
 from .layout import meetings
 from .lost import Waiting
+from .messages import begin_messages, end_messages
 from .processes import end_with_launcher, open_sockets
 from .taking_part import taking_part
 from .watch import BACKWARD, Watch
@@ -155,27 +157,32 @@ class Comm:
         instruction: Instruction | str,
         purpose: str = "data",
         part: str = "",
+        *,
+        is_call: bool = True,
     ) -> Channel:
         """The group of ``ranks`` on behalf of an instruction (or of what a string says), or of a ``part``
-        of it: its gradient."""
+        of it: its gradient. ``is_call`` is False where some ranks start within a call what others start after
+        it."""
         if isinstance(instruction, str):
             what, where = instruction, ""
         else:
             what = f"{part} of {instruction.op}" if part else instruction.op
             where = f"{print_instruction(instruction)}  {instruction.location}".rstrip()
         group = None if len(ranks) == 1 else self.groups[purpose, ranks]
-        return Channel(self, group, ranks, what, where)
+        return Channel(self, group, ranks, what, where, is_call)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A process group in use for one purpose. Its errors name this rank and that purpose."""
+    """A process group in use for one purpose. Its errors name this rank and that purpose. ``is_call`` is
+    False where ranks start its collectives at other moments between their calls."""
 
     comm: Comm
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
     what: str
     where: str
+    is_call: bool
 
     @property
     def me(self) -> int:
@@ -196,7 +203,7 @@ class Channel:
 
     def start(self, call: Callable, *args, **kwargs) -> dist.Work | None:
         """Starts a collective. One of all ranks is a call that the watch knows, whoever starts it."""
-        if self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
+        if self.is_call and self.comm.watch is not None and len(self.ranks) == self.comm.world_size:
             self.comm.watch.meet(self.what)
         try:
             return call(*args, group=self.group, async_op=True, **kwargs)
@@ -259,11 +266,17 @@ def backend_for(device: torch.device) -> str:
 def initialise(world_size: int, device: torch.device, timeout_s: float) -> None:
     """torch.distributed from the launcher's variables, unless it is initialised already."""
     take(device)
-    if dist.is_initialized():
-        return
-    end_with_launcher()
+    if is_accelerator(device):
+        grow_segments()
     # ranks find each other in more than a short time-out of collectives: they import PyTorch before
     timeout = datetime.timedelta(seconds=max(timeout_s, LEAST_S))
+    if not dist.is_initialized():
+        end_with_launcher()
+        _initialise(world_size, device, timeout)
+    begin_messages(timeout)
+
+
+def _initialise(world_size: int, device: torch.device, timeout: datetime.timedelta) -> None:
     backend = backend_for(device)
     missing = [name for name in RANK_VARIABLES if name not in os.environ]
     if missing and world_size == 1:
@@ -288,6 +301,7 @@ def leave() -> None:
     """Ends together: a rank that leaves early looks lost to the others."""
     wait_for_all("the end of all ranks")
     dist.destroy_process_group()
+    end_messages()
     gc.collect()  # frees what cycles keep alive (models that PyTorch wrapped hold groups), with its threads
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.progress import warn_once
 from ..frontend.trace.compiled import uncompiled
 from ..frontend.trace.dtypes import TORCH_DTYPE
 from ..frontend.trace.hooks import check_gradient_hooks
@@ -23,6 +24,7 @@ from . import optimizers
 from .allocator import HeapLimit, steady_heap, trim_heap
 from .calls import Calls
 from .comm import Comm
+from .drift import DriftWatch
 from .gradients import Bucket, GradientReducer, assign_buckets
 from .guards import Guards, wrapped_twice
 from .loss import LossSum
@@ -85,8 +87,9 @@ def parallelize(
     operators between collectives are compiled by ``torch.compile`` (``segments``) when a shape first comes.
     Of a model on the device meta no rank ever holds more than its pieces: ``checkpoint.load_weights`` or
     ``load`` gives them values, and until then every use raises InputError.
-    Raises PlanError if the model or the number of processes is not the plan's, InputError for an optimizer
-    that cannot work on shards, or a model that is parallel already.
+    The plan's warnings are told on the first rank, as warnings of the script's line. Raises PlanError if the
+    model or the number of processes is not the plan's, InputError for an optimizer that cannot work on
+    shards, or a model that is parallel already.
     """
     model = uncompiled(model)
     check_not_parallel(model, "parallelize")
@@ -116,6 +119,9 @@ def parallelize(
     options = dict(check_model=check_model, kept_shapes=kept_shapes, compiles=compile)
     parallel = _take(model, optimizer, plan, comm, stored, random, **options)
     parallel._runtime.without_values = tuple(without_values)
+    if not comm.rank and not isinstance(plan, Program):
+        for text in plan.warnings:
+            warn_once(text)
     if watch is not None and optimizer is not None:
         watch.count_steps(optimizer)
     return parallel, optimizer
@@ -217,6 +223,7 @@ def runtime_of(
             kept_shapes=kept_shapes,
             compiles=compiles,
         ),
+        DriftWatch(comm, dict(zip(first_names, taken.inner)), stored),
         PlannedModel(model, plan) if check_model and getattr(plan, "graph_fingerprint", "") else None,
         compiles=compiles,
     )

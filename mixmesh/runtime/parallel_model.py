@@ -112,6 +112,8 @@ class ParallelModel(Face):
         with self.comm.call("train forward" if self.training else "evaluation forward"):
             self._runtime.check_values()
             self._runtime.guards.check(self)
+            if self.training:
+                self._runtime.drift.before_call()
             if self._runtime.before_call is not None:
                 args, kwargs = self._runtime.before_call(args, kwargs)
             self._hooks_seen.check(self)
@@ -166,6 +168,11 @@ class ParallelModel(Face):
         """A handle on the sum of the addends of all ranks that computed the last batch: of the loss, or of
         tensors of one shape and dtype. Collective."""
         return self._runtime.loss_sum.start(self.comm, addend, self._runtime.summed)
+
+    def check_replicas(self) -> None:
+        """Raises InputError on all ranks if a parameter that several hold whole has other values on one of
+        them: before a checkpoint, for instance. Collective where there are such parameters."""
+        self._runtime.drift.check()
 
     def compare(self, batch: Mapping[str, Any] | tuple | list) -> None:
         """Raises InputError on all ranks if they were not given the same whole batch. Collective."""

@@ -17,6 +17,7 @@ from .allocator import HeapLimit
 from .calls import Calls
 from .collectives import Handle
 from .comm import Comm
+from .drift import DriftWatch
 from .executor import RankProgram, compile_program
 from .gradients import GradientReducer
 from .guards import Guards
@@ -81,6 +82,7 @@ class Runtime:
     guards: Guards
     original: nn.Module  # taken over
     again: Callable[[nn.Module], nn.Module]  # makes another ParallelModel of a module with whole weights
+    drift: DriftWatch
     unchecked: PlannedModel | None  # until the first call
     recorder: Recorder | None = None
     inspector: Inspector | None = None

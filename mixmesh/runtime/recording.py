@@ -34,6 +34,7 @@ from ..lang.ir import Instruction
 from .accelerator import synchronize
 from .comm import Channel, Comm
 from .first_rank import everyones
+from .messages import meet
 from .streams import Clock
 
 SYNCHRONISATIONS = 15  # between clocks: one barrier each
@@ -200,8 +201,8 @@ class RecordedComm(Comm):
         plain = {f.name: getattr(comm, f.name) for f in fields(Comm)}
         return cls(**plain, recorder=recorder)
 
-    def channel(self, ranks, instruction, purpose="data", part="") -> RecordedChannel:
-        plain = super().channel(ranks, instruction, purpose, part)
+    def channel(self, ranks, instruction, purpose="data", part="", *, is_call=True) -> RecordedChannel:
+        plain = super().channel(ranks, instruction, purpose, part, is_call=is_call)
         if isinstance(instruction, str):
             return recorded(plain, self.recorder, instruction, instruction.split()[0])
         result = next(r for r in instruction.results if r is not None)
@@ -246,7 +247,7 @@ def recorded(
     in_backward: str = "",
 ) -> RecordedChannel:
     of = (recorder, name, in_backward or name, op, size_bytes)
-    return RecordedChannel(c.comm, c.group, c.ranks, c.what, c.where, *of)
+    return RecordedChannel(c.comm, c.group, c.ranks, c.what, c.where, c.is_call, *of)
 
 
 # --- from the spans of all ranks to steps -----------------------------------------------------------------
@@ -260,7 +261,7 @@ def clock_offset_s() -> float:
     """
     moments = []
     for _ in range(SYNCHRONISATIONS):
-        dist.barrier()
+        meet()
         moments.append(time.perf_counter())
     return statistics.median(mine - first for mine, first in zip(moments, everyones(moments)[0]))
 

@@ -19,13 +19,17 @@ import torch.distributed as dist
 
 from ...cluster import Cluster
 from ...cost import CostModel, DeviceProfile, Profile, device_key, links_fingerprint
+from ...cost.tf32 import PROFILED, state_of
 from ...frontend.job import batch_size, optimizer_states
+from ...frontend.trace.tf32 import tf32_now
 from ...lang.ir import Graph, Program
 from ...runtime.accelerator import indexed
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
-from .constants import gpu_process_bytes, process_bytes
+from ...runtime.messages import meet
+from ...runtime.segments import check_can_compile
+from .constants import ProcessMemory, gpu_process_memory, process_memory
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -46,6 +50,7 @@ def profile(
     budget_s: float = 60.0,
     program: Program | None = None,
     device: torch.device | str | None = None,
+    compiles: bool = False,
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Profile:
@@ -54,16 +59,19 @@ def profile(
     Every rank measures its own device at the same time, as in training; of equal devices the median
     counts. Operators that the budget did not reach are named in the provenance. With ``program``, the job's
     data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
-    budget; ``torch.distributed`` must not be initialised then.
+    budget; ``torch.distributed`` must not be initialised then. For a job that ``compiles`` whole steps are
+    those of the compiled model, beside the budget too; raises InputError where there is no compiler.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
+    if compiles:
+        check_can_compile(comm.device)
     started = time.perf_counter()
     progress("memory of a process without tensors")
-    idle, working = constant_bytes(comm, cluster)
+    idle, working, communicator = constant_memory(comm, cluster)
     on_start()
-    dist.barrier()
+    meet()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
@@ -83,9 +91,9 @@ def profile(
     ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
     own = device_key(declared)
-    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
+    costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()), tf32=tf32_now())
     left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
+    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s, compiles)
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
@@ -96,7 +104,18 @@ def profile(
         working = round(idle + max(largest.excess_bytes, 0))
     samples = largest.samples if largest is not None else ()
     mine = DeviceProfile(
-        ops, optimizer_s, working, scale, slowdown, host_s, host_scale, idle, samples, *rest, beside_s
+        ops,
+        optimizer_s,
+        working,
+        scale,
+        slowdown,
+        host_s,
+        host_scale,
+        idle,
+        samples,
+        *rest,
+        beside_s,
+        communicator,
     )
     measured = everyones((own, mine, skipped))
     devices = {}
@@ -104,6 +123,7 @@ def profile(
         devices[key] = merge([p for k, p, _ in measured if k == key])
     provenance = {
         **provenance_of(graph, cluster, comm, links_s, time.perf_counter() - started),
+        "compiled": compiles,
         "skipped": sorted({op for _, _, names in measured for op in names}),
     }
     comm.close()
@@ -124,7 +144,7 @@ def profile_links(
     """
     comm = Comm.of_sets(cluster.world_size, link_sets(cluster))
     on_start()
-    dist.barrier()
+    meet()
     started = time.perf_counter()
     links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
     links_s = time.perf_counter() - started
@@ -140,7 +160,9 @@ def provenance_of(
     graph: Graph, cluster: Cluster, comm: Comm, links_s: float, took_s: float
 ) -> dict[str, str | int | float | list[str]]:
     """A profile's provenance: the versions, job and settings that it was measured with."""
+    tf32 = {PROFILED: state_of(tf32_now())} if comm.device.type == "cuda" else {}
     return {
+        **tf32,
         "torch": torch.__version__,
         "cluster": cluster.fingerprint,
         "cluster_name": cluster.name,
@@ -177,17 +199,17 @@ def confirmed(
     )
 
 
-def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
-    """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
+def constant_memory(comm: Comm, cluster: Cluster) -> ProcessMemory:
+    """Bytes of their device's memory that processes hold before any tensor. Collective.
 
     On a CPU the first rank of every machine measures it for the others: they run the same libraries.
     """
     if comm.device.type != "cpu":
-        return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
+        return gpu_process_memory(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    of_all = everyones((machine, process_bytes() if first else (0, 0)))
-    return max(sizes for there, sizes in of_all if there == machine)
+    of_all = everyones((machine, process_memory() if first else ProcessMemory(0, 0)))
+    return max(memory for there, memory in of_all if there == machine)
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

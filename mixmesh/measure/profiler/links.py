@@ -25,6 +25,7 @@ from ...runtime import collectives
 from ...runtime.comm import Channel, Comm
 from ...runtime.layout import level_groups
 from ...runtime.levels import ByLevels
+from ...runtime.messages import meet
 from .meter import Meter
 
 SIZES_BYTES = (2**12, 2**16, 2**18, 2**20, 2**22, 2**24, 2**25)
@@ -232,7 +233,7 @@ def measure(
 
 
 def timed(comm: Comm, run: Callable[[], object] | None) -> float:
-    dist.barrier()
+    meet()
     if run is None:
         return 0.0
     return Meter.wall(run) if comm.device.type == "cpu" else Meter(comm.device, emulated=False).once(run)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from ...runtime.messages import meet
 from .overlap import piece_of_work
 
 REST_S = 0.05
@@ -36,7 +36,7 @@ def measure_rest(device: torch.device) -> tuple[float, float]:
     unit()
     rounds = []
     for _ in range(ROUNDS):
-        dist.barrier()
+        meet()
         time.sleep(random.uniform(1.0, MOST_REST) * REST_S)
         rounds.append(times_of(unit, WATCHED_S))
     return rested(rounds)

@@ -6,7 +6,6 @@ there is none. As many are kept as was asked for; the one that was used longest 
 
 from __future__ import annotations
 
-import warnings
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...base.progress import warn_once
 from ...errors import InputError, MixmeshError
-from ...frontend.trace import trace
+from ...frontend.trace import LossSource, trace
 from ...frontend.trace.outputs import first_part
 from ...frontend.trace.reads import Constant, Number, Reads, reads_of
 from ...frontend.trace.shapes import passes_for
@@ -202,7 +202,7 @@ class Forms:
         self._check_constants()
         numbers = self.reads.changed(Number)
         if numbers:
-            warnings.warn(_of_numbers(numbers), stacklevel=2)
+            warn_once(_of_numbers(numbers))
         planned = self.plan.program
         by_name = {i.args[0]: shape for i, shape in zip(program_inputs(planned), shapes)}
         outputs = dict.fromkeys(first_part(name) for name in outputs_of(planned))
@@ -218,8 +218,7 @@ class Forms:
                 batch_norm=batch_norm_of(planned),
                 outputs=outputs,
                 autocast=self.plan.autocast,
-                needs_loss=not absent,
-                may_be_outside=not self.plan.returned.has_loss,
+                loss=self._loss_source(bool(absent)),
             )
         plan, is_planned = self._placed(traced.graph, modes, has_others=bool(numbers))
         if learns and not is_planned and (planned.copies or planned.factored):  # sums of other gradients
@@ -237,6 +236,11 @@ class Forms:
         if larger or (learns and not is_planned):
             check_room(self.plan, plan, learns=learns, cuda=is_accelerator(self.comm.device))
         return plan.program, plan.micro_batches, traced.returned
+
+    def _loss_source(self, is_partial: bool) -> LossSource:
+        if not self.plan.returned.has_loss:
+            return LossSource.MAYBE_CALLER
+        return LossSource.OPTIONAL if is_partial else LossSource.RETURNED
 
     @contextmanager
     def _in(self, modes: Modes) -> Iterator[None]:
@@ -258,7 +262,7 @@ class Forms:
             if modes[0]:
                 cause = NUMBERS if has_others else SHAPE if modes == self.modes else MODES
                 self._check_may_lower(error, cause)
-                warnings.warn(_warning(error, cause), stacklevel=2)
+                warn_once(_warning(error, cause))
         return replace(self.plan, program=lower(graph, planned), micro_batches=None), False
 
     def _check_constants(self) -> None:

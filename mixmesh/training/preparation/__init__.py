@@ -8,7 +8,10 @@ with them), ``script`` (``mixmesh.prepare``).
 
 from __future__ import annotations
 
-from .loading import same_random_numbers
+from .loading import same_random_numbers, take_random_numbers
 from .start import Device, Options, Prepared, plan_again, prepare_job
 
-__all__ = ["Device", "Options", "Prepared", "plan_again", "prepare_job", "same_random_numbers"]
+__all__ = [
+    "Device", "Options", "Prepared", "plan_again", "prepare_job", "same_random_numbers",
+    "take_random_numbers",
+]  # fmt: skip

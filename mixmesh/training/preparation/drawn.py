@@ -3,21 +3,20 @@ that of one device nor other noise on every rank."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...base.callers import warn
 from ...runtime.device_random import drawing_device, generator_state
 
 MESSAGE = (
     "random numbers were drawn between the loader and the model, by each rank for its own rows: if they are "
     "noise or mixtures of samples, they are not those of one device, and may be the same for other samples. "
     "Write mixmesh.prepare(..., inputs=function), with the function that draws them, or let the data set "
-    "draw them. One number for the whole batch is right, and the same on all ranks, if the data set draws "
-    "none in this process (num_workers=1)"
+    "draw them. One number for the whole batch is right, and the same on all ranks"
 )
 
 
@@ -42,7 +41,7 @@ class DrawWatch:
         if any(not torch.equal(x, y) for x, y in zip(given, states())):
             self._has_warned = True
             if dist.get_rank() == 0:
-                warnings.warn(MESSAGE, stacklevel=2)
+                warn(MESSAGE)
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches; ``on_batch`` is called for each."""

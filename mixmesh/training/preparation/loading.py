@@ -82,6 +82,12 @@ def same_random_numbers() -> Iterator[None]:
         set_numbers_of_process(of_script)
 
 
+def take_random_numbers() -> None:
+    """Continues the random numbers of the first rank on every rank: what a script draws from now on is the
+    same on all. Collective."""
+    set_numbers_of_process(from_first_rank(numbers_of_process, what="random numbers"))
+
+
 def has_indices(loader: Iterable) -> bool:
     """Whether batches are lists of indices into a data set, of which a rank may load its own alone."""
     return (
@@ -138,12 +144,14 @@ def own_loader(loader: Iterable, plan: Plan, *, is_compared: bool = True) -> Own
     if not has_indices(loader):
         check_same_workers(loader)
         return OwnLoader(loader, loader, plan, is_whole=True, is_compared=is_compared)
-    _, size, _ = (plan.order is None and own_samples(program, rank)) or (0, 0, 0)
+    own = own_samples(program, rank) if plan.order is None else None
+    _, size, _ = own or (0, 0, 0)
     depends = from_first_rank(lambda: depends_on_others(loader))
     # also of a rank without samples, whose empty tensors are cut out of a whole batch
     is_whole = not size or depends
     rows = whole_batch if is_whole else partial(own_rows, program, rank)
-    return OwnLoader(loader, loader_of_rows(loader, rows), plan, is_whole=is_whole)
+    draws_apart = own is not None and not depends
+    return OwnLoader(loader, loader_of_rows(loader, rows), plan, is_whole=is_whole, draws_apart=draws_apart)
 
 
 def resumable(loader: Iterable) -> Iterable:

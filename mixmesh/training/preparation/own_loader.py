@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,6 +23,7 @@ from ...runtime.verdicts import START_OF_EPOCH
 from ...runtime.watch import in_call
 from .alike import digest, digested, same_on_all
 from .drawn import DrawWatch
+from .draws_of_rows import RowDraws
 from .own_batches import OwnBatches
 from .own_rows import RowWatch
 from .resuming import (
@@ -37,7 +39,8 @@ from .resuming import (
 
 class Counted:
     """An iterator over ``batches`` that tells of each, before it is asked for and when it is there, and of
-    the end. No generator, whose frame would keep the batch."""
+    the end; each is asked for within the context ``around``. No generator, whose frame would keep the
+    batch."""
 
     def __init__(
         self,
@@ -45,8 +48,10 @@ class Counted:
         on_batch: Callable[[Any], Any],
         on_end: Callable[[], object],
         before: Callable[[], object] = lambda: None,
+        around: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
-        self.batches, self.on_batch, self.on_end, self.before = batches, on_batch, on_end, before
+        self.batches, self.on_batch, self.on_end = batches, on_batch, on_end
+        self.before, self.around = before, around
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -54,7 +59,9 @@ class Counted:
     def __next__(self) -> Any:
         self.before()
         try:
-            return self.on_batch(next(self.batches))
+            with self.around():
+                batch = next(self.batches)
+            return self.on_batch(batch)
         except StopIteration:
             self.on_end()
             raise
@@ -79,10 +86,19 @@ class OwnLoader:
     other; the state is that of the one that gave the last batch."""
 
     def __init__(
-        self, loader: Iterable, own: Iterable, plan: Plan | None, *, is_whole: bool, is_compared: bool = True
+        self,
+        loader: Iterable,
+        own: Iterable,
+        plan: Plan | None,
+        *,
+        is_whole: bool,
+        is_compared: bool = True,
+        draws_apart: bool = False,
     ) -> None:
         self._loader, self._own, self._plan, self._is_whole = loader, own, plan, is_whole
         self._followed = Followed(plan)
+        # ranks load other rows, and whatever these draw
+        self._draws_apart = draws_apart and not getattr(own, "num_workers", 0) and dist.get_world_size() > 1
         self.draws, self._rows = DrawWatch(), None
         self.watch: LoopWatch | None = None
         self.num_old = 0  # batches that will still be given by the plan before the last one
@@ -206,11 +222,20 @@ class OwnLoader:
             progress.end(iteration.last_numbers)
             self._show(progress)
 
+        draws: list[RowDraws] = []  # of this epoch, when its numbers are known
+
+        def around() -> AbstractContextManager:
+            if not self._draws_apart or iteration.numbers is None:
+                return nullcontext()
+            if not draws:
+                draws.append(RowDraws.of(iteration.numbers, progress.epoch, dist.get_rank()))
+            return draws[0].loading(progress.num_yielded)
+
         of_script = numbers_of_process()
         batches = iter(self._own)
         if resumed is not None:  # its workers' seed was drawn when the epoch began
             set_numbers_of_process(of_script)
-        return Counted(batches, count, end, before)
+        return Counted(batches, count, end, before, around)
 
     def _whole(self, resumed: Progress | None) -> Iterator[Any]:
         """Every batch whole, of data without indices. To go on with a state, the batches before are loaded

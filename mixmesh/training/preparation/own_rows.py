@@ -8,7 +8,6 @@ refused as an input of the model, and where a number is read from joined rows th
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from ...base.callers import warn
 from ...errors import InputError
 from ...lang.plan_file import Plan
 from ...runtime.data import own_samples
@@ -143,7 +143,7 @@ class RowWatch:
         """Warns of a number that was read, once, on the first rank."""
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(MESSAGE.format(function=_shown(function), rows=rows), stacklevel=4)
+            warn(MESSAGE.format(function=_shown(function), rows=rows))
 
     def watching(self, batches: Iterator[Any]) -> Iterator[Any]:
         """The same batches, the tensors of the first ones as ``OwnRows``."""

@@ -54,6 +54,8 @@ def _save(path_or_state: Any, path: Any, parts: dict[str, Any]) -> None:
     for name, part in parts.items():
         check_has_state(name, part)
     models = [m for part in parts.values() if isinstance(part, nn.Module) for m in parallel_models(part)]
+    for model in models:
+        model.check_replicas()
     states = {name: full_state(part, models) for name, part in parts.items()}
     from_first_rank(lambda: torch.save(states, path_or_state))
 
@@ -137,12 +139,12 @@ def _is_loader(name: str, part: Any) -> bool:
     return hasattr(part, "__iter__")
 
 
-def parallel_models(module: nn.Module) -> list[nn.Module]:
+def parallel_models(module: nn.Module) -> list[Any]:
     """The parallel models that a module is or holds."""
     return [m for m in module.modules() if hasattr(m, "_runtime")]
 
 
-def full_state(part: Any, models: list[nn.Module]) -> Any:
+def full_state(part: Any, models: list[Any]) -> Any:
     """The state of one part as on a single device; a plain value is its own state. Collective."""
     if isinstance(part, nn.Module):
         with whole(part) as module:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...base.progress import tell
 from ...cluster.detection import Cache
 from ...cluster.detection.cache import default_folder
 from ...errors import TraceError
-from ...explain.headline import headline
 from ...frontend.job import Job, check_supported, is_elementwise, optimizer_states
+from ...frontend.trace import LossSource
 from ...frontend.trace.autocast import autocast_for
 from ...frontend.trace.capture import CALL_ONCE
 from ...frontend.trace.compiled import is_compiled, uncompiled
@@ -28,7 +29,13 @@ from ...runtime.modes import set_modes
 from ...runtime.optimizer_check import check_can_be_prepared
 from ...runtime.parallel import ParallelModel, check_not_parallel, parallelize
 from ..rebalance import LoopBalancer, Solver
-from .loading import as_arguments, from_first_batch, own_loader, same_random_numbers
+from .loading import (
+    as_arguments,
+    from_first_batch,
+    own_loader,
+    same_random_numbers,
+    take_random_numbers,
+)
 from .modes import as_its_train_has_it
 from .outside_loss import needed_names, with_loss
 from .own_loader import OwnLoader
@@ -123,7 +130,8 @@ def prepare(
             batch_norm=batch_norm,
             autocast=autocast_for(model, autocast),
             whole_parameters=optimizer is not None and not is_elementwise(optimizer),
-            may_be_outside=loss is None and not outputs,
+            compiles=compile,
+            loss=LossSource.MAYBE_CALLER if loss is None and not outputs else LossSource.RETURNED,
         )
         try:
             prepared = prepare_job(
@@ -138,10 +146,8 @@ def prepare(
                 error.hint = (*error.hint, *another_call(batch))
             raise
         check_last_batch(loader, prepared.plan)
-        if os.environ["RANK"] == "0":
-            print(f"mixmesh: {headline(prepared.plan, prepared.cluster)}", file=sys.stderr, flush=True)
-            if not prepared.plan.returned.has_loss:
-                print(f"mixmesh: {WITHOUT_LOSS}", file=sys.stderr, flush=True)
+        if os.environ["RANK"] == "0" and not prepared.plan.returned.has_loss:
+            tell(f"mixmesh: {WITHOUT_LOSS}")
         parallel, optimizer = parallelize(
             model,
             optimizer,
@@ -153,6 +159,7 @@ def prepare(
             check_model=False,  # it was traced just now
         )
     set_modes(parallel.modules(), modes)
+    take_random_numbers()
     enter_device()  # in the testbed: all groups are there, and their threads outside of the device's quota
     if inputs is not None or not prepared.plan.returned.has_loss:
         return parallel, optimizer, loader

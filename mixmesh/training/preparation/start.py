@@ -3,24 +3,28 @@ profiled and planned. What an earlier start found out is kept, so that the next 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...api import plan_traced
+from ...base.progress import Teller, telling
+from ...base.units import plural
 from ...cluster import Cluster
 from ...cluster.detection import Cache, detect, read_inventory
 from ...cluster.detection.cache import key_of
 from ...cost import Profile
+from ...cost.gpu_memory import allocator_loss
 from ...errors import InputError
+from ...explain.headline import headline
 from ...frontend.job import needs_whole_parameters, optimizer_states
-from ...frontend.trace import Traced, trace
+from ...frontend.trace import LossSource, Traced, trace
 from ...lang.plan_devices import planned_devices
 from ...lang.plan_file import Plan
 from ...measure.profiler import profile as measure_profile
@@ -33,8 +37,7 @@ from ...runtime.start import compare_first
 from ...runtime.taking_part import taking_part
 from ...runtime.watch import watch_of_process
 from .kinds import Kinds
-
-T = TypeVar("T")
+from .phases import Phase, Phases, cluster_words, plan_words, profile_words, trace_words
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Options:
     batch_norm: str = "exact"  # or "local": statistics of each rank's own samples
     autocast: tuple[str, str] | None = None  # the context that the model is called under
     whole_parameters: bool = False  # the optimizer looks at whole parameters, whatever the job's makes
-    may_be_outside: bool = False  # the script computes the loss, where the model returns none
+    compiles: bool = False  # operators between collectives are compiled, and whole steps measured so
+    loss: LossSource = LossSource.RETURNED
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,6 @@ class Device:
 
     on_start: Callable[[], object] = enter_device
     on_end: Callable[[], object] = leave_device
-
-
-@dataclass(frozen=True)
-class Phase:
-    """One phase of the preparation: its seconds, and whether the result is of an earlier start."""
-
-    name: str
-    time_s: float
-    was_kept: bool
 
 
 @dataclass(frozen=True)
@@ -89,10 +84,11 @@ def prepare_job(
     cache: Cache | None = None,
     device: Device | None = None,
     cluster_file: Path | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None] | None = None,
 ) -> Prepared:
     """The plan for ``job`` on the devices of all ranks, with the cluster and the profile that it rests on.
-    Collective; initialises ``torch.distributed``.
+    Collective; initialises ``torch.distributed``. The first rank tells on its standard error what goes on,
+    what each phase has decided, and the plan in one line; or ``progress`` is told of each small step.
 
     Only the first rank traces and plans, and only its ``cache`` counts; its ``cluster_file`` describes the
     devices and links, which are detected without one. An error of the first rank is raised on all ranks:
@@ -104,37 +100,64 @@ def prepare_job(
     initialise(world_size, where, options.timeout_s)
     if options.heartbeat_s:
         watch_of_process(options.heartbeat_s, max(options.timeout_s, LEAST_S))
-    phases = _Phases(cache or Cache(None), progress)
-    phases.new("comparison of the ranks", lambda: compare_first(job.model))
+    with telling(dist.get_rank(), "mixmesh") if progress is None else nullcontext(Teller(progress)) as teller:
+        phases = Phases(cache or Cache(None), teller)
+        prepared = _prepared(job, where, options, phases, device, cluster_file)
+        teller.line(f"mixmesh: {headline(prepared.plan, prepared.cluster)}")
+    return prepared
+
+
+def _prepared(
+    job: Any,
+    where: torch.device,
+    options: Options,
+    phases: Phases,
+    device: Device,
+    cluster_file: Path | None,
+) -> Prepared:
+    progress, world_size = phases.teller, dist.get_world_size()
+    phases.new(
+        "comparison of the ranks",
+        lambda: compare_first(job.model),
+        lambda _: f"one model, one code and the same versions on {plural(world_size, 'rank')}",
+    )
     versions = version("mixmesh"), torch.__version__
     if cluster_file is not None:
         cluster = from_first_rank(lambda: described_cluster(cluster_file, world_size))
     else:
         cluster = detected_cluster(where, phases, device, versions)
-    traced = phases.new("tracing", lambda: from_first_rank(lambda: traced_job(job, options)))
+    traced = phases.new(
+        "tracing", lambda: from_first_rank(lambda: traced_job(job, options), what="tracing"), trace_words
+    )
     whole_parameters = needs_whole_parameters(job.optimizer) or options.whole_parameters
     optimizer = optimizer_states(job.optimizer), whole_parameters
     job_key = key_of(traced.graph.fingerprint, cluster.fingerprint, optimizer, *versions)
     profile = None
     if options.profile_s:
-        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s)
+        kind_key = key_of(traced.graph.fingerprint, optimizer, *versions, options.profile_s, options.compiles)
         kinds = Kinds.of(phases.cache, kind_key, where)
         profile = phases.kept(
             "profile",
-            f"profiles/{key_of(job_key, options.profile_s)}.json",
+            f"profiles/{key_of(job_key, options.profile_s, options.compiles)}.json",
             (Profile.load, lambda made, path: made.save(path)),
             lambda: _profiled(traced.graph, job, cluster, kinds, options, device, progress),
+            profile_words,
         )
     what_plans_rest_on = replace(options, timeout_s=0.0, heartbeat_s=0.0)
+    returned = traced.output_has_loss, traced.returned
+    plan_key = key_of(job_key, what_plans_rest_on, *returned, allocator_loss())
     plan = phases.kept(
         "plan",
-        f"plans/{key_of(job_key, what_plans_rest_on, traced.output_has_loss, traced.returned)}.plan",
+        f"plans/{plan_key}.plan",
         (Plan.load, lambda made, path: made.save(path)),
-        lambda: from_first_rank(lambda: _planned(traced, job, cluster, profile, options, progress)),
+        lambda: from_first_rank(
+            lambda: _planned(traced, job, cluster, profile, options, progress), what="plan"
+        ),
+        plan_words,
     )
     # a plan that was kept may be of a start on equal machines of other names
     plan = replace(plan, devices=planned_devices(cluster))
-    return Prepared(cluster, profile, plan, tuple(phases.done))
+    return Prepared(cluster, profile, plan, tuple(phases.finished))
 
 
 def plan_again(job: Any, cluster: Cluster, profile: Profile | None, options: Options) -> Plan:
@@ -177,7 +200,7 @@ def described_cluster(file: Path, world_size: int) -> Cluster:
 
 
 def detected_cluster(
-    where: torch.device, phases: _Phases, device: Device, versions: tuple[str, ...]
+    where: torch.device, phases: Phases, device: Device, versions: tuple[str, ...]
 ) -> Cluster:
     """The cluster of all ranks, as an earlier start with these ``versions`` or this one measured it."""
     inventory = read_inventory(where)
@@ -191,8 +214,9 @@ def detected_cluster(
             inventory=inventory,
             on_start=device.on_start,
             on_end=device.on_end,
-            progress=phases.progress,
+            progress=phases.teller,
         ),
+        cluster_words,
     )
 
 
@@ -205,7 +229,7 @@ def traced_job(job: Any, options: Options) -> Traced:
             batch_norm=options.batch_norm,
             outputs=job.outputs,
             autocast=options.autocast,
-            may_be_outside=options.may_be_outside,
+            loss=options.loss,
         )
 
 
@@ -217,46 +241,9 @@ def _profiled(graph, job, cluster, kinds: Kinds, options: Options, device: Devic
         if known is not None:
             progress("operators: kept of devices of these kinds")
             return profile_links(graph, cluster, known, **common)
-        made = measure_profile(graph, job, cluster, **common)
+        made = measure_profile(graph, job, cluster, compiles=options.compiles, **common)
     finally:
         device.on_end()
     is_first_here = rank == cluster.ranks_of(cluster.machine_index_of(rank))[0]
     kinds.save_all(made, cluster, rank, is_first_here)
     return made
-
-
-class _Phases:
-    """Runs phases one after the other and remembers what each took."""
-
-    def __init__(self, cache: Cache, progress: Callable[[str], None]) -> None:
-        self.cache, self.progress = cache, progress
-        self.done: list[Phase] = []
-
-    def new(self, name: str, make: Callable[[], T]) -> T:
-        """The value of a phase of which nothing is kept."""
-        self.progress(name)
-        started = time.perf_counter()
-        value = make()
-        self.done.append(Phase(name, time.perf_counter() - started, was_kept=False))
-        return value
-
-    def kept(
-        self,
-        name: str,
-        file: str,
-        form: tuple[Callable[[Path], T], Callable[[T, Path], object]],
-        make: Callable[[], T],
-    ) -> T:
-        """The value in a ``file`` of the first rank's cache, or else a new one, written there. ``form`` reads
-        and writes it; ``make`` is collective."""
-        self.progress(name)
-        started = time.perf_counter()
-        read, write = form
-        value = from_first_rank(lambda: self.cache.load(file, read))
-        was_kept = value is not None
-        if value is None:
-            value = make()
-            if dist.get_rank() == 0:
-                self.cache.save(file, lambda path: write(value, path))
-        self.done.append(Phase(name, time.perf_counter() - started, was_kept))
-        return value

@@ -1,0 +1,80 @@
+"""Tells people on the first rank's standard error what is going on, and what was decided."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .callers import line_of_script, warn
+
+AGAIN_S = 10.0  # a stage that goes on for so long is told once more
+Say = Callable[[str], None]
+_warned_of: set[str] = set()  # of this process
+
+
+def nothing(text: str) -> None:
+    """Tells nobody."""
+
+
+@dataclass(frozen=True)
+class Teller:
+    """``update`` is told of every small step, ``line`` prints a line that stays."""
+
+    update: Say = nothing
+    line: Say = nothing
+
+    def __call__(self, text: str) -> None:
+        self.update(text)
+
+
+@contextmanager
+def telling(rank: int, doing: str) -> Iterator[Teller]:
+    """A teller of what goes on: on the first rank a line that changes on a terminal; elsewhere a line for
+    each stage, and one more every ``AGAIN_S`` seconds of a long one."""
+    if rank:
+        yield Teller()
+    elif sys.stderr.isatty():
+        from rich.console import Console
+
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        with console.status(doing) as status:
+            yield Teller(
+                lambda text: status.update(f"{doing}: {text}"), lambda text: console.print(text, markup=False)
+            )
+    else:
+        yield Teller(lines_of(doing, tell), tell)
+
+
+def lines_of(doing: str, print_line: Say, clock: Callable[[], float] = time.monotonic) -> Say:
+    """A function that is told of every small step, and prints few lines."""
+    stage, told_at = "", clock()
+
+    def say(text: str) -> None:
+        nonlocal stage, told_at
+        name = re.sub(r" \d.*", "", text.split(":")[0])
+        if name != stage:
+            stage, told_at = name, clock()
+            print_line(f"{doing}: {name}")
+        elif clock() - told_at >= AGAIN_S:
+            told_at = clock()
+            print_line(f"{doing}: {text}")
+
+    return say
+
+
+def tell(text: str) -> None:
+    """A line on the standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def warn_once(text: str) -> None:
+    """A warning: of the script's own line, or a line on the standard error where there is no script."""
+    if line_of_script():
+        warn(text)
+    elif text not in _warned_of:
+        _warned_of.add(text)
+        tell(f"warning: {text}")

@@ -1,0 +1,143 @@
+"""Do the ranks that hold one parameter whole still hold the same values?
+
+They all start from rank 0's, and are given the same gradients. A script that changes weights or gradients by
+random numbers of each rank's own, or on one rank alone, leaves them different, and from then on the ranks
+train other models without a word. So now and then they compare norms, which are numbers that travel fast.
+
+Devices may round otherwise, so that values need not be equal to the bit. Where values differ by a share d of
+their size at random, the norm of n of them differs by about d / sqrt(n): what is compared is the difference
+of the norms times sqrt(n), which is that share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+from ..lang.ir import Shard
+from . import collectives
+from .comm import Comm
+from .layout import Layout
+from .shard_numbers import Off
+from .shards import Stored
+
+FIRST_CALLS = (2, 4, 8, 16, 32)  # forward passes of a training before which parameters are compared
+EVERY = 64  # and from then on
+ORDERS = (1.0, 2.0)  # of the norms
+# shares by which values may differ where devices round otherwise, by dtype
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
+HINTS = (
+    "draw random numbers alike on all ranks: seed them by one number right before, torch.manual_seed(0)",
+    "change weights and gradients on every rank, outside of `if rank == 0:`",
+    "model.load_full_state_dict(state), with the state of one rank, makes them the same again",
+)
+
+
+def is_due(num_calls: int) -> bool:
+    """Whether parameters are to be compared before so many forward passes of a training were made."""
+    return num_calls in FIRST_CALLS or num_calls % EVERY == 0
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One parameter that ``ranks`` hold whole; ``index`` is its place among those that this rank holds."""
+
+    name: str
+    ranks: tuple[int, ...]
+    num_elements: int
+    dtype: torch.dtype
+
+
+class DriftWatch:
+    """Compares the parameters of a model that several ranks hold whole. ``held`` are this rank's, by name,
+    and ``stored`` says who holds which."""
+
+    def __init__(self, comm: Comm, held: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> None:
+        self._comm = comm
+        self._replicas = [
+            Replica(name, layout.ranks, torch.Size(s.shape).numel(), s.dtype)
+            for name, s in stored.items()
+            if name in held and s.dtype in ROUNDING and torch.Size(s.shape).numel()
+            for layout in s.copies or (s.held,)
+            if is_replicated(layout)
+        ]
+        self._held = held
+        self.num_calls = 0
+        self._alike_at = 0  # the forward pass before which all was alike for the last time
+
+    def before_call(self) -> None:
+        """Compares if it is due before this forward pass of a training. Collective."""
+        self.num_calls += 1
+        if is_due(self.num_calls):
+            self.check()
+
+    def check(self) -> None:
+        """Raises InputError, on all ranks, if a parameter has other values on other ranks. Collective where
+        several ranks hold any."""
+        comm = self._comm
+        if comm.world_size == 1 or not self._replicas:
+            return
+        with comm.call("comparison of parameters"):
+            channel = comm.channel(comm.everyone, "all_gather of norms of parameters")
+            mine = self._norms().to(comm.device).unsqueeze(0)
+            gathered = collectives.all_gather(channel, mine, [1] * comm.world_size)
+            assert isinstance(gathered, Tensor)  # a handle only where it is asked for
+            of_ranks = gathered.cpu()
+        for number, replica in enumerate(self._replicas):
+            self._compare(replica, of_ranks[:, number])
+        self._alike_at = self.num_calls
+
+    @torch.no_grad()
+    def _norms(self) -> Tensor:
+        """The norms of every replica, zeros for those that other ranks hold; a row each."""
+        norms = torch.zeros(len(self._replicas), len(ORDERS), dtype=torch.float64)
+        own = [n for n, replica in enumerate(self._replicas) if self._comm.rank in replica.ranks]
+        with Off():
+            tensors = [self._held[self._replicas[n].name].detach().as_subclass(Tensor) for n in own]
+            for column, order in enumerate(ORDERS):
+                if tensors:
+                    of_own = torch._foreach_norm(tensors, order, dtype=torch.float64)
+                    norms[own, column] = torch.stack(of_own).cpu()
+        return norms
+
+    def _compare(self, replica: Replica, norms: Tensor) -> None:
+        """``norms``: of all ranks, a row each."""
+        of_holders = norms[list(replica.ranks)]
+        for column, order in enumerate(ORDERS):
+            values = of_holders[:, column].tolist()
+            if not is_alike(values, replica.num_elements, replica.dtype):
+                raise self._error(replica, order, values)
+
+    def _error(self, replica: Replica, order: float, values: Sequence[float]) -> InputError:
+        least, most = min(values), max(values)
+        low, high = (replica.ranks[values.index(value)] for value in (least, most))
+        step = None if self._comm.watch is None else self._comm.watch.position.step
+        when = f"forward pass {self.num_calls} of the training" + (f", at step {step}" if step else "")
+        since = f"; they were the same before forward pass {self._alike_at}" if self._alike_at else ""
+        return InputError(
+            f"{replica.name} has other values on other ranks: the ranks train different models",
+            expected="one value of a parameter on all ranks that hold it whole",
+            got=f"norms of order {order:g} of {most:.9g} on rank {high} and {least:.9g} on rank {low}, "
+            f"before {when}{since}",
+            hint=HINTS,
+            ranks=(low, high),
+        )
+
+
+def is_replicated(layout: Layout) -> bool:
+    """Whether several ranks hold all of a tensor."""
+    return len(layout.ranks) > 1 and not isinstance(layout.placement, Shard)
+
+
+def is_alike(norms: Sequence[float], num_elements: int, dtype: torch.dtype) -> bool:
+    """Whether norms of as many elements differ by rounding alone. What is not finite anywhere is found by
+    others, and is not drift."""
+    if not all(map(math.isfinite, norms)):
+        return True
+    largest = max(norms)
+    return math.sqrt(num_elements) * (largest - min(norms)) <= ROUNDING[dtype] * largest

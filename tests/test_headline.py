@@ -1,0 +1,57 @@
+"""The line that begins a plan claims no more than the devices' speeds allow."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import mixmesh
+from mixmesh.cluster import Cluster
+from mixmesh.explain.headline import headline, summed_speeds, times_text
+from mixmesh.frontend.job import load_job
+from mixmesh.lang.plan_file import Candidate, Plan
+
+ROOT = Path(__file__).parents[1]
+DEVICES = "[[machine]]\ndevices = [{ cpu_share = 0.5 }, { cpu_share = 0.25 }, { cpu_share = 0.2 }]\n"
+NETWORK = "[network]\nbandwidth_gbit_per_s = 100\nlatency_us = 1\n"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return Cluster.parse('name = "three"\n' + NETWORK + DEVICES)
+
+
+@pytest.fixture(scope="module")
+def plan(cluster: Cluster) -> Plan:
+    job = load_job(str(ROOT / "examples/gpt.py"))
+    return mixmesh.plan(job.model, job.batch, cluster, planner="ddp-even")
+
+
+def with_baselines(plan: Plan, times: dict[str, float]) -> Plan:
+    candidates = tuple(Candidate(name, True, t * plan.predicted_step_s) for name, t in times.items())
+    return replace(plan, planner="hap", candidates=candidates)
+
+
+@pytest.mark.parametrize(("predicted", "told"), ((1.5, "1.5x"), (1.9, "1.9x"), (2.6, "1.9x"), (40.0, "1.9x")))
+def test_devices_are_as_fast_as_their_sum_at_most(plan, cluster, predicted, told):
+    """Together these are as fast as 1.9 of the fastest. A slow DDP is no matter of speeds."""
+    line = headline(with_baselines(plan, {"single": predicted, "ddp-even": 2.6}), cluster)
+    assert line.endswith(f"{told} of the fastest device alone, 2.6x of DDP")
+
+
+def test_a_bound_is_never_rounded_up(plan, cluster):
+    """15.6 of the fastest are told as 15 of them, not 16."""
+    fast = cluster.devices[0]
+    factor = 14.6 * fast.flop_per_s
+    machine = replace(
+        cluster.machines[0],
+        devices=(fast, *(replace(fast, flop_per_s=factor / 16, half_flop_per_s=factor / 16,
+                                 memory_bytes_per_s=14.6 * fast.memory_bytes_per_s / 16),) * 16),
+    )  # fmt: skip
+    many = replace(cluster, machines=(machine,))
+    assert summed_speeds(many.devices, (fast,)) == pytest.approx(15.6)
+    assert " 15x of the fastest device alone" in headline(with_baselines(plan, {"single": 99.0}), many)
+
+
+def test_ratios_in_two_digits():
+    assert [times_text(ratio) for ratio in (1.44, 12.3, 99.4, 120.4)] == ["1.4x", "12x", "99x", "120x"]
