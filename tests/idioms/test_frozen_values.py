@@ -135,7 +135,8 @@ class Weighted(nn.Module):
 
 def check_a_criterion_learns(_) -> None:
     def loop(prepare):
-        model, criterion = Net(), Weighted()
+        # a Sequential runs all modules that it has
+        model, criterion = nn.Sequential(Net(), nn.ReLU()), Weighted()
         optimizer = torch.optim.Adam([*model.parameters(), *criterion.parameters()], lr=0.05)
         model, optimizer, loader = prepare(model, optimizer, batches(), loss=criterion)
         for _ in range(2):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -49,7 +50,8 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         own = {n: x for n, x in kwargs.items() if n in names or n not in others}
         count = min(max(len(names) - len(own), 0), max(len(args) + len(others) - needed_targets, 0))
         count = max(count, len([name for name in needed if name not in own]))
-        made = (own_forward or original.forward)(self, *args[:count], **own)
+        with _without(held, self):
+            made = (own_forward or original.forward)(self, *args[:count], **own)
         targets = args[count:]
         if outputs and not _can_call(loss, made, *targets, **others):
             return _beside(None, made)  # evaluation without targets
@@ -65,6 +67,21 @@ def with_loss(model: nn.Module, loss: Callable[..., Any], outputs: Collection[st
         wrapped.__dict__["_modules"] = {**model._modules, held: loss}
     wrapped.__class__ = type(original.__name__, (original,), {"forward": forward})
     return wrapped
+
+
+@contextmanager
+def _without(held: str | None, model: nn.Module) -> Iterator[None]:
+    """Within it ``model`` has the modules that it had without the loss that is ``held`` by that name: a
+    Sequential runs all that it has."""
+    if held is None:
+        yield
+        return
+    every = model.__dict__["_modules"]
+    model.__dict__["_modules"] = {name: module for name, module in every.items() if name != held}
+    try:
+        yield
+    finally:
+        model.__dict__["_modules"] = every
 
 
 def _name_for(loss: Any, model: nn.Module) -> str | None:
