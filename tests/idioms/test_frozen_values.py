@@ -216,4 +216,7 @@ def test_batches_of_objects_are_refused():
     assert "torch.from_numpy" in str(caught.value) and "1 of the batch" in str(caught.value)
     with pytest.raises(TraceError, match="holds a value that a program would keep") as caught:
         trace(OfPair(), (Pair(x, y), None))
-    assert "inputs=" in str(caught.value) and "dataclasses.asdict" in str(caught.value)
+    assert "inputs=lambda batch: vars(batch)" in str(caught.value)
+    with pytest.raises(TraceError, match="must say how the model is called") as caught:
+        trace(OfPair(), Pair(x, y))
+    assert "inputs=lambda batch: vars(batch)" in str(caught.value)

@@ -31,7 +31,7 @@ from .fakes import fixed_shapes
 from .functions import exact_functions
 from .generators import drawn_by_torch_alone
 from .hooks import hooks_traced
-from .leaves import check_leaf, describe_argument
+from .leaves import check_leaf, describe_argument, instead_of
 from .locate import place_of_error, place_of_function, whole_stacks
 from .loops import experts_in_groups
 from .moves import moves_in_place
@@ -96,6 +96,7 @@ class Batch:
                 "a batch must say how the model is called",
                 expected="a mapping for model(**batch), or a tuple or list for model(*batch)",
                 got=type(batch).__name__,
+                hint=instead_of(batch),
             )
         by_keyword = isinstance(batch, Mapping)
         arguments = dict(batch) if by_keyword else tuple(batch)

@@ -33,22 +33,25 @@ def check_leaf(name: str, value: Any) -> None:
     it was in the first batch."""
     if isinstance(value, (torch.Tensor, *BY_TEXT)) or is_words(value):
         return
-    hint: tuple[str, ...] = (
-        "a dict of what forward needs of it: mixmesh.prepare(..., inputs=lambda batch: {...})",
-        "or a collate_fn that returns a dict of tensors",
-    )
-    if isinstance(value, np.ndarray):
-        hint = ("torch.from_numpy(array) in the data set or collate_fn",)
-    elif isinstance(value, np.generic):
-        hint = ("torch.as_tensor(value), for a number that changes", "value.item(), for one that stays")
-    elif dataclasses.is_dataclass(value):
-        hint = (
-            "inputs=lambda batch: dataclasses.asdict(batch), and a forward that takes its fields by name",
-            *hint[1:],
-        )
     raise TraceError(
         f"{name} of the batch holds a value that a program would keep as it was in the first batch",
         expected="tensors, numbers and words in lists, tuples and dicts",
         got=f"{type(value).__module__}.{type(value).__qualname__}",
-        hint=hint,
+        hint=instead_of(value),
+    )
+
+
+def instead_of(value: Any) -> tuple[str, ...]:
+    """Hints on what to write in place of a value that a program cannot have as an input."""
+    if isinstance(value, np.ndarray):
+        return ("torch.from_numpy(array) in the data set or collate_fn",)
+    if isinstance(value, np.generic):
+        return "torch.as_tensor(value), for a number that changes", "value.item(), for one that stays"
+    as_dict = "{...}"
+    if dataclasses.is_dataclass(value):
+        as_dict = "vars(batch)"
+    return (
+        "a forward that takes what it needs of it by name, and in the loop model(**values): "
+        f"mixmesh.prepare(..., inputs=lambda batch: {as_dict})",
+        "or a collate_fn that returns a dict of tensors",
     )
