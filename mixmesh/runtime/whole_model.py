@@ -204,7 +204,8 @@ class Lending(AbstractContextManager):
             for m, training in self._modes.items():
                 m.training = training
             shown = _tensors(self._parallel)
-            give_learning(loan.learning, loan.tensors, shown)
+            if loan is not None:
+                give_learning(loan.learning, loan.tensors, shown)
             for name, x in loan.tensors.items() if self._is_empty else ():
                 if not isinstance(x, TakenOver):
                     take_over(x, shown[name])

@@ -37,9 +37,10 @@ class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.alpha, self.noted = nn.Linear(6, 8), 1.0, 0
+        self.register_buffer("shift", torch.ones(8), persistent=False)
 
     def forward(self, x):
-        return self.inner(x) * self.alpha
+        return self.inner(x) * self.alpha + self.shift
 
 
 def check_a_number_of_a_module_is_traced_again(_) -> None:

@@ -277,7 +277,7 @@ def capture(
     try:
         with _quiet(), _as_it_is_traced(), hooks_traced(model), torch.enable_grad():
             program = past_checks(lambda: _export(wrapper, flat.tensors()))
-            wrapper.reads.keep_constants(program.constants)
+            wrapper.reads.keep_constants(model, program)
             check_replaced(wrapper.attributes.replaced, program, WRAPPED)
             inline_regions(program.graph_module)
             check_stopped_writes(program.graph_module)

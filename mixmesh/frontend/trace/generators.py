@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -31,5 +32,5 @@ def drawn_by_torch_alone() -> Iterator[None]:
 
 
 def _state_of_numpy() -> tuple[bytes, int]:
-    _, keys, position, *_ = np.random.get_state()
-    return bytes(memoryview(keys).cast("B")), position  # type: ignore[arg-type]
+    state: Any = np.random.get_state()
+    return state[1].tobytes(), state[2]

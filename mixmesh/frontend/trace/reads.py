@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 SIMPLE = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = frozenset(
@@ -57,6 +58,8 @@ class Constant:
     def mark(self) -> str:
         """How it has changed, or nothing."""
         now = self.find()
+        if not _is_real(self.tensor):
+            return "the weight of a model that is parallel by now"
         if now is GONE or now is self.tensor:
             return "" if self.tensor._version == self.version else f"new values, {self.tensor._version}"
         return f"another tensor, {id(now)}"
@@ -94,13 +97,19 @@ class Reads:
         if not value.mark() and (key not in self.of or self.of[key].find() is GONE):
             self.of[key] = value
 
-    def keep_constants(self, constants: Mapping[str, Any]) -> None:
-        """Notes the tensors of an exported program that no module holds."""
-        noted = {id(x.tensor) for x in self.of.values() if isinstance(x, Constant)}
-        for tensor in constants.values():
+    def keep_constants(self, model: nn.Module, program: ExportedProgram) -> None:
+        """Notes the tensors of an exported program that no module holds, and forgets those that are tensors
+        of the model by another name."""
+        of_model = {id(x) for x in (*model.parameters(), *model.buffers())}
+        for key, value in list(self.of.items()):
+            if isinstance(value, Constant) and id(value.tensor) in of_model:
+                del self.of[key]
+        noted = of_model | {id(x.tensor) for x in self.of.values() if isinstance(x, Constant)}
+        for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
+            tensor = program.constants[name]
             if _is_real(tensor) and id(tensor) not in noted:
                 path = f"a tensor of shape {list(tensor.shape)}"
-                self.keep((id(tensor), ""), Constant(path, lambda t=tensor: t, tensor, tensor._version))
+                self.keep((id(tensor), ""), Constant(path, _find_itself(tensor), tensor, tensor._version))
 
 
 _READ: weakref.WeakKeyDictionary[nn.Module, Reads] = weakref.WeakKeyDictionary()
@@ -221,6 +230,10 @@ def _find_in_cell(cell: Any) -> Find:
             return GONE
 
     return find
+
+
+def _find_itself(value: Any) -> Find:
+    return lambda: value
 
 
 def _find_in(names: Mapping[str, Any], name: str) -> Find:
