@@ -152,8 +152,10 @@ class Forms:
     def _values(self) -> int:
         """0 where numbers and tensors that the program holds are as they were planned; else a number that
         follows from them. Only the first rank, which traces, knows what was read."""
+        if self.comm.rank:
+            return 0
         changed = (*self.reads.changed(Number), *self.reads.changed(Constant))
-        return 1 + zlib.crc32(repr(changed).encode()) if changed and not self.comm.rank else 0
+        return 1 + zlib.crc32(repr(changed).encode()) if changed else 0
 
     def _kept(self, key: Key, make: Callable[[], Form]) -> Form:
         """The form that was made for ``key``, now or before."""
