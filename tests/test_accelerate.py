@@ -45,7 +45,7 @@ def of(runs, library: str, name: str) -> list[dict]:
     return runs[library][1][name]
 
 
-@pytest.mark.parametrize("name", ["labelled", "resumed", "criterion"])
+@pytest.mark.parametrize("name", ["labelled", "resumed", "criterion", "frozen later"])
 def test_losses_norms_and_metrics_are_those_of_one_device(runs, name):
     (single,) = of(runs, "accelerate", name)
     ranks = of(runs, "mixmesh.accelerate", name)
@@ -103,8 +103,9 @@ def test_mixed_precision_is_that_of_the_arguments(runs):
 
 def test_what_a_prepared_model_refuses(runs):
     for rank in of(runs, "mixmesh.accelerate", "refused"):
-        other_batch, through_logits, changed, other_rates = rank["errors"]
+        other_batch, through_logits, changed, other_rates, unfrozen = rank["errors"]
         assert "[0.1] and [1.1]" in other_rates
+        assert "first.weight was frozen when the plan was made" in unfrozen
         assert "2 different batches" in other_batch
         assert "backward through logits" in through_logits
         assert "weights were changed" in changed and "last.bias" in changed
