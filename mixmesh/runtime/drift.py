@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -62,7 +63,7 @@ class DriftWatch:
         self._replicas = [
             Replica(name, layout.ranks, math.prod(s.shape), s.dtype)
             for name, s in stored.items()
-            if name in held and s.dtype in ROUNDING and math.prod(s.shape)
+            if name in held and s.dtype in ROUNDING and math.prod(s.shape) > 0
             for layout in s.copies or (s.held,)
             if is_replicated(layout)
         ]
@@ -85,7 +86,7 @@ class DriftWatch:
         with comm.call("comparison of parameters"):
             channel = comm.channel(comm.everyone, "all_gather of norms of parameters")
             mine = self._norms().to(comm.device).unsqueeze(0)
-            of_ranks = collectives.all_gather(channel, mine, [1] * comm.world_size).cpu()
+            of_ranks = cast(Tensor, collectives.all_gather(channel, mine, [1] * comm.world_size)).cpu()
         for number, replica in enumerate(self._replicas):
             self._compare(replica, of_ranks[:, number])
         self._alike_at = self.num_calls

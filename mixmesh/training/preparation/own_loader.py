@@ -225,7 +225,7 @@ class OwnLoader:
         draws: list[RowDraws] = []  # of this epoch, when its numbers are known
 
         def around() -> AbstractContextManager:
-            if not self._draws_apart:
+            if not self._draws_apart or iteration.numbers is None:
                 return nullcontext()
             if not draws:
                 draws.append(RowDraws.of(iteration.numbers, progress.epoch, dist.get_rank()))
