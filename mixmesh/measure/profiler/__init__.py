@@ -25,7 +25,8 @@ from ...runtime.accelerator import indexed
 from ...runtime.allocator import steady_heap
 from ...runtime.comm import Comm, default_device
 from ...runtime.first_rank import everyones
-from .constants import gpu_process_bytes, process_bytes
+from .constants import KeptProcess, gpu_process_bytes, own_process_bytes
+from .limit import LINKS, OPERATORS, OPERATORS_LEAST, PROCESS, Limit
 from .links import link_sets, measure_links
 from .meter import Meter
 from .micro_batches import Largest, largest_micro_batches
@@ -34,7 +35,6 @@ from .overlap import measure_overlap
 from .rest import measure_rest
 from .steps import measure_steps
 
-OPERATORS_SHARE = 0.3  # at least
 LINKS_SHARE = 0.27  # share of the budget, beside some seconds for links and computing together
 
 
@@ -48,44 +48,49 @@ def profile(
     device: torch.device | str | None = None,
     on_start: Callable[[], object] = lambda: None,
     progress: Callable[[str], None] = lambda _: None,
+    kept_process: KeptProcess | None = None,
 ) -> Profile:
     """The profile of ``job`` on the cluster that this process is a rank of. Collective.
 
     Every rank measures its own device at the same time, as in training; of equal devices the median
-    counts. Operators that the budget did not reach are named in the provenance. With ``program``, the job's
+    counts. The budget is by the clock on the wall (``limit``): what it did not reach is estimated, and
+    operators that it did not reach are named in the provenance. ``kept_process`` knows what an earlier
+    profile measured of a process without tensors. With ``program``, the job's
     data parallelism with even shares, each device's largest micro-batches are confirmed first, beside the
     budget; ``torch.distributed`` must not be initialised then.
     """
     steady_heap()  # as in training
     largest = confirmed(job, cluster, program, device, progress) if program else None
-    comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
     started = time.perf_counter()
+    comm = Comm.of_sets(cluster.world_size, link_sets(cluster), device=device)
+    limit = Limit(comm, budget_s, started)
     progress("memory of a process without tensors")
-    idle, working = constant_bytes(comm, cluster)
+    idle, working = constant_bytes(comm, cluster, limit.left_s(PROCESS), kept_process)
     on_start()
     dist.barrier()
     meter = Meter(comm.device, emulated=os.environ.get("MIXMESH_EMULATION") == "quota")
     links_started = time.perf_counter()
-    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links = measure_links(
+        comm, cluster, budget_s * LINKS_SHARE, most_s=limit.left_s(LINKS), progress=progress
+    )
     progress("links beside computing")
-    slowdown, host_s, beside_s = measure_overlap(comm, meter, links)
+    slowdown, host_s, beside_s = measure_overlap(comm, meter, links, limit)
     progress("computing after a rest")
-    rest = measure_rest(comm.device)
+    rest = measure_rest(comm.device, limit)
     links_s = time.perf_counter() - links_started
     share = likely_share(cluster, comm.rank)
     if largest is not None:
         share = min(share, max(largest.samples[0], 1) / batch_size(job.batch))
     progress("operators")
-    # links that are slower than they were thought to be must not cost the operators their time
-    deadline = max(started + budget_s * 0.7, time.perf_counter() + budget_s * OPERATORS_SHARE)
+    # links that are slower than they were thought to be must not cost the operators all of their time
+    deadline = time.perf_counter() + max(limit.left_s(OPERATORS), budget_s * OPERATORS_LEAST)
     shares = shares_to_measure(share, comm.world_size)
     declared = cluster.devices[comm.rank]
     ops, skipped = measure_ops(graph, shares, meter, comm.device, declared, deadline, progress)
     progress("whole steps")
     own = device_key(declared)
     costs = CostModel(cluster, Profile({own: DeviceProfile(ops, 0.0, 0)}, ()))
-    left_s = max(started + budget_s - time.perf_counter(), 0.0)
-    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, left_s)
+    steps = measure_steps(graph, job, share, costs, costs.class_of[comm.rank], meter, limit.left_s(), limit)
     if steps is None:
         steps = 1.0, CostModel(cluster).optimizer_s(comm.rank, 1.0)
         skipped.append("whole steps, for which there is no memory, or there are no values")
@@ -126,7 +131,7 @@ def profile_links(
     on_start()
     dist.barrier()
     started = time.perf_counter()
-    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, progress=progress)
+    links = measure_links(comm, cluster, budget_s * LINKS_SHARE, most_s=budget_s * LINKS, progress=progress)
     links_s = time.perf_counter() - started
     provenance = {
         **provenance_of(graph, cluster, comm, links_s, links_s),
@@ -177,17 +182,24 @@ def confirmed(
     )
 
 
-def constant_bytes(comm: Comm, cluster: Cluster) -> tuple[int, int]:
+def constant_bytes(comm: Comm, cluster: Cluster, most_s: float, kept: KeptProcess | None) -> tuple[int, int]:
     """Bytes of their device's memory that an idle and a working process hold before any tensor. Collective.
 
-    On a CPU the first rank of every machine measures it for the others: they run the same libraries.
+    On a CPU the first rank of every machine measures it for the others, which run the same libraries, or has
+    ``kept`` it; in more than ``most_s`` seconds it is estimated.
     """
     if comm.device.type != "cpu":
         return gpu_process_bytes(comm.channel(comm.everyone, "profile of memory"))
     machine = cluster.machine_index_of(comm.rank)
     first = comm.rank == cluster.ranks_of(machine)[0]
-    of_all = everyones((machine, process_bytes() if first else (0, 0)))
-    return max(sizes for there, sizes in of_all if there == machine)
+    of_all = everyones((machine, own_process_bytes(most_s, kept) if first else (0, 0)))
+    sizes = max(sizes for there, sizes in of_all if there == machine)
+    costs = CostModel(cluster)
+    estimate = (
+        costs.memory_constant_bytes(comm.rank, idle=True),
+        costs.memory_constant_bytes(comm.rank),
+    )
+    return sizes if all(sizes) else estimate
 
 
 def merge(profiles: list[DeviceProfile]) -> DeviceProfile:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
@@ -50,6 +52,29 @@ for _ in range(2):
 print(idle, peak_memory_bytes(torch.device("cpu")), flush=True)
 os._exit(0)  # threads of process groups can end a process that is leaving with an error
 """
+
+
+@dataclass(frozen=True)
+class KeptProcess:
+    """What this machine has kept of an earlier ``process_bytes``, and how to keep a new one."""
+
+    load: Callable[[], tuple[int, int] | None]
+    save: Callable[[tuple[int, int]], object]
+
+
+def own_process_bytes(most_s: float, kept: KeptProcess | None = None) -> tuple[int, int]:
+    """As ``process_bytes``, kept or measured; zeros where it takes more than ``most_s`` seconds."""
+    if kept is not None and (known := kept.load()) is not None:
+        return known
+    try:
+        sizes = process_bytes(max(most_s, 0.1))
+    except MixmeshError as error:
+        if isinstance(error.__cause__, subprocess.TimeoutExpired):
+            return 0, 0
+        raise
+    if kept is not None:
+        kept.save(sizes)
+    return sizes
 
 
 def process_bytes(timeout_s: float = 120.0) -> tuple[int, int]:
